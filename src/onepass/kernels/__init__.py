@@ -1,0 +1,1 @@
+"""Triton device functions and kernels that several ops share."""

@@ -1,0 +1,165 @@
+"""Activations and their derivatives: the PyTorch formula of each and its pair of Triton device functions.
+
+Device functions take and return fp32. A gated activation, act(x1) * (x2 + offset), is its gate's act and a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.runtime.lang import device_function, tl, triton
+
+# ---- device functions ----
+
+
+@device_function
+def _gelu(z):
+    # z * sigmoid(2u) is 0.5 z (1 + tanh u), and loses nothing where tanh is near -1
+    return z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+
+
+@device_function
+def _gelu_derivative(z):
+    s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    return s + z * s * (1.0 - s) * (1.5957691216057308 + 0.21406453624420977 * z * z)
+
+
+@device_function
+def _gelu_exact(z):
+    return 0.5 * z * (1.0 + tl.erf(0.7071067811865476 * z))
+
+
+@device_function
+def _gelu_exact_derivative(z):
+    return 0.5 * (1.0 + tl.erf(0.7071067811865476 * z)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+
+
+@device_function
+def _quick_gelu(z):
+    return z * tl.sigmoid(1.702 * z)
+
+
+@device_function
+def _quick_gelu_derivative(z):
+    s = tl.sigmoid(1.702 * z)
+    return s + 1.702 * z * s * (1.0 - s)
+
+
+@device_function
+def _silu(z):
+    return z * tl.sigmoid(z)
+
+
+@device_function
+def _silu_derivative(z):
+    s = tl.sigmoid(z)
+    return s + z * s * (1.0 - s)
+
+
+@device_function
+def _relu(z):
+    return tl.where(z <= 0.0, 0.0, z)  # a maximum would drop NaN on a GPU
+
+
+@device_function
+def _relu_derivative(z):
+    return tl.where(z <= 0.0, 0.0, 1.0)  # where z is NaN the gradient passes, as in torch.relu
+
+
+@device_function
+def _squared_relu(z):
+    r = tl.where(z <= 0.0, 0.0, z)
+    return r * r
+
+
+@device_function
+def _squared_relu_derivative(z):
+    return tl.where(z <= 0.0, 0.0, 2.0 * z)
+
+
+# ---- formulas, where PyTorch has no function for them ----
+
+
+def _quick_gelu_formula(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(1.702 * z)
+
+
+def _squared_relu_formula(z: Tensor) -> Tensor:
+    return F.relu(z).square()
+
+
+def _gelu_formula(z: Tensor) -> Tensor:
+    return F.gelu(z, approximate="tanh")
+
+
+# ---- the registry ----
+
+
+@dataclass(frozen=True)
+class Activation:
+    name: str
+    formula: Callable[[Tensor], Tensor]
+    forward: Any  # Triton device functions, or None: then the formula runs by PyTorch
+    derivative: Any
+    gated: bool = False
+
+
+def _with_gate(name: str, act: Activation) -> Activation:
+    return Activation(name, act.formula, act.forward, act.derivative, gated=True)
+
+
+_PLAIN = (
+    Activation("gelu", _gelu_formula, _gelu, _gelu_derivative),
+    Activation("gelu_exact", F.gelu, _gelu_exact, _gelu_exact_derivative),
+    Activation("quick_gelu", _quick_gelu_formula, _quick_gelu, _quick_gelu_derivative),
+    Activation("silu", F.silu, _silu, _silu_derivative),
+    Activation("relu", F.relu, _relu, _relu_derivative),
+    Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative),
+)
+ACTIVATIONS: dict[str, Activation] = {act.name: act for act in _PLAIN}
+for _name, _gate in (("swiglu", "silu"), ("geglu", "gelu"), ("quick_geglu", "quick_gelu"), ("reglu", "relu")):
+    ACTIVATIONS[_name] = _with_gate(_name, ACTIVATIONS[_gate])
+_BUILT_IN = frozenset(ACTIVATIONS)
+
+
+def find_activation(name: str) -> Activation:
+    act = ACTIVATIONS.get(name)
+    if act is None:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {name!r}")
+    return act
+
+
+def register_activation(
+    name: str,
+    formula: Callable[[Tensor], Tensor],
+    forward: Any = None,
+    derivative: Any = None,
+    gated: bool = False,
+) -> None:
+    """Let `activation=name` be your own function.
+
+    ``formula`` is elementwise PyTorch, good for every floating-point type. ``forward`` and ``derivative`` are ``@triton.jit``
+    functions from an fp32 block to an fp32 block; with the formula alone the activation runs by PyTorch, and `explain` says
+    so. With ``gated=True`` it is the gate: ``act(x1) * (x2 + linear_offset)``. Registering a name again replaces it.
+
+        @triton.jit
+        def mish(z): return z * (1 - 2 / (1 + (1 + tl.exp(z)) * (1 + tl.exp(z))))
+        onepass.register_activation("mish", torch.nn.functional.mish, mish, mish_derivative)
+    """
+    if name in _BUILT_IN:
+        raise ValueError(f"name must not be that of a built-in activation ({', '.join(sorted(_BUILT_IN))}), but is {name!r}")
+    if not callable(formula):
+        raise TypeError(f"formula must be a function of a tensor, but is {type(formula).__name__}")
+    if (forward is None) != (derivative is None):
+        missing = "derivative" if derivative is None else "forward"
+        raise ValueError(f"forward and derivative must be given together, but {missing} is missing")
+    for argument, function in (("forward", forward), ("derivative", derivative)):
+        if function is not None and triton is not None and not isinstance(function, type(_gelu)):
+            raise TypeError(f"{argument} must be a @triton.jit function, but is {type(function).__name__}")
+    ACTIVATIONS[name] = Activation(name, formula, forward, derivative, gated)

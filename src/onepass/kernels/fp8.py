@@ -1,0 +1,48 @@
+"""e4m3 numbers by integer arithmetic: the same bits on every GPU (Triton's own casts need sm_89) and in the interpreter.
+
+The scheme, and the PyTorch formula these must equal bit for bit, is `runtime/saved.py`'s.
+"""
+
+from __future__ import annotations
+
+from onepass.runtime.lang import device_function, tl
+
+
+@device_function
+def fp8_exponents(values, RUN: tl.constexpr):
+    """The biased exponent (int32, 1 to 247) of each run of RUN columns of a block [R, C]: [R, C // RUN]."""
+    size: tl.constexpr = values.shape[1] // RUN
+    finite = tl.where(tl.abs(values) < float("inf"), tl.abs(values), 0.0)
+    largest = tl.max(tl.reshape(finite, (values.shape[0], size, RUN)), 2)
+    exponents = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    return tl.where(exponents < 1, 1, exponents)
+
+
+@device_function
+def fp8_encode(values, exponents, RUN: tl.constexpr):
+    """Codes (uint8) of a block [R, C] with its runs' biased exponents."""
+    size: tl.constexpr = values.shape[1] // RUN
+    down = ((254 - exponents) << 23).to(tl.float32, bitcast=True)
+    runs = tl.reshape(values, (values.shape[0], size, RUN))
+    scaled = tl.reshape(runs * down[:, :, None], values.shape)
+    bits = scaled.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size_bits = bits & 0x7FFFFFFF
+    # round to nearest even at the third bit of the mantissa; below 2**-6 the steps are 2**-9, as those of 2**14 + t are
+    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size_bits < 0x3C800000, small, normal)
+    code = tl.where(size_bits < 0x7F800000, code, 0x7F)  # infinities and NaN
+    return (code | sign).to(tl.uint8)
+
+
+@device_function
+def fp8_decode(codes, exponents):
+    """Values (fp32) of codes with their biased exponents, one exponent a code."""
+    codes, exponents = codes.to(tl.int32), exponents.to(tl.int32)
+    level = (codes >> 3) & 15
+    mantissa = codes & 7
+    normal = ((level + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+    size = tl.where(level == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
+    return tl.where(codes >= 128, -size, size) * (exponents << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,1 @@
+"""One op, one room: formula, reference, kernels, autograd, public function."""

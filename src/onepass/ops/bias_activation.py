@@ -1,0 +1,514 @@
+"""bias_activation: y = act(x + bias), or act(x1 + bias1) * (x2 + bias2) for a gated act, times a token's weight.
+
+Order    bias, clamp, linear_offset, activation, token weight; fp32 all the way, rounded once, where y is stored.
+Shapes   x [..., W], bias [W], token_weight [...] or [..., 1], y [..., H]; W is H, or 2H for a gated activation (x1 and x2 are
+         the halves of a row). M rows.
+Saves    x, bias, token_weight: backward rebuilds the rest. x in the store asked for: as it is, in fp8, or on the host.
+Bytes    forward reads x and writes y; backward reads dy and x and writes dx. The bias gradient is reduced from registers in
+         the same pass: a program owns a strip of rows and BLOCK_H columns, writes one fp32 partial a column, and the last
+         program of those columns to arrive sums the partials, always in the same order, and stores the gradient once.
+         The token weight's gradient needs whole rows: one fp32 partial a row and column tile, then a column sum of those.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.activations import ACTIVATIONS, Activation, find_activation
+from onepass.kernels.column_sum import column_sum
+from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
+from onepass.runtime import saved
+from onepass.runtime.arrivals import arrival_counters
+from onepass.runtime.backend import NATIVE, choose, register_op, run_other
+from onepass.runtime.dispatch import once, registered, watched
+from onepass.runtime.formula import run_formula
+from onepass.runtime.lang import device_function, no_triton, tl
+from onepass.runtime.launch import kernel
+from onepass.runtime.layout import as_rows
+from onepass.runtime.saved import FP8_RUN, SAVES
+from onepass.runtime.validation import validating
+
+
+def bias_activation_reference(
+    x: Tensor,
+    bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    clamp: float | None = None,
+    linear_offset: float = 0.0,
+) -> Tensor:
+    """The formula, once, for every type: fp64 inputs make it the oracle, others the `torch` backend (fp32 inside)."""
+    act = find_activation(activation)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    if act.gated:
+        gate, linear = z.chunk(2, -1)
+        if clamp is not None:
+            gate, linear = gate.clamp(max=clamp), linear.clamp(-clamp, clamp)
+        y = act.formula(gate) * (linear + linear_offset)
+    else:
+        y = act.formula(z)
+    if token_weight is not None:
+        y = y * token_weight.to(wide).reshape(*x.shape[:-1], 1)
+    return y.to(x.dtype)
+
+
+# ---- kernels: load, go to fp32 at once, store in the storage type ----
+
+
+@device_function
+def _load_part(
+    x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside,
+    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """x and x + bias for a block of one of x's PARTS halves; x from its fp8 codes where there are exponents."""
+    x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
+    if exponents_ptr is not None:
+        runs = tl.cdiv(H, RUN)
+        at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]
+        x = fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
+    x = x.to(tl.float32)
+    z = x
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + columns + PART * H, mask=columns < H, other=0.0).to(tl.float32)[None, :]
+    return x, z
+
+
+@device_function
+def _store_fp8(
+    codes_ptr, exponents_ptr, x, rows, columns, M, H, inside,
+    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    exponents = fp8_exponents(x, RUN)
+    codes = fp8_encode(x, exponents, RUN)
+    tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
+    runs = tl.cdiv(H, RUN)
+    run = tl.min(columns, 0) // RUN + tl.arange(0, BLOCK_H // RUN)
+    at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
+    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])
+
+
+@kernel("M")
+def _forward_kernel(
+    x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, M, H, X_ROW, clamp, offset,
+    ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = 2 if GATED else 1
+    across = tl.cdiv(H, BLOCK_H)
+    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (rows < M)[:, None] & (columns < H)[None, :]
+    x, z = _load_part(x_ptr, None, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+    if codes_ptr is not None:
+        _store_fp8(codes_ptr, exponents_ptr, x, rows, columns, M, H, inside, 0, PARTS, RUN, BLOCK_H)
+    if GATED:
+        x2, linear = _load_part(x_ptr, None, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+        if codes_ptr is not None:
+            _store_fp8(codes_ptr, exponents_ptr, x2, rows, columns, M, H, inside, 1, PARTS, RUN, BLOCK_H)
+        if clamp is not None:
+            z = tl.where(z > clamp, clamp, z)
+            linear = tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
+        if offset is not None:
+            linear += offset
+        y = ACT(z) * linear
+    else:
+        y = ACT(z)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
+
+
+@kernel("M", "ROWS", "STRIPS")
+def _backward_kernel(
+    dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
+    M, ROWS, STRIPS, H, DY_ROW, X_ROW, clamp, offset,
+    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = 2 if GATED else 1
+    across = tl.cdiv(H, BLOCK_H)
+    strip = (tl.program_id(0) // across).to(tl.int64)
+    tile = tl.program_id(0) % across
+    columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
+        step = first + tl.arange(0, BLOCK_M)
+        rows = strip * ROWS + step
+        inside = ((step < ROWS) & (rows < M))[:, None] & (columns < H)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        x, z = _load_part(x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+        if GATED:
+            x2, linear = _load_part(x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+            if clamp is not None:  # the boundary itself passes gradient
+                over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
+                z = tl.where(over, clamp, z)
+                linear = tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
+            if offset is not None:
+                linear += offset
+        if dweight_ptr is not None:
+            y = ACT(z) * linear if GATED else ACT(z)
+            at = dweight_ptr + tile * M.to(tl.int64) + rows
+            tl.store(at, tl.sum(tl.where(inside, y * dy, 0.0), 1), mask=(step < ROWS) & (rows < M))
+        if weight_ptr is not None:
+            dy *= tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+        dz = dy * DERIVATIVE(z)
+        if GATED:
+            dz *= linear
+            dz2 = dy * ACT(z)
+            if clamp is not None:
+                dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)
+            dbias2 += tl.where(inside, dz2, 0.0)
+            if dx_ptr is not None:
+                tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
+        dbias += tl.where(inside, dz, 0.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + rows[:, None] * (PARTS * H) + columns[None, :], dz, mask=inside)
+    if dbias_ptr is not None:
+        W = PARTS * H
+        at = partial_ptr + strip * W + columns
+        tl.store(at, tl.sum(dbias, 0), mask=columns < H)
+        if GATED:
+            tl.store(at + H, tl.sum(dbias2, 0), mask=columns < H)
+        tl.debug_barrier()  # all of this program's partials are written before it counts itself in
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == STRIPS - 1:
+            _sum_strips(partial_ptr + columns, dbias_ptr + columns, STRIPS, W, columns < H, BLOCK_S, BLOCK_H)
+            if GATED:
+                _sum_strips(partial_ptr + H + columns, dbias_ptr + H + columns, STRIPS, W, columns < H, BLOCK_S, BLOCK_H)
+            tl.store(arrived_ptr + tile, 0)
+
+
+@device_function
+def _sum_strips(partial_at, out_at, STRIPS, W, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+    total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+    for first in range(0, STRIPS, BLOCK_S):
+        strips = first + tl.arange(0, BLOCK_S)
+        mask = (strips < STRIPS)[:, None] & inside[None, :]
+        at = partial_at[None, :] + strips[:, None] * W
+        total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
+    tl.store(out_at, tl.sum(total, 0), mask=inside)
+
+
+# ---- tiles: from the shape and the device, never by trial ----
+
+
+class _Tiles(NamedTuple):
+    block_m: int
+    block_h: int
+    across: int  # column tiles
+    strips: int  # in forward, blocks of rows
+    rows: int  # a strip's
+    num_warps: int
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(4096)
+def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
+    block_h = min(_power_of_two(H), 128)
+    if fp8:
+        block_h = max(block_h, FP8_RUN)
+    block_m = 1024 // block_h
+    return _Tiles(block_m, block_h, _ceil(H, block_h), _ceil(M, block_m), block_m, 4)
+
+
+@lru_cache(4096)
+def _backward_tiles(M: int, H: int, processors: int) -> _Tiles:
+    block_h = min(_power_of_two(H), 1024)
+    block_m = 2048 // block_h
+    across = _ceil(H, block_h)
+    strips = max(1, min(_ceil(M, block_m), 8 * processors // across))
+    rows = _ceil(_ceil(M, strips), block_m) * block_m
+    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, 4)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# ---- registered ops: opaque to the compiler, visible to checkpointing, cheap to call ----
+
+
+def _launch_forward(
+    x: Tensor, bias: Tensor | None, weight: Tensor | None, codes: Tensor | None, exponents: Tensor | None,
+    activation: str, clamp: float | None, offset: float | None,
+) -> Tensor:  # fmt: skip
+    act = ACTIVATIONS[activation]
+    x, x_row = as_rows(x)
+    W = x.shape[-1]
+    M = x.numel() // W
+    H = W // 2 if act.gated else W
+    y = x.new_empty((*x.shape[:-1], H))
+    tiles = _forward_tiles(M, H, codes is not None)
+    _forward_kernel(
+        tiles.strips * tiles.across, x, bias, weight, y, codes, exponents, M, H, x_row, clamp, offset,
+        act.forward, act.gated, FP8_RUN, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def _forward(
+    x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
+) -> Tensor:
+    return _launch_forward(x, bias, weight, None, None, activation, clamp, offset)
+
+
+def _forward_fp8(
+    x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, exponents = _empty_fp8(x, ACTIVATIONS[activation].gated)
+    return _launch_forward(x, bias, weight, codes, exponents, activation, clamp, offset), codes, exponents
+
+
+def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    parts = 2 if gated else 1
+    runs = parts * _ceil(x.shape[-1] // parts, FP8_RUN)
+    return tuple(x.new_empty((*x.shape[:-1], size), dtype=torch.uint8) for size in (x.shape[-1], runs))  # type: ignore[return-value]
+
+
+def _backward(
+    dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
+    activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    act = ACTIVATIONS[activation]
+    dy, dy_row = as_rows(dy)
+    x, x_row = as_rows(x)
+    H, W = dy.shape[-1], x.shape[-1]
+    M = x.numel() // W
+    tiles = _backward_tiles(M, H, _processors(x.device))
+    dx = dbias = partial = arrived = dweight = row_sums = None
+    if need_dx:
+        dx = torch.empty(x.shape, dtype=dy.dtype, device=x.device)
+    if need_dbias:
+        assert bias is not None
+        dbias = torch.empty_like(bias)
+        partial = torch.empty((tiles.strips, W), dtype=torch.float32, device=x.device)
+        arrived = arrival_counters(tiles.across, x.device)
+    if need_dweight:
+        assert weight is not None
+        dweight = torch.empty_like(weight)
+        whole = tiles.across == 1  # one tile sees whole rows
+        row_sums = dweight if whole else torch.empty((tiles.across, M), dtype=torch.float32, device=x.device)
+    _backward_kernel(
+        tiles.strips * tiles.across, dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums,
+        M, tiles.rows, tiles.strips, H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN,
+        tiles.block_m, tiles.block_h, max(1, 4096 // tiles.block_h), 1, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    if dweight is not None and row_sums is not None and row_sums is not dweight:
+        column_sum(row_sums, dweight)
+    return dx, dbias, dweight
+
+
+def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """A registered op returns tensors only: empty ones for what was not asked."""
+    return tuple(t if t is not None else dy.new_empty(0) for t in _backward(dy, *args))
+
+
+def _forward_fake(x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if ACTIVATIONS[activation].gated else x.shape[-1]))
+
+
+def _forward_fp8_fake(x: Tensor, bias: Any, weight: Any, activation: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_fake(x, bias, weight, activation), *_empty_fp8(x, ACTIVATIONS[activation].gated)
+
+
+def _backward_fake(
+    dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    need_dx, need_dbias, need_dweight = rest[-3:]
+    return (
+        dy.new_empty(x.shape if need_dx else 0),
+        bias.new_empty(bias.shape) if need_dbias else dy.new_empty(0),
+        weight.new_empty(weight.shape) if need_dweight else dy.new_empty(0),
+    )
+
+
+_ARGS = "Tensor x, Tensor? bias, Tensor? token_weight, str activation, float? clamp, float? linear_offset"
+_forward_op = registered(f"bias_activation({_ARGS}) -> Tensor", _forward, _forward_fake)
+_forward_fp8_op = registered(f"bias_activation_fp8({_ARGS}) -> (Tensor, Tensor, Tensor)", _forward_fp8, _forward_fp8_fake)
+_backward_op = registered(
+    "bias_activation_backward(Tensor dy, Tensor x, Tensor? exponents, Tensor? bias, Tensor? token_weight, str activation, "
+    "float? clamp, float? linear_offset, bool need_dx, bool need_dbias, bool need_dweight) -> (Tensor, Tensor, Tensor)",
+    _backward_all,
+    _backward_fake,
+)
+
+
+class _BiasActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor | None,
+        activation: str, clamp: float | None, offset: float | None, save: str,
+    ) -> Tensor:  # fmt: skip
+        args = x, bias, weight, activation, clamp, offset
+        ctx.options, ctx.save, ctx.device = (activation, clamp, offset), save, x.device
+        seen = watched(x, bias, weight)
+        if save == "fp8":
+            y, codes, exponents = (_forward_fp8_op if seen else _forward_fp8)(*args)
+            ctx.save_for_backward(codes, exponents, bias, weight)
+        else:
+            y = (_forward_op if seen else _forward)(*args)
+            ctx.save_for_backward(saved.offload(x) if save == "offload" else x, None, bias, weight)
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, exponents, bias, weight = ctx.saved_tensors
+        if ctx.save == "offload":
+            x = saved.fetch(x, ctx.device)
+        needs = ctx.needs_input_grad[:3]
+        backward = _backward_op if watched(dy, x, bias, weight) else _backward
+        grads = backward(dy, x, exponents, bias, weight, *ctx.options, *needs)
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None, None
+
+
+# ---- the public face: say what is wrong, choose who does it, return ----
+
+
+def unsupported(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", **options: Any) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"x is {x.dtype}"
+    if find_activation(activation).forward is None:
+        return f"activation {activation!r} was registered without Triton functions"
+    return no_triton(x)
+
+
+def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, save: str = "input", **options: Any) -> str:
+    """Which kernels a call runs, and their tiles."""
+    H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
+    M = x.numel() // max(x.shape[-1], 1)
+    forward, backward = _forward_tiles(M, H, save == "fp8"), _backward_tiles(M, H, _processors(x.device))
+    return (
+        f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.strips * forward.across} programs; "
+        f"backward in {backward.strips} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
+        f"{backward.strips * backward.across} programs, the bias gradient in the same kernel; x saved as {save!r}"
+    )
+
+
+def _check(
+    x: Tensor, bias: Tensor | None, act: Activation, token_weight: Tensor | None,
+    clamp: float | None, linear_offset: float, save: str,
+) -> None:  # fmt: skip
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a floating-point tensor, but is {_kind(x)}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, but is a scalar")
+    if act.gated and x.shape[-1] % 2:
+        raise ValueError(f"x must have an even last dimension for {act.name!r}, but has {x.shape[-1]}")
+    if bias is not None:
+        if not isinstance(bias, Tensor) or not bias.is_floating_point():
+            raise TypeError(f"bias must be a floating-point tensor or None, but is {_kind(bias)}")
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"bias must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(bias.shape)}")
+        if bias.device != x.device:
+            raise ValueError(f"bias must be on {x.device}, as x, but is on {bias.device}")
+    if token_weight is not None:
+        if not isinstance(token_weight, Tensor) or not token_weight.is_floating_point():
+            raise TypeError(f"token_weight must be a floating-point tensor or None, but is {_kind(token_weight)}")
+        tokens = x.shape[:-1]
+        if token_weight.shape != tokens and token_weight.shape != (*tokens, 1):
+            raise ValueError(
+                f"token_weight must have shape {tuple(tokens)} or {(*tokens, 1)}, one a token, but has {tuple(token_weight.shape)}"
+            )
+        if token_weight.device != x.device:
+            raise ValueError(f"token_weight must be on {x.device}, as x, but is on {token_weight.device}")
+    if clamp is not None:
+        if not act.gated:
+            raise ValueError(f"clamp needs a gated activation, but activation is {act.name!r}")
+        if not clamp > 0:
+            raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
+    if linear_offset and not act.gated:
+        raise ValueError(f"linear_offset needs a gated activation, but activation is {act.name!r} and linear_offset {linear_offset!r}")
+    if save not in SAVES:
+        raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
+
+
+def _kind(value: object) -> str:
+    return f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def bias_activation(
+    x: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "gelu",
+    *,
+    token_weight: Tensor | None = None,
+    clamp: float | None = None,
+    linear_offset: float = 0.0,
+    save: str = "input",
+    backend: str | None = None,
+) -> Tensor:
+    """Add a bias and apply an activation in one pass; the backward gives the bias gradient in one pass too.
+
+    Args:
+        x: ``[..., H]``, or ``[..., 2H]`` for a gated activation, whose halves are the gate and the linear part.
+        bias: as long as x's last dimension, of any floating-point type.
+        activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu``, ``silu``, ``relu``, ``squared_relu``: ``act(x + bias)``;
+            ``swiglu``, ``geglu``, ``quick_geglu``, ``reglu``: ``act(x1) * (x2 + linear_offset)``; or a registered one.
+        token_weight: ``[...]`` or ``[..., 1]``, multiplied into each row of the result (a router's weight).
+        clamp: for gated ones, x1 to at most this and x2 to within plus and minus this, after the bias.
+        linear_offset: for gated ones, added to x2 after the clamp.
+        save: how x is kept for backward: ``input`` as it is, ``fp8`` in about half of bf16's bytes with a bounded error,
+            ``offload`` in the host's memory.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once.
+    """
+    act = find_activation(activation)
+    _check(x, bias, act, token_weight, clamp, linear_offset, save)
+    clamp = None if clamp is None else float(clamp)
+    if validating() and save == "fp8" and not bool(x.isfinite().all()):
+        raise ValueError("x must be finite for save='fp8', which can't hold infinities, but is not")
+    chosen = choose("bias_activation", backend, unsupported(x, bias, activation))
+    if chosen not in NATIVE:
+        options = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
+        result: Tensor = run_other("bias_activation", chosen, x, bias, activation, **options)
+        return result
+    if chosen == "torch" or x.numel() == 0:
+        formula = partial(bias_activation_reference, activation=activation, clamp=clamp, linear_offset=linear_offset)
+        return run_formula(formula, save, x, bias, token_weight)
+    offset = float(linear_offset) if linear_offset else None
+    if bias is not None:
+        bias = bias.contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.contiguous()
+    y: Tensor = _BiasActivation.apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-untyped-call]
+    return y
+
+
+register_op(bias_activation, unsupported, variant)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """`bias_activation` with ``gelu`` (tanh)."""
+    return bias_activation(x, bias, "gelu", **options)
+
+
+def bias_swiglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """`bias_activation` with ``swiglu``."""
+    return bias_activation(x, bias, "swiglu", **options)
+
+
+def bias_geglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """`bias_activation` with ``geglu``."""
+    return bias_activation(x, bias, "geglu", **options)
+
+
+def bias_quick_geglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """`bias_activation` with ``quick_geglu``."""
+    return bias_activation(x, bias, "quick_geglu", **options)

@@ -1,0 +1,185 @@
+"""Who runs a call: the one owner of backend choice.
+
+"triton" is the native path, "torch" the plain formulas, and other packages can be registered for an op under their own name.
+Order of authority: the `backend=` argument, `use_backend()`, the environment variable ONEPASS_BACKEND (read when onepass is
+imported), then "auto", which takes triton where it can and PyTorch elsewhere. An explicit choice never falls back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_log = logging.getLogger("onepass")
+_said: set[tuple[str, str]] = set()
+
+Reason = str | None  # why a backend can't take a call, or None
+NATIVE = ("triton", "torch")
+
+
+@dataclass
+class Op:
+    """What the runtime knows of one op. `unsupported` and `variant` take the op's own arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    unsupported: Callable[..., Reason]  # why the kernels can't take this call
+    variant: Callable[..., str]  # which kernels would run, with what tiles, and why
+    others: dict[str, Backend] = field(default_factory=dict)
+
+
+@dataclass
+class Backend:
+    """Somebody else's kernels for one op: `run` takes the op's own arguments, without `backend`."""
+
+    run: Callable[..., Any]
+    unsupported: Callable[..., Reason]
+
+
+@dataclass
+class Explanation:
+    """What `explain` found: print it, or read its fields."""
+
+    op: str
+    backend: str
+    variant: str
+    why: str
+    reasons: dict[str, Reason]  # each known backend: why it can't take the call, or None
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend} ({self.why})", f"  runs   {self.variant}"]
+        lines += [f"  {name:6} {'can run this' if reason is None else 'no: ' + reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+OPS: dict[str, Op] = {}
+
+
+def register_op(
+    function: Callable[..., Any], unsupported: Callable[..., Reason], variant: Callable[..., str]
+) -> Callable[..., Any]:
+    """Make an op known to `explain`, to the registry of backends and to the command line."""
+    name = function.__name__
+    OPS[name] = Op(name, function, unsupported, variant)
+    return function
+
+
+def find_op(op: str | Callable[..., Any]) -> Op:
+    name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
+    if name not in OPS:
+        raise ValueError(f"op must be one of {', '.join(sorted(OPS))}, but is {name!r}")
+    return OPS[name]
+
+
+def register_backend(
+    op: str, name: str, run: Callable[..., Any], unsupported: Callable[..., Reason] = lambda *args, **kwargs: None
+) -> None:
+    """Let `backend=name` run `op` by another package's kernels.
+
+    `run` takes the op's arguments; `unsupported` takes the same and says why the call can't be done, or None. Such a backend
+    is taken only when it is named, never by "auto".
+    """
+    if name in (*NATIVE, "auto"):
+        raise ValueError(f"name must not be one of {', '.join(NATIVE)} or auto, but is {name!r}")
+    find_op(op).others[name] = Backend(run, unsupported)
+
+
+# ---- the choice in force ----
+
+
+def known_backends() -> list[str]:
+    return [*NATIVE, *sorted({name for op in OPS.values() for name in op.others})]
+
+
+def _checked(name: str, source: str) -> str:
+    if name != "auto" and name not in known_backends():
+        raise ValueError(f"{source} must be one of auto, {', '.join(known_backends())}, but is {name!r}")
+    return name
+
+
+_in_force: str = os.environ.get("ONEPASS_BACKEND", "") or "auto"
+_source = "ONEPASS_BACKEND" if _in_force != "auto" else "auto"
+
+
+@contextlib.contextmanager
+def _restore(before: tuple[str, str]) -> Iterator[None]:
+    global _in_force, _source
+    try:
+        yield
+    finally:
+        _in_force, _source = before
+
+
+def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+    """Choose the backend for every op, from now on or, as a context manager, within the block.
+
+        onepass.use_backend("torch")            # everything from here
+        with onepass.use_backend("triton"): ... # and back to what it was
+
+    The choice holds for the whole process, all threads.
+    """
+    global _in_force, _source
+    before = _in_force, _source
+    _in_force, _source = _checked(name, "use_backend's name"), "use_backend"
+    return _restore(before)
+
+
+def choose(op: str, backend: str | None, reason: Reason) -> str:
+    """The backend for a call that triton can't take for `reason` (None: it can)."""
+    name = backend or _in_force
+    if name == "auto":
+        if reason is None:
+            return "triton"
+        if not torch.compiler.is_compiling():
+            _say_once(op, reason)
+        return "torch"
+    if name == "torch":
+        return name
+    if name == "triton":
+        if reason is not None:
+            raise RuntimeError(f"backend 'triton' can't take this call of {op}: {reason}")
+        return name
+    if name not in OPS[op].others:
+        _checked(name, "backend" if backend else _source)
+        raise RuntimeError(f"backend {name!r} is not registered for {op}, which has {', '.join([*NATIVE, *OPS[op].others])}")
+    return name
+
+
+def run_other(op: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a registered backend, or say why it can't."""
+    other = OPS[op].others[name]
+    reason = other.unsupported(*args, **kwargs)
+    if reason is not None:
+        raise RuntimeError(f"backend {name!r} can't take this call of {op}: {reason}")
+    return other.run(*args, **kwargs)
+
+
+def _say_once(op: str, reason: str) -> None:
+    if (op, reason) not in _said:
+        _said.add((op, reason))
+        _log.info("%s runs as plain PyTorch: %s", op, reason)
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend and kernel variant a call would take and why, without running it.
+
+        print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
+    """
+    known = find_op(op)
+    backend = kwargs.pop("backend", None)
+    reasons = {"triton": known.unsupported(*args, **kwargs), "torch": None}
+    reasons |= {name: other.unsupported(*args, **kwargs) for name, other in known.others.items()}
+    chosen = choose(known.name, backend, reasons["triton"])
+    if chosen == "triton":
+        variant = known.variant(*args, **kwargs)
+    else:
+        variant = "the PyTorch formula, its inputs saved and nothing else" if chosen == "torch" else f"{chosen}'s own kernels"
+    source = "the backend argument" if backend and backend != "auto" else "auto" if _in_force == "auto" else _source
+    why = f"chosen by {source}" if source != "auto" or chosen == "triton" else f"auto, because {reasons['triton']}"
+    return Explanation(known.name, chosen, variant, why, reasons)

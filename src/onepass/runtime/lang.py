@@ -1,0 +1,45 @@
+"""Triton, or a stand-in where it is not installed: everything still imports, and runs as PyTorch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+SUPPORTED = ("3.5.", "3.6.", "3.7.")  # the versions the kernels are written for; `onepass doctor` says when yours is another
+
+
+class _Missing:
+    """Stands where `triton.language` would: any attribute, any call."""
+
+    def __getattr__(self, name: str) -> _Missing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+triton: Any
+tl: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton, tl = None, _Missing()
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def device_function(function: Any) -> Any:
+    """Mark a function that kernels call."""
+    return triton.jit(function) if triton else function
+
+
+def no_triton(x: Tensor) -> str | None:
+    """Why Triton can't run on x, or None. Under the interpreter CPU tensors are as good as any."""
+    if triton is None:
+        return "triton is not installed (pip install 'onepass[triton]')"
+    if INTERPRETED:
+        return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
+    return None if x.is_cuda else f"x is on {x.device.type}"

@@ -1,0 +1,171 @@
+"""How an op keeps its input for backward: as it is ("input"), in eight bits ("fp8"), or in the host's memory ("offload").
+
+fp8: each run of 64 neighbours in a row shares a power of two, kept as its exponent in one byte, and each value becomes an
+e4m3 number: 65/128 of bf16's bytes, and an error of at most 1/16 of the value or 2**-18 of the run's largest, whatever its
+scale (fp32 subnormals aside). Nothing saturates; NaN and infinities come back as NaN.
+
+offload: a copy on a side stream into pinned memory; in backward the copy back begins one tensor ahead, while the layer before
+it is at work. Both directions share one stream, so a tensor that is still leaving is whole before it returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.runtime.dispatch import registered, watched
+
+SAVES = ("input", "fp8", "offload")
+FP8_RUN = 64  # neighbours that share a scale
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What unpack must know besides the tensors."""
+
+    save: str
+    dtype: torch.dtype
+    device: torch.device
+    size: int  # of the last dimension
+
+
+def describe(x: Tensor, save: str) -> Stored:
+    return Stored(save, x.dtype, x.device, x.shape[-1])
+
+
+def pack(x: Tensor, save: str) -> tuple[Tensor, ...]:
+    """The tensors to save for backward in place of x."""
+    if save == "fp8":
+        return fp8_quantise(x)
+    return (offload(x),) if save == "offload" else (x,)
+
+
+def unpack(tensors: tuple[Tensor, ...], stored: Stored) -> Tensor:
+    if stored.save == "fp8":
+        return fp8_dequantise(*tensors, stored.dtype)
+    return fetch(tensors[0], stored.device) if stored.save == "offload" else tensors[0]
+
+
+# ---- fp8 ----
+
+
+def fp8_quantise(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """x as e4m3 codes (uint8, x's shape) and the exponents of its runs (uint8, [..., parts * runs]).
+
+    Runs do not cross the borders of the `parts` equal parts of the last dimension, nor those of rows.
+    """
+    size = x.shape[-1] // parts
+    runs = -(-size // FP8_RUN)
+    wide = x.float().unflatten(-1, (parts, size))
+    wide = F.pad(wide, (0, runs * FP8_RUN - size)).unflatten(-1, (runs, FP8_RUN))
+    largest = wide.abs().nan_to_num(0.0, 0.0).amax(-1)
+    # the least exponent that brings the run's largest to at most 448 = 1.75 * 2**8
+    exponent = ((largest.view(torch.int32) + 0x1FFFFF) >> 23).sub(127 + 8).clamp(min=-126)
+    scaled = wide * ((127 - exponent) << 23).view(torch.float32).unsqueeze(-1)
+    scaled = torch.where(scaled.isfinite(), scaled, torch.nan)
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)[..., :size].flatten(-2)
+    return codes.contiguous(), (exponent + 127).to(torch.uint8).flatten(-2)
+
+
+def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
+    size = codes.shape[-1] // parts
+    scale = (exponents.int() << 23).view(torch.float32).unflatten(-1, (parts, -1))
+    values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (parts, size))
+    return (values * scale.repeat_interleave(FP8_RUN, -1)[..., :size]).flatten(-2).to(dtype)
+
+
+# ---- offload ----
+
+
+@dataclass
+class _Traffic:
+    """One device's side stream, and which tensor was sent before which."""
+
+    stream: torch.cuda.Stream
+    last: weakref.ref[Tensor] | None = None
+    before: dict[int, weakref.ref[Tensor] | None] = field(default_factory=dict)  # by the host copy's address
+    ahead: tuple[int, Tensor, torch.cuda.Event] | None = None  # the one tensor on its way back before it was asked for
+
+
+_traffic: dict[int, _Traffic] = {}
+
+
+def _traffic_of(device: torch.device) -> _Traffic:
+    if device.index not in _traffic:
+        _traffic[device.index] = _Traffic(torch.cuda.Stream(device))
+    return _traffic[device.index]
+
+
+def _offload(x: Tensor) -> Tensor:
+    if x.device.type != "cuda":  # the host has it already; a registered op must not return its own input
+        return x.clone()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
+    traffic = _traffic_of(x.device)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    traffic.stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(traffic.stream):
+        host.copy_(x, non_blocking=True)
+    x.record_stream(traffic.stream)
+    traffic.before[host.data_ptr()] = traffic.last
+    traffic.last = weakref.ref(host)
+    return host
+
+
+def _fetch(host: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return host.clone()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
+    traffic = _traffic_of(device)
+    address = host.data_ptr()
+    if traffic.ahead is not None and traffic.ahead[0] == address:
+        _, x, arrived = traffic.ahead
+    else:
+        x, arrived = _bring(traffic, host, device)
+    traffic.ahead = None
+    earlier = traffic.before.get(address)
+    earlier_host = earlier() if earlier is not None else None
+    if earlier_host is not None:
+        traffic.ahead = earlier_host.data_ptr(), *_bring(traffic, earlier_host, device)
+    torch.cuda.current_stream(device).wait_event(arrived)
+    return x
+
+
+def _bring(traffic: _Traffic, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+    x = torch.empty(host.shape, dtype=host.dtype, device=device)
+    traffic.stream.wait_stream(torch.cuda.current_stream(device))  # x's memory may still be in use by what it held before
+    with torch.cuda.stream(traffic.stream):
+        x.copy_(host, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(traffic.stream)
+    x.record_stream(traffic.stream)
+    return x, arrived
+
+
+_offload_op = registered("offload(Tensor x) -> Tensor", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu"))
+_fetch_op = registered(
+    "fetch(Tensor host, Device device) -> Tensor",
+    _fetch,
+    lambda host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
+)
+
+
+def offload(x: Tensor) -> Tensor:
+    """x's copy in pinned host memory; x itself where it is there already."""
+    if x.device.type == "cpu":
+        return x
+    host: Tensor = (_offload_op if watched(x) else _offload)(x)
+    return host
+
+
+def fetch(host: Tensor, device: torch.device) -> Tensor:
+    """What was offloaded, back on its device."""
+    if device.type == "cpu":
+        return host
+    x: Tensor = (_fetch_op if watched(host) else _fetch)(host, device)
+    return x
