@@ -27,5 +27,5 @@ def _column_sum_kernel(partial_ptr, out_ptr, S, H, ADD: tl.constexpr, BLOCK_S: t
 def column_sum(partial: Tensor, out: Tensor, add: bool = False) -> Tensor:
     """Sum fp32 partials [S, H] over S, always in the same order, into out [H], or add them to it (a main_grad)."""
     S, H = partial.shape
-    _column_sum_kernel(-(-H // BLOCK_H), partial, out, S, H, add, BLOCK_S, BLOCK_H, num_warps=8)
+    _column_sum_kernel((-(-H // BLOCK_H), 1, 1), partial, out, S, H, add, BLOCK_S, BLOCK_H, num_warps=8)
     return out

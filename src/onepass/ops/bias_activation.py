@@ -22,14 +22,14 @@ from onepass.kernels.activations import ACTIVATIONS, Activation, find_activation
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
 from onepass.runtime import saved
-from onepass.runtime.arrivals import arrival_counters
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.dispatch import once, registered, watched
 from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
-from onepass.runtime.launch import kernel
+from onepass.runtime.launch import grid_of, kernel
 from onepass.runtime.layout import as_rows
 from onepass.runtime.saved import FP8_RUN, SAVES
+from onepass.runtime.scratch import scratch
 from onepass.runtime.validation import validating
 
 
@@ -62,57 +62,77 @@ def bias_activation_reference(
 
 
 @device_function
-def _load_part(
-    x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside,
+def _aligned(size, ALIGN: tl.constexpr):
+    """size, known to be a multiple of ALIGN: without it a width of 5000 would be read two bytes at a time."""
+    return size // ALIGN * ALIGN
+
+
+@device_function
+def _load_bias(bias_ptr, columns, inside):
+    if bias_ptr is not None:
+        return tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(columns.shape, tl.float32)
+
+
+@device_function
+def _load_x(
+    x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
     PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """x and x + bias for a block of one of x's PARTS halves; x from its fp8 codes where there are exponents."""
+    """A block of one of x's PARTS halves in fp32; from its fp8 codes where there are exponents."""
     x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
     if exponents_ptr is not None:
         runs = tl.cdiv(H, RUN)
         at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]
-        x = fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
-    x = x.to(tl.float32)
-    z = x
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + columns + PART * H, mask=columns < H, other=0.0).to(tl.float32)[None, :]
-    return x, z
+        return fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
+    else:
+        return x.to(tl.float32)
 
 
 @device_function
 def _store_fp8(
-    codes_ptr, exponents_ptr, x, rows, columns, M, H, inside,
+    codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
     PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     exponents = fp8_exponents(x, RUN)
     codes = fp8_encode(x, exponents, RUN)
     tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
     runs = tl.cdiv(H, RUN)
-    run = tl.min(columns, 0) // RUN + tl.arange(0, BLOCK_H // RUN)
+    run = tile * (BLOCK_H // RUN) + tl.arange(0, BLOCK_H // RUN)
     at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
     tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])
+
+
+@device_function
+def _clamped(gate, linear, clamp):
+    return tl.where(gate > clamp, clamp, gate), tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
 
 
 @kernel("M")
 def _forward_kernel(
     x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, M, H, X_ROW, clamp, offset,
-    ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
-    across = tl.cdiv(H, BLOCK_H)
-    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
+    H, X_ROW = _aligned(H, ALIGN), _aligned(X_ROW, ALIGN)
+    tile = tl.program_id(0)
+    columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
-    x, z = _load_part(x_ptr, None, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+    x = _load_x(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+    z = x + _load_bias(bias_ptr, columns, columns < H)[None, :]
     if codes_ptr is not None:
-        _store_fp8(codes_ptr, exponents_ptr, x, rows, columns, M, H, inside, 0, PARTS, RUN, BLOCK_H)
+        _store_fp8(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
     if GATED:
-        x2, linear = _load_part(x_ptr, None, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+        x2 = _load_x(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+        linear = x2 + _load_bias(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
-            _store_fp8(codes_ptr, exponents_ptr, x2, rows, columns, M, H, inside, 1, PARTS, RUN, BLOCK_H)
+            _store_fp8(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
         if clamp is not None:
-            z = tl.where(z > clamp, clamp, z)
-            linear = tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
+            z, linear = _clamped(z, linear, clamp)
         if offset is not None:
             linear += offset
         y = ACT(z) * linear
@@ -123,32 +143,33 @@ def _forward_kernel(
     tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
 
 
-@kernel("M", "ROWS", "STRIPS")
+@kernel("M", "ROWS")
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
-    M, ROWS, STRIPS, H, DY_ROW, X_ROW, clamp, offset,
-    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    M, ROWS, H, DY_ROW, X_ROW, clamp, offset,
+    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
-    across = tl.cdiv(H, BLOCK_H)
-    strip = (tl.program_id(0) // across).to(tl.int64)
-    tile = tl.program_id(0) % across
+    H, DY_ROW, X_ROW = _aligned(H, ALIGN), _aligned(DY_ROW, ALIGN), _aligned(X_ROW, ALIGN)
+    tile, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    bias = _load_bias(bias_ptr, columns, columns < H)[None, :]
     dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    if GATED:
+        bias2 = _load_bias(bias_ptr, columns + H, columns < H)[None, :]
+        dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         step = first + tl.arange(0, BLOCK_M)
         rows = strip * ROWS + step
         inside = ((step < ROWS) & (rows < M))[:, None] & (columns < H)[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        x, z = _load_part(x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+        z = _load_x(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN) + bias
         if GATED:
-            x2, linear = _load_part(x_ptr, exponents_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+            linear = _load_x(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient
                 over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
-                z = tl.where(over, clamp, z)
-                linear = tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
+                z, linear = _clamped(z, linear, clamp)
             if offset is not None:
                 linear += offset
         if dweight_ptr is not None:
@@ -163,35 +184,35 @@ def _backward_kernel(
             dz2 = dy * ACT(z)
             if clamp is not None:
                 dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)
-            dbias2 += tl.where(inside, dz2, 0.0)
             if dx_ptr is not None:
                 tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
-        dbias += tl.where(inside, dz, 0.0)
+            dbias2 += tl.where(inside, dz2, 0.0)
         if dx_ptr is not None:
             tl.store(dx_ptr + rows[:, None] * (PARTS * H) + columns[None, :], dz, mask=inside)
+        dbias += tl.where(inside, dz, 0.0)  # past the last row dy is 0, but a derivative at the bias alone may be NaN
     if dbias_ptr is not None:
-        W = PARTS * H
-        at = partial_ptr + strip * W + columns
+        at = partial_ptr + strip * (PARTS * H) + columns
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
         if GATED:
             tl.store(at + H, tl.sum(dbias2, 0), mask=columns < H)
         tl.debug_barrier()  # all of this program's partials are written before it counts itself in
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == STRIPS - 1:
-            _sum_strips(partial_ptr + columns, dbias_ptr + columns, STRIPS, W, columns < H, BLOCK_S, BLOCK_H)
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            _sum_strips(partial_ptr, dbias_ptr, columns, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             if GATED:
-                _sum_strips(partial_ptr + H + columns, dbias_ptr + H + columns, STRIPS, W, columns < H, BLOCK_S, BLOCK_H)
+                _sum_strips(partial_ptr, dbias_ptr, columns + H, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             tl.store(arrived_ptr + tile, 0)
 
 
 @device_function
-def _sum_strips(partial_at, out_at, STRIPS, W, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+def _sum_strips(partial_ptr, out_ptr, columns, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The strips' partials of these columns, summed in their order whoever came last."""
     total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-    for first in range(0, STRIPS, BLOCK_S):
+    for first in range(0, tl.num_programs(1), BLOCK_S):
         strips = first + tl.arange(0, BLOCK_S)
-        mask = (strips < STRIPS)[:, None] & inside[None, :]
-        at = partial_at[None, :] + strips[:, None] * W
+        mask = (strips < tl.num_programs(1))[:, None] & inside[None, :]
+        at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
         total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
-    tl.store(out_at, tl.sum(total, 0), mask=inside)
+    tl.store(out_ptr + columns, tl.sum(total, 0), mask=inside)
 
 
 # ---- tiles: from the shape and the device, never by trial ----
@@ -201,9 +222,15 @@ class _Tiles(NamedTuple):
     block_m: int
     block_h: int
     across: int  # column tiles
-    strips: int  # in forward, blocks of rows
-    rows: int  # a strip's
+    down: int  # blocks of rows in forward, strips of rows in backward
+    rows: int  # of a strip
     num_warps: int
+    stages: int = 1
+
+    @property
+    def block_s(self) -> int:
+        """Strips that the last program sums at once: 32 values a thread."""
+        return max(1, 1024 * self.num_warps // self.block_h)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -215,27 +242,32 @@ def _power_of_two(n: int) -> int:
 
 
 @lru_cache(4096)
-def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
-    block_h = min(_power_of_two(H), 128)
+def _forward_tiles(M: int, H: int, gated: bool, fp8: bool) -> _Tiles:
+    block_h = min(_power_of_two(H), 512)
     if fp8:
         block_h = max(block_h, FP8_RUN)
-    block_m = 1024 // block_h
+    block_m = 2048 // block_h
     return _Tiles(block_m, block_h, _ceil(H, block_h), _ceil(M, block_m), block_m, 4)
 
 
 @lru_cache(4096)
-def _backward_tiles(M: int, H: int, processors: int) -> _Tiles:
-    block_h = min(_power_of_two(H), 1024)
-    block_m = 2048 // block_h
+def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, processors: int) -> _Tiles:
+    block_h = min(_power_of_two(H), 512)
+    block_m = 1024 // block_h
     across = _ceil(H, block_h)
     strips = max(1, min(_ceil(M, block_m), 8 * processors // across))
     rows = _ceil(_ceil(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, 4)
+    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, 4, 3)
 
 
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _align(*sizes: int) -> int:
+    """What all rows are sure to start at a multiple of, as far as Triton does not see it itself (it looks for 16)."""
+    return 8 if not any(size % 8 for size in sizes) else 1
 
 
 # ---- registered ops: opaque to the compiler, visible to checkpointing, cheap to call ----
@@ -251,10 +283,10 @@ def _launch_forward(
     M = x.numel() // W
     H = W // 2 if act.gated else W
     y = x.new_empty((*x.shape[:-1], H))
-    tiles = _forward_tiles(M, H, codes is not None)
+    tiles = _forward_tiles(M, H, act.gated, codes is not None)
     _forward_kernel(
-        tiles.strips * tiles.across, x, bias, weight, y, codes, exponents, M, H, x_row, clamp, offset,
-        act.forward, act.gated, FP8_RUN, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
+        grid_of(tiles.across, tiles.down), x, bias, weight, y, codes, exponents, M, H, x_row, clamp, offset,
+        act.forward, act.gated, FP8_RUN, _align(H, x_row), tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
     )  # fmt: skip
     return y
 
@@ -287,24 +319,24 @@ def _backward(
     x, x_row = as_rows(x)
     H, W = dy.shape[-1], x.shape[-1]
     M = x.numel() // W
-    tiles = _backward_tiles(M, H, _processors(x.device))
+    device = x.device
+    tiles = _backward_tiles(M, H, act.gated, exponents is not None, _processors(device))
     dx = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
-        dx = torch.empty(x.shape, dtype=dy.dtype, device=x.device)
+        dx = dy.new_empty(x.shape)
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
-        partial = torch.empty((tiles.strips, W), dtype=torch.float32, device=x.device)
-        arrived = arrival_counters(tiles.across, x.device)
+        partial, arrived = scratch(tiles.down * W, tiles.across, device)
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
         whole = tiles.across == 1  # one tile sees whole rows
-        row_sums = dweight if whole else torch.empty((tiles.across, M), dtype=torch.float32, device=x.device)
+        row_sums = dweight if whole else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     _backward_kernel(
-        tiles.strips * tiles.across, dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums,
-        M, tiles.rows, tiles.strips, H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN,
-        tiles.block_m, tiles.block_h, max(1, 4096 // tiles.block_h), 1, num_warps=tiles.num_warps,
+        (tiles.across, tiles.down, 1), dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums,
+        M, tiles.rows, H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN,
+        _align(H, dy_row, x_row), tiles.block_m, tiles.block_h, tiles.block_s, tiles.stages, num_warps=tiles.num_warps,
     )  # fmt: skip
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
@@ -391,11 +423,12 @@ def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, 
     """Which kernels a call runs, and their tiles."""
     H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
     M = x.numel() // max(x.shape[-1], 1)
-    forward, backward = _forward_tiles(M, H, save == "fp8"), _backward_tiles(M, H, _processors(x.device))
+    gated, fp8 = find_activation(activation).gated, save == "fp8"
+    forward, backward = _forward_tiles(M, H, gated, fp8), _backward_tiles(M, H, gated, fp8, _processors(x.device))
     return (
-        f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.strips * forward.across} programs; "
-        f"backward in {backward.strips} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
-        f"{backward.strips * backward.across} programs, the bias gradient in the same kernel; x saved as {save!r}"
+        f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
+        f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
+        f"{backward.down * backward.across} programs, the bias gradient in the same kernel; x saved as {save!r}"
     )
 
 

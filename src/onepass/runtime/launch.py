@@ -6,7 +6,7 @@ the pointers and the sizes compiled in. So look those up once for each kind of c
     @kernel("M")                                    # M varies from call to call: a new M compiles nothing
     def _copy_kernel(x_ptr, y_ptr, M, H, BLOCK: tl.constexpr): ...
 
-    _copy_kernel(programs, x, y, M, H, 1024, num_warps=4)   # a one-dimensional grid, then the arguments in order
+    _copy_kernel((programs, 1, 1), x, y, M, H, 1024, num_warps=4)       # the grid, then the arguments in order
 
 Arguments whose names end in `_ptr` are tensors, or None (then the kernel is compiled without them).
 
@@ -39,18 +39,18 @@ class Launcher:
         self.direct = triton.__version__.startswith(TRIED)
         self.plans: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, programs: int, *args: Any, num_warps: int = 4) -> None:
+    def __call__(self, grid: tuple[int, int, int], *args: Any, num_warps: int = 4) -> None:
         device = args[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():  # Triton launches on the current device
             with torch.cuda.device(device):
-                return self(programs, *args, num_warps=num_warps)
+                return self(grid, *args, num_warps=num_warps)
         kind, addresses = self.kind(device, args, num_warps)
         plan = self.plans.get(kind)
         if plan is None or triton.knobs.runtime.launch_enter_hook.calls:
-            return self.first(kind, programs, args, num_warps)
+            return self.first(kind, grid, args, num_warps)
         run, function, metadata = plan
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses)
+        run(*grid, stream, function, metadata, None, None, None, *addresses)
 
     def kind(self, device: int, args: tuple[Any, ...], num_warps: int = 4) -> tuple[tuple[Any, ...], list[Any]]:
         """All that Triton compiles in (equal kinds share a compiled kernel), and the arguments with addresses for tensors."""
@@ -73,10 +73,19 @@ class Launcher:
             parts.append(args[i] > _INT32_MAX)  # i64 rather than i32
         return tuple(parts), addresses
 
-    def first(self, kind: tuple[Any, ...], programs: int, args: tuple[Any, ...], num_warps: int) -> None:
-        compiled = self.jit[(programs,)](*args, num_warps=num_warps)
+    def first(self, kind: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...], num_warps: int) -> None:
+        compiled = self.jit[grid](*args, num_warps=num_warps)
         if compiled is not None and self.direct:
             self.plans[kind] = compiled.run, compiled.function, compiled.packed_metadata
+
+
+def grid_of(across: int, down: int) -> tuple[int, int, int]:
+    """A grid of tiles, `across` fastest. Dimensions after the first end at 65,535: where `down` is more, it takes two.
+
+    A kernel reads its tile as program_id(0), program_id(1) + 65535 * program_id(2), with no division; programs past the end
+    must find nothing to do.
+    """
+    return across, min(down, 65535), -(-down // 65535)
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
