@@ -135,7 +135,7 @@ def _gelu_formula(z: Tensor) -> Tensor:
 # ---- the registry ----
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself: a quick key of caches
 class Activation:
     name: str
     formula: Callable[[Tensor], Tensor]

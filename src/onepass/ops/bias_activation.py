@@ -23,10 +23,10 @@ from onepass.kernels.column_sum import column_sum
 from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
-from onepass.runtime.dispatch import once, registered, watched
+from onepass.runtime.dispatch import bare_apply, once, registered, watched
 from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
-from onepass.runtime.launch import grid_of, kernel
+from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
 from onepass.runtime.saved import FP8_RUN, SAVES
 from onepass.runtime.scratch import scratch
@@ -109,7 +109,7 @@ def _clamped(gate, linear, clamp):
     return tl.where(gate > clamp, clamp, gate), tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
 
 
-@kernel("M")
+@kernel
 def _forward_kernel(
     x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, M, H, X_ROW, clamp, offset,
     ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
@@ -143,7 +143,7 @@ def _forward_kernel(
     tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
 
 
-@kernel("M", "ROWS")
+@kernel
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
     M, ROWS, H, DY_ROW, X_ROW, clamp, offset,
@@ -227,11 +227,6 @@ class _Tiles(NamedTuple):
     num_warps: int
     stages: int = 1
 
-    @property
-    def block_s(self) -> int:
-        """Strips that the last program sums at once: 32 values a thread."""
-        return max(1, 1024 * self.num_warps // self.block_h)
-
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
@@ -241,8 +236,7 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@lru_cache(4096)
-def _forward_tiles(M: int, H: int, gated: bool, fp8: bool) -> _Tiles:
+def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
     block_h = min(_power_of_two(H), 512)
     if fp8:
         block_h = max(block_h, FP8_RUN)
@@ -250,14 +244,21 @@ def _forward_tiles(M: int, H: int, gated: bool, fp8: bool) -> _Tiles:
     return _Tiles(block_m, block_h, _ceil(H, block_h), _ceil(M, block_m), block_m, 4)
 
 
-@lru_cache(4096)
 def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, processors: int) -> _Tiles:
-    block_h = min(_power_of_two(H), 512)
-    block_m = 1024 // block_h
+    """Strips as many as fill the GPU once: what each multiprocessor holds at a time, with loads three blocks ahead."""
+    if H <= 64:
+        block_h = _power_of_two(H)
+        block_m, num_warps, resident = 2048 // block_h, 8, 3
+    elif gated and not fp8 and _ceil(H, 512) * 512 <= 1.05 * H:
+        block_m, block_h, num_warps, resident = 4, 512, 4, 2
+    elif gated:
+        block_m, block_h, num_warps, resident = 16, 128, 8, 6
+    else:
+        block_m, block_h, num_warps, resident = 8, 128, 4, 6
     across = _ceil(H, block_h)
-    strips = max(1, min(_ceil(M, block_m), 8 * processors // across))
+    strips = max(1, min(_ceil(M, block_m), resident * processors // across))
     rows = _ceil(_ceil(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, 4, 3)
+    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, num_warps, 3)
 
 
 @lru_cache
@@ -270,38 +271,76 @@ def _align(*sizes: int) -> int:
     return 8 if not any(size % 8 for size in sizes) else 1
 
 
+@lru_cache(1024)
+def _bind_forward(
+    act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, block_m: int, block_h: int, num_warps: int
+) -> Bound:
+    align = _align(H, x_row)
+    bound: Bound = _forward_kernel.bind(
+        H, x_row, clamp, offset, act.forward, act.gated, FP8_RUN, align, block_m, block_h, num_warps=num_warps
+    )
+    return bound
+
+
+@lru_cache(4096)
+def _forward_plan(
+    act: Activation, M: int, H: int, x_row: int, fp8: bool, clamp: float | None, offset: float | None
+) -> tuple[Grid, Bound]:
+    tiles = _forward_tiles(M, H, fp8)
+    bound = _bind_forward(act, H, x_row, clamp, offset, tiles.block_m, tiles.block_h, tiles.num_warps)
+    return grid_of(tiles.across, tiles.down), bound
+
+
+@lru_cache(1024)
+def _bind_backward(
+    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None,
+    block_m: int, block_h: int, num_warps: int, stages: int,
+) -> Bound:  # fmt: skip
+    align, block_s = _align(H, dy_row, x_row), max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread
+    bound: Bound = _backward_kernel.bind(
+        H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, align,
+        block_m, block_h, block_s, stages, num_warps=num_warps,
+    )  # fmt: skip
+    return bound
+
+
+@lru_cache(4096)
+def _backward_plan(
+    act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool,
+    clamp: float | None, offset: float | None, device: torch.device,
+) -> tuple[_Tiles, Bound]:  # fmt: skip
+    tiles = _backward_tiles(M, H, act.gated, fp8, _processors(device))
+    return tiles, _bind_backward(
+        act, H, dy_row, x_row, clamp, offset, tiles.block_m, tiles.block_h, tiles.num_warps, tiles.stages
+    )
+
+
 # ---- registered ops: opaque to the compiler, visible to checkpointing, cheap to call ----
 
 
-def _launch_forward(
-    x: Tensor, bias: Tensor | None, weight: Tensor | None, codes: Tensor | None, exponents: Tensor | None,
-    activation: str, clamp: float | None, offset: float | None,
+def _forward(
+    x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None,
+    codes: Tensor | None = None, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     act = ACTIVATIONS[activation]
-    x, x_row = as_rows(x)
     W = x.shape[-1]
     M = x.numel() // W
     H = W // 2 if act.gated else W
-    y = x.new_empty((*x.shape[:-1], H))
-    tiles = _forward_tiles(M, H, act.gated, codes is not None)
-    _forward_kernel(
-        grid_of(tiles.across, tiles.down), x, bias, weight, y, codes, exponents, M, H, x_row, clamp, offset,
-        act.forward, act.gated, FP8_RUN, _align(H, x_row), tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
-    )  # fmt: skip
+    if x.is_contiguous() and not act.gated:
+        x_row, y = W, torch.empty_like(x)
+    else:
+        x, x_row = as_rows(x)
+        y = x.new_empty((*x.shape[:-1], H))
+    grid, launch = _forward_plan(act, M, H, x_row, codes is not None, clamp, offset)
+    launch(grid, x, bias, weight, y, codes, exponents, M)
     return y
-
-
-def _forward(
-    x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
-) -> Tensor:
-    return _launch_forward(x, bias, weight, None, None, activation, clamp, offset)
 
 
 def _forward_fp8(
     x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, exponents = _empty_fp8(x, ACTIVATIONS[activation].gated)
-    return _launch_forward(x, bias, weight, codes, exponents, activation, clamp, offset), codes, exponents
+    return _forward(x, bias, weight, activation, clamp, offset, codes, exponents), codes, exponents
 
 
 def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
@@ -317,13 +356,14 @@ def _backward(
     act = ACTIVATIONS[activation]
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
-    H, W = dy.shape[-1], x.shape[-1]
+    W = x.shape[-1]
+    H = W // 2 if act.gated else W
     M = x.numel() // W
     device = x.device
-    tiles = _backward_tiles(M, H, act.gated, exponents is not None, _processors(device))
+    tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, device)
     dx = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
-        dx = dy.new_empty(x.shape)
+        dx = dy.new_empty(x.shape) if act.gated else torch.empty_like(dy, memory_format=torch.contiguous_format)
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
@@ -333,11 +373,8 @@ def _backward(
         dweight = torch.empty_like(weight)
         whole = tiles.across == 1  # one tile sees whole rows
         row_sums = dweight if whole else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
-    _backward_kernel(
-        (tiles.across, tiles.down, 1), dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums,
-        M, tiles.rows, H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN,
-        _align(H, dy_row, x_row), tiles.block_m, tiles.block_h, tiles.block_s, tiles.stages, num_warps=tiles.num_warps,
-    )  # fmt: skip
+    grid = tiles.across, tiles.down, 1
+    launch(grid, dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums, M, tiles.rows)
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
     return dx, dbias, dweight
@@ -384,14 +421,13 @@ class _BiasActivation(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor | None,
         activation: str, clamp: float | None, offset: float | None, save: str,
     ) -> Tensor:  # fmt: skip
-        args = x, bias, weight, activation, clamp, offset
-        ctx.options, ctx.save, ctx.device = (activation, clamp, offset), save, x.device
+        ctx.call = activation, clamp, offset, save, x.device
         seen = watched(x, bias, weight)
         if save == "fp8":
-            y, codes, exponents = (_forward_fp8_op if seen else _forward_fp8)(*args)
+            y, codes, exponents = (_forward_fp8_op if seen else _forward_fp8)(x, bias, weight, activation, clamp, offset)
             ctx.save_for_backward(codes, exponents, bias, weight)
         else:
-            y = (_forward_op if seen else _forward)(*args)
+            y = (_forward_op if seen else _forward)(x, bias, weight, activation, clamp, offset)
             ctx.save_for_backward(saved.offload(x) if save == "offload" else x, None, bias, weight)
         return y
 
@@ -399,12 +435,16 @@ class _BiasActivation(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, exponents, bias, weight = ctx.saved_tensors
-        if ctx.save == "offload":
-            x = saved.fetch(x, ctx.device)
+        activation, clamp, offset, save, device = ctx.call
+        if save == "offload":
+            x = saved.fetch(x, device)
         needs = ctx.needs_input_grad[:3]
         backward = _backward_op if watched(dy, x, bias, weight) else _backward
-        grads = backward(dy, x, exponents, bias, weight, *ctx.options, *needs)
-        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None, None
+        dx, dbias, dweight = backward(dy, x, exponents, bias, weight, activation, clamp, offset, *needs)
+        return dx if needs[0] else None, dbias if needs[1] else None, dweight if needs[2] else None, None, None, None, None
+
+
+_apply = bare_apply(_BiasActivation)
 
 
 # ---- the public face: say what is wrong, choose who does it, return ----
@@ -424,7 +464,7 @@ def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, 
     H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
     M = x.numel() // max(x.shape[-1], 1)
     gated, fp8 = find_activation(activation).gated, save == "fp8"
-    forward, backward = _forward_tiles(M, H, gated, fp8), _backward_tiles(M, H, gated, fp8, _processors(x.device))
+    forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, gated, fp8, _processors(x.device))
     return (
         f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
         f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
@@ -520,8 +560,10 @@ def bias_activation(
         bias = bias.contiguous()
     if token_weight is not None:
         token_weight = token_weight.contiguous()
-    y: Tensor = _BiasActivation.apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-untyped-call]
-    return y
+    if not torch.is_grad_enabled():
+        forward = _forward_op if watched(x, bias, token_weight) else _forward
+        return forward(x, bias, token_weight, activation, clamp, offset)  # type: ignore[no-any-return]
+    return _apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-any-return]
 
 
 register_op(bias_activation, unsupported, variant)

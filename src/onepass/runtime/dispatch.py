@@ -38,6 +38,18 @@ def watched(*tensors: Tensor | None) -> bool:
     return False
 
 
+def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without the 2 us that only functorch and setup_context need; its full form where either may be in play."""
+    bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return function.apply(*args)  # type: ignore[no-untyped-call]
+        return bare(*args)
+
+    return apply
+
+
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that can't be differentiated again, and says so, also where the incoming gradient is a constant.
 

@@ -1,16 +1,18 @@
 """Launch a Triton kernel without Triton's per-call work.
 
 `kernel[grid](*args)` inspects every argument at each call, though what it finds depends only on the types, the alignment of
-the pointers and the sizes compiled in. So look those up once for each kind of call and keep the compiled kernel.
+the pointers and the sizes compiled in. So bind the latter once, look up the former, and keep the compiled kernel.
 
-    @kernel("M")                                    # M varies from call to call: a new M compiles nothing
+    @kernel
     def _copy_kernel(x_ptr, y_ptr, M, H, BLOCK: tl.constexpr): ...
 
-    _copy_kernel((programs, 1, 1), x, y, M, H, 1024, num_warps=4)       # the grid, then the arguments in order
+    copy = _copy_kernel.bind(H, 1024, num_warps=4)      # once for each width: all arguments after the varying ones
+    copy((programs, 1, 1), x, y, M)                     # every call: the grid, the tensors, the sizes that vary
 
-Arguments whose names end in `_ptr` are tensors, or None (then the kernel is compiled without them).
+A kernel's arguments come in this order: tensors (names in `_ptr`; None compiles the kernel without them), sizes that vary
+from call to call (named in VARYING; a new value compiles nothing), then everything that is bound.
 
-A compiled kernel's `run` is private to Triton. It is used for the versions it was tried on; for others, under the
+A compiled kernel's launch function is private to Triton. It is used for the versions it was tried on; for others, under the
 interpreter, and while a profiler hooks launches, Triton's own way is taken.
 """
 
@@ -23,63 +25,82 @@ import torch
 
 from onepass.runtime.lang import triton
 
-TRIED = ("3.5.", "3.6.", "3.7.")
+VARYING = ("M", "ROWS", "S")
 _INT32_MAX = 0x7FFFFFFF
+_RUN_TRIED = triton is not None and triton.__version__.startswith(("3.5.", "3.6.", "3.7."))
+_LAUNCH_TRIED = triton is not None and triton.__version__.startswith("3.6.")  # one Python call less: 1 us
+
+Grid = tuple[int, int, int]
 
 
-class Launcher:
-    """One kernel with its plans: what was compiled for each kind of call."""
+class Kernel:
+    """A Triton kernel whose bound forms are launched cheaply."""
 
-    def __init__(self, function: Callable[..., Any], varying: tuple[str, ...]) -> None:
-        self.jit = triton.jit(function, do_not_specialize=list(varying))
-        names = self.jit.arg_names
-        self.tensors = [i for i, name in enumerate(names) if name.endswith("_ptr")]
-        self.fixed = [i for i, name in enumerate(names) if not name.endswith("_ptr") and name not in varying]
-        self.varying = [i for i, name in enumerate(names) if name in varying]
-        self.direct = triton.__version__.startswith(TRIED)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        varying = [name for name in names if name in VARYING]
+        self.jit = triton.jit(function, do_not_specialize=varying)
+        self.tensors = sum(name.endswith("_ptr") for name in names)
+        self.varying = len(varying)
+        order = [2 - name.endswith("_ptr") * 2 if name not in VARYING else 1 for name in names]
+        assert order == sorted(order), f"{names}: tensors first, then {VARYING}, then what is bound"
+
+    def bind(self, *fixed: Any, num_warps: int = 4) -> Bound:
+        return Bound(self, fixed, num_warps)
+
+
+class Bound:
+    """A kernel with all that is compiled in but types and alignment, and its plans: what was compiled for those."""
+
+    def __init__(self, kernel: Kernel, fixed: tuple[Any, ...], num_warps: int) -> None:
+        self.kernel, self.fixed, self.num_warps = kernel, fixed, num_warps
         self.plans: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], *args: Any, num_warps: int = 4) -> None:
+    def __call__(self, grid: Grid, *args: Any) -> None:
         device = args[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():  # Triton launches on the current device
             with torch.cuda.device(device):
-                return self(grid, *args, num_warps=num_warps)
-        kind, addresses = self.kind(device, args, num_warps)
+                return self(grid, *args)
+        kind, addresses = self.kind(device, args)
         plan = self.plans.get(kind)
         if plan is None or triton.knobs.runtime.launch_enter_hook.calls:
-            return self.first(kind, grid, args, num_warps)
-        run, function, metadata = plan
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(*grid, stream, function, metadata, None, None, None, *addresses)
+            return self.first(kind, grid, args)
+        launch, middle = plan
+        launch(*grid, torch._C._cuda_getCurrentRawStream(device), *middle, *addresses, *self.fixed)
 
-    def kind(self, device: int, args: tuple[Any, ...], num_warps: int = 4) -> tuple[tuple[Any, ...], list[Any]]:
-        """All that Triton compiles in (equal kinds share a compiled kernel), and the arguments with addresses for tensors."""
-        parts: list[Any] = [device, num_warps]
-        addresses, pointers = list(args), 0
-        for i in self.tensors:
+    def kind(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+        """What Triton compiles in beside the bound values, and the arguments with addresses in the place of tensors."""
+        addresses, tensors = list(args), self.kernel.tensors
+        parts: list[Any] = [device]
+        pointers = 0
+        for i in range(tensors):
             tensor = args[i]
             if tensor is None:
                 parts.append(None)
-                continue
-            parts.append(tensor.dtype)
-            addresses[i] = address = tensor.data_ptr()  # an int spares the driver a look-up of each tensor
-            pointers |= address
+            else:
+                parts.append(tensor.dtype)
+                addresses[i] = address = tensor.data_ptr()  # an int spares the driver a look-up of each tensor
+                pointers |= address
         if pointers % 16:  # each pointer is specialised by itself
-            parts += [addresses[i] is None or addresses[i] % 16 == 0 for i in self.tensors]
-        for i in self.fixed:
-            parts.append(args[i])
-            parts.append(type(args[i]))  # 1, 1.0 and True are equal, but not to Triton
-        for i in self.varying:
-            parts.append(args[i] > _INT32_MAX)  # i64 rather than i32
+            parts += [address is None or address % 16 == 0 for address in addresses[:tensors]]
+        for size in args[tensors:]:
+            parts.append(size > _INT32_MAX)  # i64 rather than i32
         return tuple(parts), addresses
 
-    def first(self, kind: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...], num_warps: int) -> None:
-        compiled = self.jit[grid](*args, num_warps=num_warps)
-        if compiled is not None and self.direct:
-            self.plans[kind] = compiled.run, compiled.function, compiled.packed_metadata
+    def first(self, kind: tuple[Any, ...], grid: Grid, args: tuple[Any, ...]) -> None:
+        compiled = self.kernel.jit[grid](*args, *self.fixed, num_warps=self.num_warps)
+        if compiled is None or not _RUN_TRIED:
+            return
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        hooks = (None, None, None)
+        if _LAUNCH_TRIED and not run.global_scratch_size and not run.profile_scratch_size:
+            flags = run.launch_cooperative_grid, run.launch_pdl, None, None
+            self.plans[kind] = run.launch, (function, *flags, metadata, *hooks)
+        else:
+            self.plans[kind] = run, (function, metadata, *hooks)
 
 
-def grid_of(across: int, down: int) -> tuple[int, int, int]:
+def grid_of(across: int, down: int) -> Grid:
     """A grid of tiles, `across` fastest. Dimensions after the first end at 65,535: where `down` is more, it takes two.
 
     A kernel reads its tile as program_id(0), program_id(1) + 65535 * program_id(2), with no division; programs past the end
@@ -88,6 +109,6 @@ def grid_of(across: int, down: int) -> tuple[int, int, int]:
     return across, min(down, 65535), -(-down // 65535)
 
 
-def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a Triton kernel; `varying` names the sizes that must not be compiled in."""
-    return lambda function: Launcher(function, varying) if triton else None
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorate a Triton kernel; where Triton is missing there is none."""
+    return Kernel(function) if triton else None
