@@ -20,9 +20,11 @@ from torch import Tensor
 
 from onepass.kernels.activations import ACTIVATIONS, Activation, find_activation
 from onepass.kernels.column_sum import column_sum
-from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
+from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
+from onepass.kernels.strips import arrive, sum_strips
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
+from onepass.runtime.checks import check_floating, check_per_token, check_vector
 from onepass.runtime.dispatch import bare_apply, once, registered, watched
 from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
@@ -30,6 +32,7 @@ from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
 from onepass.runtime.saved import FP8_RUN, SAVES
 from onepass.runtime.scratch import scratch
+from onepass.runtime.sizes import ceil_div, power_of_two, processors
 from onepass.runtime.validation import validating
 
 
@@ -62,49 +65,6 @@ def bias_activation_reference(
 
 
 @device_function
-def _aligned(size, ALIGN: tl.constexpr):
-    """size, known to be a multiple of ALIGN: without it a width of 5000 would be read two bytes at a time."""
-    return size // ALIGN * ALIGN
-
-
-@device_function
-def _load_bias(bias_ptr, columns, inside):
-    if bias_ptr is not None:
-        return tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    else:
-        return tl.zeros(columns.shape, tl.float32)
-
-
-@device_function
-def _load_x(
-    x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
-    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """A block of one of x's PARTS halves in fp32; from its fp8 codes where there are exponents."""
-    x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
-    if exponents_ptr is not None:
-        runs = tl.cdiv(H, RUN)
-        at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]
-        return fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
-    else:
-        return x.to(tl.float32)
-
-
-@device_function
-def _store_fp8(
-    codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
-    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    exponents = fp8_exponents(x, RUN)
-    codes = fp8_encode(x, exponents, RUN)
-    tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
-    runs = tl.cdiv(H, RUN)
-    run = tile * (BLOCK_H // RUN) + tl.arange(0, BLOCK_H // RUN)
-    at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
-    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])
-
-
-@device_function
 def _clamped(gate, linear, clamp):
     return tl.where(gate > clamp, clamp, gate), tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
 
@@ -116,21 +76,21 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
-    H, X_ROW = _aligned(H, ALIGN), _aligned(X_ROW, ALIGN)
+    H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
     tile = tl.program_id(0)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
-    x = _load_x(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
-    z = x + _load_bias(bias_ptr, columns, columns < H)[None, :]
+    x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+    z = x + load_vector(bias_ptr, columns, columns < H)[None, :]
     if codes_ptr is not None:
-        _store_fp8(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
+        store_fp8_rows(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
     if GATED:
-        x2 = _load_x(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
-        linear = x2 + _load_bias(bias_ptr, columns + H, columns < H)[None, :]
+        x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+        linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
-            _store_fp8(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
+            store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
         if clamp is not None:
             z, linear = _clamped(z, linear, clamp)
         if offset is not None:
@@ -151,22 +111,22 @@ def _backward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
-    H, DY_ROW, X_ROW = _aligned(H, ALIGN), _aligned(DY_ROW, ALIGN), _aligned(X_ROW, ALIGN)
+    H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
     tile, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    bias = _load_bias(bias_ptr, columns, columns < H)[None, :]
+    bias = load_vector(bias_ptr, columns, columns < H)[None, :]
     dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     if GATED:
-        bias2 = _load_bias(bias_ptr, columns + H, columns < H)[None, :]
+        bias2 = load_vector(bias_ptr, columns + H, columns < H)[None, :]
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         step = first + tl.arange(0, BLOCK_M)
         rows = strip * ROWS + step
         inside = ((step < ROWS) & (rows < M))[:, None] & (columns < H)[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = _load_x(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN) + bias
+        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN) + bias
         if GATED:
-            linear = _load_x(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN) + bias2
+            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient
                 over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
                 z, linear = _clamped(z, linear, clamp)
@@ -195,24 +155,11 @@ def _backward_kernel(
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
         if GATED:
             tl.store(at + H, tl.sum(dbias2, 0), mask=columns < H)
-        tl.debug_barrier()  # all of this program's partials are written before it counts itself in
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-            _sum_strips(partial_ptr, dbias_ptr, columns, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+        if arrive(arrived_ptr, tile):
+            sum_strips(partial_ptr, dbias_ptr, columns, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             if GATED:
-                _sum_strips(partial_ptr, dbias_ptr, columns + H, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+                sum_strips(partial_ptr, dbias_ptr, columns + H, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             tl.store(arrived_ptr + tile, 0)
-
-
-@device_function
-def _sum_strips(partial_ptr, out_ptr, columns, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The strips' partials of these columns, summed in their order whoever came last."""
-    total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-    for first in range(0, tl.num_programs(1), BLOCK_S):
-        strips = first + tl.arange(0, BLOCK_S)
-        mask = (strips < tl.num_programs(1))[:, None] & inside[None, :]
-        at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
-        total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
-    tl.store(out_ptr + columns, tl.sum(total, 0), mask=inside)
 
 
 # ---- tiles: from the shape and the device, never by trial ----
@@ -228,54 +175,36 @@ class _Tiles(NamedTuple):
     stages: int = 1
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
-    block_h = min(_power_of_two(H), 512)
+    block_h = min(power_of_two(H), 512)
     if fp8:
         block_h = max(block_h, FP8_RUN)
     block_m = 2048 // block_h
-    return _Tiles(block_m, block_h, _ceil(H, block_h), _ceil(M, block_m), block_m, 4)
+    return _Tiles(block_m, block_h, ceil_div(H, block_h), ceil_div(M, block_m), block_m, 4)
 
 
-def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, processors: int) -> _Tiles:
+def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int) -> _Tiles:
     """Strips as many as fill the GPU once: what each multiprocessor holds at a time, with loads three blocks ahead."""
     if H <= 64:
-        block_h = _power_of_two(H)
+        block_h = power_of_two(H)
         block_m, num_warps, resident = 2048 // block_h, 8, 3
-    elif gated and not fp8 and _ceil(H, 512) * 512 <= 1.05 * H:
+    elif gated and not fp8 and ceil_div(H, 512) * 512 <= 1.05 * H:
         block_m, block_h, num_warps, resident = 4, 512, 4, 2
     elif gated:
         block_m, block_h, num_warps, resident = 16, 128, 8, 6
     else:
         block_m, block_h, num_warps, resident = 8, 128, 4, 6
-    across = _ceil(H, block_h)
-    strips = max(1, min(_ceil(M, block_m), resident * processors // across))
-    rows = _ceil(_ceil(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, _ceil(M, rows), rows, num_warps, 3)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _align(*sizes: int) -> int:
-    """What all rows are sure to start at a multiple of, as far as Triton does not see it itself (it looks for 16)."""
-    return 8 if not any(size % 8 for size in sizes) else 1
+    across = ceil_div(H, block_h)
+    strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
+    rows = ceil_div(ceil_div(M, strips), block_m) * block_m
+    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, 3)
 
 
 @lru_cache(1024)
 def _bind_forward(
     act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, block_m: int, block_h: int, num_warps: int
 ) -> Bound:
-    align = _align(H, x_row)
+    align = known_align(H, x_row)
     bound: Bound = _forward_kernel.bind(
         H, x_row, clamp, offset, act.forward, act.gated, FP8_RUN, align, block_m, block_h, num_warps=num_warps
     )
@@ -296,7 +225,7 @@ def _bind_backward(
     act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None,
     block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
-    align, block_s = _align(H, dy_row, x_row), max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread
+    align, block_s = known_align(H, dy_row, x_row), max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread
     bound: Bound = _backward_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, align,
         block_m, block_h, block_s, stages, num_warps=num_warps,
@@ -309,7 +238,7 @@ def _backward_plan(
     act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool,
     clamp: float | None, offset: float | None, device: torch.device,
 ) -> tuple[_Tiles, Bound]:  # fmt: skip
-    tiles = _backward_tiles(M, H, act.gated, fp8, _processors(device))
+    tiles = _backward_tiles(M, H, act.gated, fp8, processors(device))
     return tiles, _bind_backward(
         act, H, dy_row, x_row, clamp, offset, tiles.block_m, tiles.block_h, tiles.num_warps, tiles.stages
     )
@@ -345,7 +274,7 @@ def _forward_fp8(
 
 def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     parts = 2 if gated else 1
-    runs = parts * _ceil(x.shape[-1] // parts, FP8_RUN)
+    runs = parts * ceil_div(x.shape[-1] // parts, FP8_RUN)
     return tuple(x.new_empty((*x.shape[:-1], size), dtype=torch.uint8) for size in (x.shape[-1], runs))  # type: ignore[return-value]
 
 
@@ -464,7 +393,7 @@ def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, 
     H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
     M = x.numel() // max(x.shape[-1], 1)
     gated, fp8 = find_activation(activation).gated, save == "fp8"
-    forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, gated, fp8, _processors(x.device))
+    forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, gated, fp8, processors(x.device))
     return (
         f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
         f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
@@ -476,42 +405,23 @@ def _check(
     x: Tensor, bias: Tensor | None, act: Activation, token_weight: Tensor | None,
     clamp: float | None, linear_offset: float, save: str,
 ) -> None:  # fmt: skip
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x must be a floating-point tensor, but is {_kind(x)}")
+    check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
     if act.gated and x.shape[-1] % 2:
         raise ValueError(f"x must have an even last dimension for {act.name!r}, but has {x.shape[-1]}")
     if bias is not None:
-        if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            raise TypeError(f"bias must be a floating-point tensor or None, but is {_kind(bias)}")
-        if bias.shape != x.shape[-1:]:
-            raise ValueError(f"bias must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(bias.shape)}")
-        if bias.device != x.device:
-            raise ValueError(f"bias must be on {x.device}, as x, but is on {bias.device}")
+        check_vector("bias", bias, x)
     if token_weight is not None:
-        if not isinstance(token_weight, Tensor) or not token_weight.is_floating_point():
-            raise TypeError(f"token_weight must be a floating-point tensor or None, but is {_kind(token_weight)}")
-        tokens = x.shape[:-1]
-        if token_weight.shape != tokens and token_weight.shape != (*tokens, 1):
-            raise ValueError(
-                f"token_weight must have shape {tuple(tokens)} or {(*tokens, 1)}, one a token, but has {tuple(token_weight.shape)}"
-            )
-        if token_weight.device != x.device:
-            raise ValueError(f"token_weight must be on {x.device}, as x, but is on {token_weight.device}")
-    if clamp is not None:
-        if not act.gated:
-            raise ValueError(f"clamp needs a gated activation, but activation is {act.name!r}")
-        if not clamp > 0:
-            raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
+        check_per_token("token_weight", token_weight, x)
+    if clamp is not None and not act.gated:
+        raise ValueError(f"clamp needs a gated activation, but activation is {act.name!r}")
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
     if linear_offset and not act.gated:
-        raise ValueError(f"linear_offset needs a gated activation, but activation is {act.name!r} and linear_offset {linear_offset!r}")
+        raise ValueError(f"linear_offset ({linear_offset!r}) needs a gated activation, but activation is {act.name!r}")
     if save not in SAVES:
         raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
-
-
-def _kind(value: object) -> str:
-    return f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def bias_activation(
@@ -569,21 +479,7 @@ def bias_activation(
 register_op(bias_activation, unsupported, variant)
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`bias_activation` with ``gelu`` (tanh)."""
-    return bias_activation(x, bias, "gelu", **options)
-
-
-def bias_swiglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`bias_activation` with ``swiglu``."""
-    return bias_activation(x, bias, "swiglu", **options)
-
-
-def bias_geglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`bias_activation` with ``geglu``."""
-    return bias_activation(x, bias, "geglu", **options)
-
-
-def bias_quick_geglu(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`bias_activation` with ``quick_geglu``."""
-    return bias_activation(x, bias, "quick_geglu", **options)
+bias_gelu = partial(bias_activation, activation="gelu")
+bias_swiglu = partial(bias_activation, activation="swiglu")
+bias_geglu = partial(bias_activation, activation="geglu")
+bias_quick_geglu = partial(bias_activation, activation="quick_geglu")

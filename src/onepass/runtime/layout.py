@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 
@@ -20,7 +22,7 @@ def _row_stride(x: Tensor) -> int:
     rows = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
     if not rows or rows[-1][1] < x.shape[-1]:  # overlapping rows (expanded ones) are copied
         return 0
-    for (_, outer), (size, inner) in zip(rows, rows[1:], strict=False):
+    for (_, outer), (size, inner) in pairwise(rows):
         if outer != size * inner:
             return 0
     return rows[-1][1]

@@ -1,0 +1,59 @@
+"""Rows as kernels load and store them: aligned, in fp32, from their storage type or from fp8 codes.
+
+A row has PARTS parts of H columns each: one, or the two halves of a gated activation's input.
+"""
+
+from __future__ import annotations
+
+from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
+from onepass.runtime.lang import device_function, tl
+
+
+def known_align(*sizes: int) -> int:
+    """What all rows are sure to start at a multiple of, as far as Triton does not see it itself (it looks for 16)."""
+    return 8 if not any(size % 8 for size in sizes) else 1
+
+
+@device_function
+def aligned(size, ALIGN: tl.constexpr):
+    """size, known to be a multiple of ALIGN: without it a width of 5000 would be read two bytes at a time."""
+    return size // ALIGN * ALIGN
+
+
+@device_function
+def load_vector(vector_ptr, columns, inside):
+    """A bias or weight in fp32, zeros where there is none."""
+    if vector_ptr is not None:
+        return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(columns.shape, tl.float32)
+
+
+@device_function
+def load_rows(
+    x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
+    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """A block of one part in fp32; from fp8 codes where there are exponents."""
+    x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
+    if exponents_ptr is not None:
+        runs = tl.cdiv(H, RUN)
+        at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]
+        return fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
+    else:
+        return x.to(tl.float32)
+
+
+@device_function
+def store_fp8_rows(
+    codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
+    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A block of one part as fp8 codes, with the exponents of its runs."""
+    exponents = fp8_exponents(x, RUN)
+    codes = fp8_encode(x, exponents, RUN)
+    tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
+    runs = tl.cdiv(H, RUN)
+    run = tile * (BLOCK_H // RUN) + tl.arange(0, BLOCK_H // RUN)
+    at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
+    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])

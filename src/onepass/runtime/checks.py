@@ -1,0 +1,35 @@
+"""Checks that every op makes of its arguments: each names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_floating(name: str, value: object, optional: bool = False) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} must be a floating-point tensor{' or None' if optional else ''}, but is {kind}")
+
+
+def check_device(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, as x, but is on {value.device}")
+
+
+def check_vector(name: str, value: Tensor, x: Tensor) -> None:
+    """A bias or a weight: as long as x's last dimension, and on its device."""
+    check_floating(name, value, optional=True)
+    if value.dim() != 1 or value.shape[0] != x.shape[-1]:
+        raise ValueError(f"{name} must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(value.shape)}")
+    check_device(name, value, x)
+
+
+def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
+    """One number a row of x, with or without a last dimension of 1, on its device."""
+    check_floating(name, value, optional=True)
+    tokens = x.shape[:-1]
+    if value.shape != tokens and value.shape != (*tokens, 1):
+        raise ValueError(
+            f"{name} must have shape {tuple(tokens)} or {(*tokens, 1)}, one number a token, but has {tuple(value.shape)}"
+        )
+    check_device(name, value, x)

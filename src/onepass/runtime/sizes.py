@@ -1,0 +1,22 @@
+"""Arithmetic on sizes that every room needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
