@@ -1,0 +1,65 @@
+"""The bias of a linear layer together with the activation after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onepass.kernels.activations import find_activation
+from onepass.ops.bias_activation import bias_activation
+
+
+class BiasActivation(nn.Module):
+    """`bias_activation` with its bias as a parameter: put it after a linear layer without bias.
+
+        nn.Sequential(nn.Linear(1024, 8192, bias=False), onepass.nn.BiasActivation(8192, "swiglu"), nn.Linear(4096, 1024))
+
+    Args:
+        features: the size of x's last dimension: 2H for a gated activation, whose output has H.
+        activation, clamp, linear_offset, save: as in `onepass.bias_activation`.
+        bias: False leaves the bias away.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        features: int,
+        activation: str = "gelu",
+        *,
+        bias: bool = True,
+        clamp: float | None = None,
+        linear_offset: float = 0.0,
+        save: str = "input",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if find_activation(activation).gated and features % 2:
+            raise ValueError(f"features must be even for {activation!r}, but is {features}")
+        self.features, self.activation = features, activation
+        self.clamp, self.linear_offset, self.save = clamp, linear_offset, save
+        self.register_parameter("bias", nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, token_weight: Tensor | None = None) -> Tensor:
+        return bias_activation(
+            x,
+            self.bias,
+            self.activation,
+            token_weight=token_weight,
+            clamp=self.clamp,
+            linear_offset=self.linear_offset,
+            save=self.save,
+        )
+
+    def extra_repr(self) -> str:
+        said = [f"{self.features}", f"activation={self.activation!r}", f"bias={self.bias is not None}"]
+        said += [f"clamp={self.clamp}"] if self.clamp is not None else []
+        said += [f"linear_offset={self.linear_offset}"] if self.linear_offset else []
+        said += [f"save={self.save!r}"] if self.save != "input" else []
+        return ", ".join(said)

@@ -1,0 +1,266 @@
+"""What only a GPU shows: compilations, streams, graphs, memory, races, sizes past 32 bits."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onepass
+from onepass.ops import bias_activation as room
+from onepass.runtime import saved
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def inputs(M, H, gated=False, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    W = 2 * H if gated else H
+    x = torch.randn(M, W, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+    bias = torch.randn(W, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+    return x, bias, torch.randn(M, H, device="cuda", dtype=dtype, generator=generator)
+
+
+def grads(activation, x, bias, dy, **options):
+    y = onepass.bias_activation(x, bias, activation, **options)
+    return (y, *torch.autograd.grad(y, (x, bias), dy))
+
+
+def equal(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def close_to_formula(activation, x, bias, dy, **options):
+    got = grads(activation, x, bias, dy, **options)
+    exact = grads(activation, x.detach().double().requires_grad_(), bias.detach().double().requires_grad_(), dy.double())
+    return all((a.double() - b).norm() <= 4e-3 * b.norm() for a, b in zip(got, exact, strict=True))
+
+
+# ---- compilations ----
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    import triton
+
+    names = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **seen: names.append(seen["repr"]) and None)
+    return names
+
+
+def test_a_new_number_of_rows_compiles_nothing_and_a_new_width_once(compilations):
+    for activation, gated in (("gelu", False), ("swiglu", True)):
+        grads(activation, *inputs(64, 1152, gated))
+        compilations.clear()
+        for M in (1, 2, 3, 16, 33, 4096, 5000, 70000):
+            grads(activation, *inputs(M, 1152, gated))
+        assert not compilations, compilations
+        for width in (1168, 2320, 4624):
+            grads(activation, *inputs(32, width, gated))
+            assert len(compilations) <= 2, compilations  # one forward, one backward
+            compilations.clear()
+
+
+def test_token_weights_compile_nothing_for_a_new_number_of_rows_either(compilations):
+    def run(M):
+        x, bias, dy = inputs(M, 1152, True)
+        onepass.bias_swiglu(x, bias, token_weight=torch.rand(M, device="cuda", requires_grad=True)).backward(dy)
+
+    run(64)
+    compilations.clear()
+    for M in (1, 17, 32, 999):
+        run(M)
+    assert not compilations, compilations
+
+
+SMALL = """
+import torch, onepass
+x = torch.randn(8, 96, device="cuda", requires_grad=True)
+onepass.bias_gelu(x, torch.zeros(96, device="cuda", requires_grad=True)).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def test_a_later_process_finds_everything_compiled(tmp_path):
+    def run():
+        subprocess.run([sys.executable, "-c", SMALL], check=True, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)})
+        return {str(p) for p in pathlib.Path(tmp_path).rglob("*") if p.is_file()}
+
+    first = run()
+    assert first and run() == first
+
+
+# ---- right and the same, every time and everywhere ----
+
+
+def test_a_thousand_calls_are_bitwise_equal():
+    args = inputs(4096, 2048)
+    first = grads("gelu", *args)
+    assert all(equal(first, grads("gelu", *args)) for _ in range(1000))
+
+
+def test_streams_at_the_same_time_do_not_meet():
+    cases = [inputs(2048, 2048, seed=seed) for seed in range(4)]
+    alone = [grads("gelu", *case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        together = []
+        for stream, case in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(grads("gelu", *case))
+        torch.cuda.synchronize()
+        assert all(equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_graphs_replay_on_any_stream():
+    x, bias, dy = inputs(512, 4096)
+    expected = grads("gelu", x, bias, dy)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        grads("gelu", x, bias, dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = grads("gelu", x, bias, dy)
+    for stream in (torch.cuda.current_stream(), side):
+        for t in captured:
+            t.detach().fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert equal(captured, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_is_the_same(mode):
+    x, bias, dy = inputs(64, 256, gated=True)
+    compiled = torch.compile(lambda x, bias: onepass.bias_swiglu(x * 1, bias), fullgraph=True, mode=mode)
+    for _ in range(3):
+        got = compiled(x, bias)
+        got = (got, *torch.autograd.grad(got, (x, bias), dy))
+        assert equal([t.clone() for t in got], grads("swiglu", x, bias, dy))
+
+
+@pytest.mark.parametrize("activation", list(onepass.kernels.activations.ACTIVATIONS))
+def test_nan_stays_nan_on_the_gpu(activation):
+    gated = room.find_activation(activation).gated
+    x, bias, _ = inputs(4, 64, gated)
+    with torch.no_grad():
+        x[1, 3] = float("nan")
+    y = onepass.bias_activation(x, bias, activation, clamp=1.0 if gated else None)
+    assert y[1, 3].isnan() and y.isnan().sum() == 1
+
+
+def test_no_call_waits_for_the_gpu():
+    x, bias, dy = inputs(256, 512)
+    for save in saved.SAVES:
+        grads("gelu", x, bias, dy, save=save)  # compiled, scratch and pinned memory made
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            grads("gelu", x, bias, dy, save=save)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    args = inputs(64, 256)
+    other = [t.detach().to("cuda:1").requires_grad_() for t in args]
+    assert torch.cuda.current_device() == 0
+    assert equal(grads("gelu", *args), [t.to("cuda:0") for t in grads("gelu", *other)])
+
+
+# ---- sizes past what 32 bits and a grid hold ----
+
+
+def test_offsets_past_31_bits():
+    wide = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16)
+    x = wide[:, 128:256].normal_().requires_grad_()
+    bias = torch.randn(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert close_to_formula("gelu", x, bias, torch.randn(70000, 128, device="cuda", dtype=torch.bfloat16))
+
+
+def test_more_blocks_of_rows_than_a_grid_dimension():
+    rows = 65535 * 2048 + 4097
+    x = torch.randn(rows, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.ones(1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, dx, _ = grads("relu", x, bias, torch.ones_like(x))
+    assert torch.equal(y, (x.float() + 1).relu().bfloat16())
+    assert torch.equal(dx, (x.float() + 1 > 0).bfloat16())
+
+
+def test_every_width_and_alignment():
+    for H in (1, 2, 3, 8, 24, 63, 64, 65, 100, 511, 512, 520, 1000, 1408, 5000):
+        for activation, gated in (("gelu", False), ("swiglu", True)):
+            x, bias, dy = inputs(131, H, gated)
+            assert close_to_formula(activation, x, bias, dy), (activation, H)
+            shifted = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
+            assert equal(grads(activation, x, bias, dy), grads(activation, shifted.requires_grad_(), bias, dy)), (activation, H)
+
+
+# ---- memory ----
+
+
+def kept(save, layers=8):
+    """MiB that `layers` activations keep for backward, and the gradient."""
+    h = inputs(2048, 4096)[0]
+    bias = torch.zeros(4096, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = h * 1
+    for _ in range(layers):
+        y = onepass.bias_gelu(y, bias, save=save) * 1.5
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # lets the allocator see what the side stream has finished with
+    used = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()  # y itself is the caller's
+    (dh,) = torch.autograd.grad(y.float().sum(), h)
+    return used / 2**20, dh
+
+
+def test_offload_takes_the_bytes_away_and_brings_them_back_exactly():
+    plain, expected = kept("input")
+    away, dh = kept("offload")
+    assert plain >= 128 and away <= 0.05 * plain
+    assert torch.equal(dh, expected)
+
+
+def test_fp8_keeps_about_half():
+    plain, _ = kept("input")
+    small, _ = kept("fp8")
+    assert 0.5 * plain <= small <= 0.52 * plain
+
+
+def test_offload_twice_over_a_retained_graph_and_out_of_order():
+    x, bias, dy = inputs(256, 512)
+    other = inputs(256, 512, seed=1)
+    y, z = (onepass.bias_gelu(t[0], t[1], save="offload") for t in ((x, bias, dy), other))
+    first = torch.autograd.grad(y, x, dy, retain_graph=True)  # the earlier one first
+    assert equal(torch.autograd.grad(z, other[0], other[2]), torch.autograd.grad(onepass.bias_gelu(*other[:2]), other[0], other[2]))
+    assert equal(first, torch.autograd.grad(y, x, dy))
+    assert equal(first, torch.autograd.grad(onepass.bias_gelu(x, bias), x, dy))
+
+
+def test_offload_refuses_to_be_captured():
+    x, bias, _ = inputs(8, 64)
+    onepass.bias_gelu(x, bias)
+    with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        onepass.bias_gelu(x, bias, save="offload")
+
+
+def test_a_step_allocates_its_results_and_nothing_else():
+    x, bias, dy = inputs(4096, 4096)
+    grads("gelu", x, bias, dy)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = grads("gelu", x, bias, dy)
+    results_bytes = sum(t.numel() * t.element_size() for t in results)
+    assert torch.cuda.max_memory_allocated() - before <= results_bytes + 4096
