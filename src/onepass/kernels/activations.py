@@ -163,7 +163,7 @@ _BUILT_IN = frozenset(ACTIVATIONS)
 
 
 def find_activation(name: str) -> Activation:
-    act = ACTIVATIONS.get(name)
+    act = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if act is None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {name!r}")
     return act

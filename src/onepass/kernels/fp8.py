@@ -32,8 +32,7 @@ def fp8_encode(values, exponents, RUN: tl.constexpr):
     normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size_bits < 0x3C800000, small, normal)
-    code = tl.where(size_bits < 0x7F800000, code, 0x7F)  # infinities and NaN
-    return (code | sign).to(tl.uint8)
+    return tl.where(size_bits < 0x7F800000, code | sign, 0x7F).to(tl.uint8)  # infinities and NaN of either sign are one NaN
 
 
 @device_function

@@ -24,8 +24,8 @@ from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, s
 from onepass.kernels.strips import arrive, sum_strips
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
-from onepass.runtime.checks import check_floating, check_per_token, check_vector
-from onepass.runtime.dispatch import bare_apply, once, registered, watched
+from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
+from onepass.runtime.dispatch import bare_apply, needs_grad, once, registered, watched
 from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
@@ -414,12 +414,16 @@ def _check(
         check_vector("bias", bias, x)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, x)
-    if clamp is not None and not act.gated:
-        raise ValueError(f"clamp needs a gated activation, but activation is {act.name!r}")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
-    if linear_offset and not act.gated:
-        raise ValueError(f"linear_offset ({linear_offset!r}) needs a gated activation, but activation is {act.name!r}")
+    if clamp is not None:
+        check_number("clamp", clamp, optional=True)
+        if not act.gated:
+            raise ValueError(f"clamp ({clamp!r}) needs a gated activation, but activation is {act.name!r}")
+        if not clamp > 0:
+            raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
+    if linear_offset != 0.0:
+        check_number("linear_offset", linear_offset)
+        if not act.gated:
+            raise ValueError(f"linear_offset ({linear_offset!r}) needs a gated activation, but activation is {act.name!r}")
     if save not in SAVES:
         raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
 
@@ -455,7 +459,7 @@ def bias_activation(
     act = find_activation(activation)
     _check(x, bias, act, token_weight, clamp, linear_offset, save)
     clamp = None if clamp is None else float(clamp)
-    if validating() and save == "fp8" and not bool(x.isfinite().all()):
+    if validating() and save == "fp8" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
         raise ValueError("x must be finite for save='fp8', which can't hold infinities, but is not")
     chosen = choose("bias_activation", backend, unsupported(x, bias, activation))
     if chosen not in NATIVE:
@@ -470,7 +474,7 @@ def bias_activation(
         bias = bias.contiguous()
     if token_weight is not None:
         token_weight = token_weight.contiguous()
-    if not torch.is_grad_enabled():
+    if not needs_grad(x, bias, token_weight):
         forward = _forward_op if watched(x, bias, token_weight) else _forward
         return forward(x, bias, token_weight, activation, clamp, offset)  # type: ignore[no-any-return]
     return _apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-any-return]

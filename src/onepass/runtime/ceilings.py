@@ -116,7 +116,7 @@ class GpuClock(Clock):
             return [a.elapsed_time(b) for a, b in events]
 
     def _queue(self, repetitions: int, step: Step, before: Before) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+        events = [(_event(), _event()) for _ in range(repetitions)]
         for start, end in events:
             given = before()
             self.flush.zero_()
@@ -128,6 +128,10 @@ class GpuClock(Clock):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def clock_for(device: torch.device) -> Clock:

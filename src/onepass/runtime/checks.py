@@ -11,6 +11,11 @@ def check_floating(name: str, value: object, optional: bool = False) -> None:
         raise TypeError(f"{name} must be a floating-point tensor{' or None' if optional else ''}, but is {kind}")
 
 
+def check_number(name: str, value: object, optional: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number{' or None' if optional else ''}, but is a {type(value).__name__}")
+
+
 def check_device(name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
         raise ValueError(f"{name} must be on {x.device}, as x, but is on {value.device}")

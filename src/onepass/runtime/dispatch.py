@@ -38,6 +38,15 @@ def watched(*tensors: Tensor | None) -> bool:
     return False
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will want a backward of a call on these."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply without the 2 us that only functorch and setup_context need; its full form where either may be in play."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -13,15 +13,49 @@ import torch
 from torch import Tensor
 
 from onepass.runtime import saved
+from onepass.runtime.dispatch import needs_grad
 
 
-def run_formula(formula: Callable[..., Tensor], save: str, *tensors: Tensor | None) -> Tensor:
-    """formula(*tensors), keeping for backward `tensors` only, the first in the store `save` names."""
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if not needed or (torch.compiler.is_compiling() and save == "input"):  # the compiler chooses what to keep by itself
-        return formula(*tensors)
-    result: Tensor = _Formula.apply(formula, save, *tensors)  # type: ignore[no-untyped-call]
+def run_formula(formula: Callable[..., Tensor], save: str, x: Tensor, *rest: Tensor | None) -> Tensor:
+    """formula(x, *rest), keeping for backward its arguments only, x in the store that `save` names."""
+    if not needs_grad(x, *rest):
+        return formula(x, *rest)
+    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep and what to compute again
+        return _compiled(formula, save, x, *rest)
+    result: Tensor = _Formula.apply(formula, save, x, *rest)  # type: ignore[no-untyped-call]
     return result
+
+
+def _compiled(formula: Callable[..., Tensor], save: str, x: Tensor, *rest: Tensor | None) -> Tensor:
+    if save != "fp8":
+        return formula(x, *rest)
+    kept: Tensor = _ThroughFp8.apply(x)  # type: ignore[no-untyped-call]
+    y: Tensor = _ValueOf.apply(formula(x, *rest).detach(), formula(kept, *rest))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _ThroughFp8(torch.autograd.Function):
+    """x as fp8 would give it back; its gradient is x's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return saved.fp8_dequantise(*saved.fp8_quantise(x), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
+class _ValueOf(torch.autograd.Function):
+    """The value of one tensor with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, differentiated: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, dy
 
 
 class _Formula(torch.autograd.Function):

@@ -24,7 +24,7 @@ def validate(on: bool = True) -> contextlib.AbstractContextManager[None]:
         with onepass.validate(): ...       # and back to what it was
 
     They look at the values of tensors, so each waits for the GPU: for finding a fault, not for training. The switch holds for
-    the whole process, all threads.
+    the whole process, all threads; compiled code is not looked into.
     """
     global _on
     before, _on = _on, on

@@ -1,0 +1,102 @@
+"""Is it right? Every output against fp64, on inputs nobody has seen, before anything is timed.
+
+All rows are compared, in chunks that fit in memory. Ours must be as good as the formula in fp32 rounded once (1.25 x its
+relative RMS error + 1e-6); a peer may round as eager code does. Where memory is handed out again, it holds NaN before the
+call, so an element that was never written is not right by accident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onepass.bench.model import Call, Inputs
+
+_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # elements of fp64 at a time; the formula needs a dozen such
+
+
+def allowed_to_peers(dtype: torch.dtype) -> float:
+    """What eager code loses by rounding each intermediate, with room: beyond this it computes something else."""
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+
+
+@dataclass
+class _Difference:
+    """Relative RMS of what arrives in parts."""
+
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    exact_squares: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, got: Tensor, exact: Tensor) -> None:
+        zero = exact.new_zeros(())
+        self.squares[name] = self.squares.get(name, zero) + (got.double() - exact).square().sum()
+        self.exact_squares[name] = self.exact_squares.get(name, zero) + exact.square().sum()
+
+    def relative(self) -> dict[str, float]:
+        return {name: (s / self.exact_squares[name].clamp_min(1e-60)).sqrt().item() for name, s in self.squares.items()}
+
+
+def errors(
+    formula: Call, inputs: Inputs, got: dict[str, Tensor], with_baseline: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The relative RMS error of y and of each gradient, by name; and the same of the baseline, or nothing."""
+    ours, baseline = _Difference(), _Difference()
+    exact_sums: dict[str, Tensor] = {}
+    baseline_sums: dict[str, Tensor] = {}
+    by_row = [inputs.dy, *(inputs.tensors[name] for name in inputs.by_row)]
+    rows = inputs.dy.shape[0]
+    chunk = max(1, _CHUNK[inputs.dy.device.type] // max(tensor[0].numel() for tensor in by_row))
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        exact = _formula_on(formula, inputs, part, torch.float64)
+        rounded = _formula_on(formula, inputs, part, torch.float32) if with_baseline else {}
+        for name, value in exact.items():
+            if _summed(name, inputs):
+                exact_sums[name] = exact_sums.get(name, 0) + value
+                if with_baseline:
+                    baseline_sums[name] = baseline_sums.get(name, 0) + rounded[name].double()
+                continue
+            ours.add(name, got[name][part], value)
+            if with_baseline:
+                baseline.add(name, rounded[name].to(got[name].dtype), value)
+    for name, total in exact_sums.items():
+        ours.add(name, got[name], total)
+        if with_baseline:
+            baseline.add(name, baseline_sums[name].to(got[name].dtype), total)
+    return ours.relative(), baseline.relative()
+
+
+def _summed(name: str, inputs: Inputs) -> bool:
+    return name != "y" and name.removeprefix("d") not in inputs.by_row
+
+
+def _formula_on(formula: Call, inputs: Inputs, part: slice, dtype: torch.dtype) -> dict[str, Tensor]:
+    """y and the gradients of some rows, computed in `dtype` from the values the contender was given."""
+    tensors = {}
+    for name, tensor in inputs.tensors.items():
+        value = tensor.detach()[part] if name in inputs.by_row else tensor.detach()
+        tensors[name] = value.to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else value
+    y = formula(*tensors.values())
+    asked = [tensors[name] for name in inputs.asked]
+    grads = torch.autograd.grad(y, asked, inputs.dy[part].to(dtype))
+    return {"y": y.detach(), **{f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}}
+
+
+def outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
+    """y and the gradients, as the contender gives them, in memory that held NaN."""
+    poison(inputs)
+    y = call(*inputs.tensors.values())
+    grads = torch.autograd.grad(y, list(inputs.asked.values()), inputs.dy)
+    return {"y": y.detach(), **{f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}}
+
+
+def poison(inputs: Inputs) -> None:
+    """Leave NaN in the blocks that PyTorch will hand out for results of these sizes."""
+    blocks = [torch.full_like(tensor.detach(), float("nan")) for tensor in (inputs.dy, *inputs.asked.values()) for _ in range(2)]
+    del blocks
+
+
+def too_far(errors_of: dict[str, float], allowed: dict[str, float]) -> list[str]:
+    return [name for name, error in errors_of.items() if not error <= allowed[name]]  # `not <=`: NaN is too far

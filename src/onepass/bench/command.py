@@ -1,0 +1,190 @@
+"""`onepass bench [op ...]`: measure ops against their peers and show it.
+
+Exit status: 0 where every result of ours is right, 1 where one is not, 2 where what was asked for can't be done, 130 where
+it was interrupted; what had been measured by then is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from onepass.bench import record, registry, runner
+from onepass.bench.model import Case, Contender, CpuTimes, OpBench
+from onepass.bench.peers import find_peers
+from onepass.bench.record import Run
+from onepass.runtime.backend import explain
+from onepass.runtime.ceilings import clock_for, copy_bandwidth, default_device, measure_ceilings
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Refused(Exception):
+    """What was asked for can't be done; the message says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all of them: {', '.join(registry.known_ops())})")
+    parser.add_argument("--quick", action="store_true", help="a few small cases, done in well under a minute")
+    parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
+    parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of inputs and results (bf16)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything measured, the hardware and versions to FILE")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the fractions of the copy bandwidth (.png, .svg, .pdf)")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except Refused as refused:
+        print(f"onepass bench: {refused}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise Refused("--plot needs matplotlib: pip install 'onepass[bench]'")
+    for option in ("json", "plot"):
+        _writable(option, getattr(args, option))
+    device = _device(args.device)
+    dtype = _DTYPES[args.dtype]
+    peers = find_peers()
+    skipped = "torch.compile left out of --quick on a CPU" if args.quick and device.type == "cpu" else None
+    plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
+    plans = _chosen(plans, args)
+
+    from onepass.bench.report import Report  # rich: not needed for saying no
+
+    report = Report()
+    clock = clock_for(device)
+    result = Run(device, dtype, args.quick, peers, measure_ceilings(device, clock))
+    without = {name: why for plan in plans for name, why in plan.bench.without.items()}
+    report.header(result, _ours_runs_as(plans[0], device), without, skipped)
+    stopped: int | None = None
+    with report.ticking(sum(plan.steps() for plan in plans)) as tick:
+        try:
+            for plan in plans:
+                for found in runner.measure(plan, clock, result.ceilings, tick):
+                    if isinstance(found, CpuTimes):
+                        result.cpu.append(found)
+                        report.cpu_times(found)
+                    else:
+                        result.cases.append(found)
+                        report.case(found)
+            result.copy_gbs_at_end = copy_bandwidth(clock, result.ceilings.copy_bytes)
+        except KeyboardInterrupt:
+            stopped = 130
+        except runner.DeviceLost as lost:
+            report.say(f"[red]stopped: {lost}[/]")
+            stopped = 1
+    return _finish(args, result, report.say, stopped)
+
+
+def _finish(args: argparse.Namespace, result: Run, say: Callable[[str], None], stopped: int | None) -> int:
+    start, end = result.ceilings.copy_gbs, result.copy_gbs_at_end
+    if end and abs(end / start - 1) > 0.05:
+        say(f"[yellow]the copy bandwidth moved during the run: {start:.0f} GB/s at the start, {end:.0f} at the end[/]")
+    if stopped == 130:
+        say(f"[yellow]interrupted; {len(result.cases)} cases are complete[/]")
+    if args.json:
+        record.save(result, args.json)
+        say(f"rows in {args.json}")
+    if args.plot and result.cases:
+        from onepass.bench.picture import draw
+
+        draw(result, args.plot)
+        say(f"picture in {args.plot}")
+    failed = result.failed()
+    if failed:
+        say(f"[red]onepass is wrong, or raised, in {', '.join(failed)}[/]")
+    return stopped if stopped is not None else 1 if failed else 0
+
+
+# ---- what was asked for ----
+
+
+def _ops(named: list[str]) -> list[str]:
+    known = registry.known_ops()
+    for op in named:
+        if op not in known:
+            raise Refused(f"unknown op {op!r}; known are {', '.join(known)}")
+    return list(dict.fromkeys(named)) or known
+
+
+def _writable(option: str, path: Path | None) -> None:
+    """Said before measuring, not after."""
+    if path is None:
+        return
+    if option == "plot" and path.suffix not in (".png", ".svg", ".pdf"):
+        raise Refused(f"--plot must end in .png, .svg or .pdf, but is {str(path)!r}")
+    if path.is_dir():
+        raise Refused(f"--{option} must be a file, but {str(path)!r} is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--{option} can't be written: {error}") from None
+
+
+def _device(named: str | None) -> torch.device:
+    try:
+        device = torch.device(named) if named else default_device()
+    except RuntimeError:
+        raise Refused(f"--device must be cuda, cuda:1, ... or cpu, but is {named!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise Refused(f"--device must be cuda, cuda:1, ... or cpu, but is {named!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise Refused(f"--device {named}: PyTorch sees {count} GPUs here")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, peers: dict[str, str]) -> runner.Plan:
+    bench = registry.load(op)
+    wanted = [name.lower() for name in args.peer or ()]
+
+    def keep(contender: Contender) -> bool:
+        if contender.package is not None and contender.package not in peers:
+            return False
+        if contender.ours:
+            return True
+        if wanted:
+            return any(name in contender.name.lower() for name in wanted)
+        return not (args.quick and device.type == "cpu" and contender.compiles)
+
+    return runner.Plan(bench, bench.cases(device, dtype, args.quick), keep, args.quick)
+
+
+def _chosen(plans: list[runner.Plan], args: argparse.Namespace) -> list[runner.Plan]:
+    """--case and --peer applied, or a word on what there is."""
+    cases = [case for plan in plans for case in plan.cases]
+    names = _contender_names([(plan.bench, case) for plan in plans for case in plan.cases])
+    for peer in args.peer or ():
+        if not any(peer.lower() in name.lower() for name in names):
+            raise Refused(f"--peer {peer!r} names none; there are {', '.join(names)}")
+    if args.case:
+        for plan in plans:
+            plan.cases = [case for case in plan.cases if args.case.lower() in case.name.lower()]
+        plans = [plan for plan in plans if plan.cases]
+        if not plans:
+            raise Refused(f"--case {args.case!r} names none; there are {', '.join(case.name for case in cases)}")
+    return plans
+
+
+def _contender_names(pairs: list[tuple[OpBench, Case]]) -> list[str]:
+    return list(dict.fromkeys(c.name for bench, case in pairs for c in bench.contenders(case) if not c.ours))
+
+
+def _ours_runs_as(plan: runner.Plan, device: torch.device) -> str:
+    case = plan.bench.tiny(plan.cases[0])
+    inputs = plan.bench.inputs(case, device, torch.Generator(device=device))
+    return explain(plan.bench.op, *inputs.tensors.values()).backend

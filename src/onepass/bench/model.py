@@ -1,0 +1,113 @@
+"""What a case file fills in, and what comes out of measuring it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Call = Callable[..., Tensor]  # takes the case's tensors in their order
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one variant of an op, and the bytes that nobody can do without."""
+
+    op: str
+    variant: str  # what the op does, say an activation: contenders' CPU time is measured once for each
+    shape: tuple[int, ...]  # (rows, width), as the case file understands them
+    dtype: torch.dtype
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} {'x'.join(str(n) for n in self.shape)}"
+
+
+@dataclass
+class Inputs:
+    """The tensors of one call, in its order, and the gradient that comes back."""
+
+    tensors: dict[str, Tensor]  # those that require a gradient are differentiated
+    by_row: frozenset[str]  # have a row for each row of the output; the others are whole, their gradients summed over rows
+    dy: Tensor
+
+    @property
+    def asked(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody's way to do it. `make` imports and compiles, and may raise: the run shows that and goes on."""
+
+    name: str
+    make: Callable[[Case], Call]
+    package: str | None = None  # the peer it needs, as peers.PACKAGES names it; without it the contender is absent
+    ours: bool = False
+    compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
+
+
+@dataclass(frozen=True)
+class OpBench:
+    """All that the runner asks of a case file."""
+
+    op: str
+    cases: Callable[[torch.device, torch.dtype, bool], list[Case]]  # device, dtype, quick
+    inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
+    contenders: Callable[[Case], list[Contender]]
+    formula: Callable[[Case], Call]  # generic over types: exact in fp64, the baseline in fp32
+    tiny: Callable[[Case], Case]  # the same variant, so small that only the CPU's time counts
+    without: dict[str, str] = field(default_factory=dict)  # packages with nothing to compare, and why
+
+
+@dataclass
+class Measured:
+    """One contender on one case. Where it is wrong, or raised, there are errors or a message, and no speed."""
+
+    contender: str
+    ours: bool = False
+    status: str = "ok"  # "ok", "wrong", "error"
+    message: str | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    forward_of_copy: float | None = None
+    backward_of_copy: float | None = None
+    cpu_forward_us: float | None = None
+    cpu_both_us: float | None = None
+    peak_mib: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)  # relative RMS against fp64, of y and each gradient
+    allowed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def worst_error(self) -> float | None:
+        # a NaN is the worst there is, and max() would not say so
+        return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
+
+
+@dataclass
+class CaseResult:
+    case: Case
+    copy: Measured  # plain copies of as many bytes as the case moves
+    rows: list[Measured]
+
+
+@dataclass
+class CpuTime:
+    """The CPU time of a call on a tiny input, in microseconds: forward with a graph built, and forward and backward."""
+
+    name: str  # a contender, or a reference
+    forward_us: float
+    both_us: float
+
+
+@dataclass
+class CpuTimes:
+    """One variant's: who takes how long to say what is to be done."""
+
+    case: Case
+    rows: list[CpuTime]
+    references: list[CpuTime]

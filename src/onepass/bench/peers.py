@@ -1,0 +1,64 @@
+"""The packages we compare with: which are here, in what version."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Package:
+    module: str  # what to import
+    distribution: str  # what to install
+
+
+PACKAGES = {
+    "Liger": Package("liger_kernel", "liger-kernel"),
+    "Megatron-core": Package("megatron.core", "megatron-core"),
+    "QuACK": Package("quack", "quack-kernels"),
+    "Apex": Package("apex", "apex"),
+}
+
+
+def find_peers() -> dict[str, str]:
+    """The packages that are installed, and their versions."""
+    return {name: version for name, package in PACKAGES.items() if (version := _version(package)) is not None}
+
+
+def _version(package: Package) -> str | None:
+    try:
+        if importlib.util.find_spec(package.module) is None:
+            return None
+    except (ImportError, ValueError):  # its parent is missing, or it is half there
+        return None
+    try:
+        return metadata.version(package.distribution)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a user with fixed shapes compiles it."""
+    wrapped: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return wrapped
+
+
+def forget_compiled() -> None:
+    """Let what comes next be compiled for its own shapes alone.
+
+    After a second shape the compiler would go over to dynamic ones, and after eight give up: peers that compile inside, and
+    torch.compile itself, would be slower than in a training run, where shapes stay.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -1,0 +1,154 @@
+"""The run as a JSON file: where it ran, with what, and every row. Keys stay; new ones may be added."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onepass.bench.model import CaseResult, CpuTimes, Measured
+from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.lang import triton
+
+SCHEMA = 1
+
+
+@dataclass
+class Run:
+    """Everything that one call of `onepass bench` found out."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quick: bool
+    peers: dict[str, str]
+    ceilings: Ceilings
+    copy_gbs_at_end: float | None = None
+    cpu: list[CpuTimes] = field(default_factory=list)
+    cases: list[CaseResult] = field(default_factory=list)
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    def failed(self) -> list[str]:
+        """Where ours is wrong, or raised."""
+        return [result.case.name for result in self.cases for row in result.rows if row.ours and row.status != "ok"]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "onepass": metadata.version("onepass"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else None,
+        "cuda": torch.version.cuda,
+    }
+
+
+def commit() -> str | None:
+    """The commit this package runs from, "+" added where files differ from it; None where it is not from a checkout."""
+    here = Path(__file__)
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here.parent), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    package = here.parents[1]
+    if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:  # installed inside somebody else's checkout
+        return None
+    name = git("rev-parse", "--short=12", "HEAD")
+    return name and name + ("+" if git("status", "--porcelain", "--", str(package)) else "")
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    memory = torch.cuda.get_device_properties(run.device).total_memory / 2**30 if run.device.type == "cuda" else None
+    return {
+        "schema": SCHEMA,
+        "date": run.date,
+        "commit": commit(),
+        "hardware": {
+            "device": run.device.type,
+            "name": device_name(run.device),
+            "memory_gib": _rounded(memory),
+            "cpu": _cpu_name(),
+            "cpu_count": os.cpu_count(),
+        },
+        "versions": {**versions(), "peers": run.peers},
+        "dtype": short(run.dtype),
+        "quick": run.quick,
+        "ceilings": {**_rounded_all(asdict(run.ceilings)), "copy_gbs_at_end": _rounded(run.copy_gbs_at_end)},
+        "cpu_time": [_cpu_time(times) for times in run.cpu],
+        "rows": [_row(result, row) for result in run.cases for row in (result.copy, *result.rows)],
+    }
+
+
+def _cpu_time(times: CpuTimes) -> dict[str, Any]:
+    return {
+        "op": times.case.op,
+        "variant": times.case.variant,
+        "shape": list(times.case.shape),
+        "contenders": {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times.rows},
+        "references": {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times.references},
+    }
+
+
+def _row(result: CaseResult, row: Measured) -> dict[str, Any]:
+    case = result.case
+    return {
+        "op": case.op,
+        "case": case.name,
+        "variant": case.variant,
+        "shape": list(case.shape),
+        "dtype": short(case.dtype),
+        "forward_bytes": case.forward_bytes,
+        "backward_bytes": case.backward_bytes,
+        **_rounded_all(asdict(row)),
+    }
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _rounded_all(values: dict[str, Any]) -> dict[str, Any]:
+    """Five digits: more is noise. NaN, which JSON lacks, becomes a word."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, float):
+            return _rounded(value) if value == value and abs(value) != float("inf") else str(value)
+        return _rounded_all(value) if isinstance(value, dict) else value
+
+    return {name: one(value) for name, value in values.items()}
+
+
+def save(run: Run, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(run), indent=1) + "\n")

@@ -1,0 +1,210 @@
+"""The run on a terminal: a table a case, as each is done, and a progress bar below, on stderr, where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from onepass.bench.model import CaseResult, CpuTimes, Measured
+from onepass.bench.peers import PACKAGES
+from onepass.bench.record import Run, commit, device_name, short, versions
+
+_PEAK = 6
+_ROOMY = 92  # columns of a terminal that has room for all of them
+_WIDTH = 118  # of a log that is no terminal
+_OURS, _BEST = "bold cyan", "bold green"
+_COLUMNS = (  # title, width
+    ("", 19),
+    ("forward us", 10),
+    ("of copy", 7),
+    ("backward us", 11),
+    ("of copy", 7),
+    ("CPU us f / f+b", 14),
+    ("peak MiB", 8),
+    ("error", 7),
+)
+
+
+class Report:
+    """Says on stdout what is known, as soon as it is known."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        out = out or sys.stdout
+        self.console = Console(file=out, width=None if out.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+        self.progress = Progress(
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,  # a thread that draws would take its time from the calls being timed
+            disable=not sys.stderr.isatty(),
+        )
+
+    @contextmanager
+    def ticking(self, steps: int) -> Iterator[Callable[[str], None]]:
+        """Yields what to call at the beginning of each step."""
+        task = self.progress.add_task("", total=steps)
+
+        def tick(text: str) -> None:
+            self.progress.update(task, advance=1, description=escape(text), refresh=True)
+
+        self.progress.start()
+        try:
+            yield tick
+        finally:
+            self.progress.stop()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The bar out of the way: both streams may be the same terminal."""
+        running = self.progress.live.is_started
+        if running:
+            self.progress.stop()
+        try:
+            yield
+        finally:
+            if running:
+                self.progress.start()
+
+    def say(self, text: str | Text | Table = "") -> None:
+        with self._aside():
+            self.console.print(text)
+
+    # ---- what it says ----
+
+    def header(self, run: Run, ours: str, without: dict[str, str], skipped: str | None) -> None:
+        has = versions()
+        lines = [
+            f"[bold]onepass {has['onepass']}[/] ({commit() or 'no checkout'}) on [bold]{escape(device_name(run.device))}[/]",
+            f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, Python {has['python']}; {short(run.dtype)}; "
+            f"onepass runs as [bold]{ours}[/]",
+            _ceilings(run),
+            f"peers  {_peers(run.peers, without)}{'; ' + skipped if skipped else ''}",
+        ]
+        for line in lines:
+            self.say(line)
+        self.say()
+
+    def cpu_times(self, times: CpuTimes) -> None:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
+        table.title = f"[bold]{times.case.variant}: CPU time of a call[/], {_shape(times.case.shape)}, microseconds"
+        table.add_column("", min_width=18)
+        for title, width in (("forward", 9), ("forward + backward", 18), ("onepass against it", 18)):
+            table.add_column(title, min_width=width, justify="right", no_wrap=True)
+        mine = next((row for row in times.rows if row.name == "onepass"), None)
+        for row in (*times.rows, *times.references):
+            ratio = ""
+            if mine is not None and row is not mine:
+                ratio = f"{mine.forward_us / row.forward_us:.2f} / {mine.both_us / row.both_us:.2f} x"
+            style = _OURS if row is mine else "dim" if row in times.references else ""
+            table.add_row(self._name(row.name, row is mine), f"{row.forward_us:.1f}", f"{row.both_us:.1f}", ratio, style=style)
+        with self._aside():
+            self.console.print(table, "")
+
+    def case(self, result: CaseResult) -> None:
+        case = result.case
+        table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
+        moved = f"{_bytes(case.forward_bytes)} forward, {_bytes(case.backward_bytes)} backward"
+        table.title = f"[bold]{case.variant} {_shape(case.shape)}[/] {short(case.dtype)}  [dim]{moved}[/]"
+        hidden = self._hidden(result)
+        for i, (title, width) in enumerate(_COLUMNS):
+            if i != hidden:
+                narrow = not i and self.console.width < _ROOMY
+                table.add_column(title, min_width=0 if narrow else width, justify="right" if i else "left", no_wrap=True)
+        best = {name: _fastest(result.rows, name) for name in ("forward_ms", "backward_ms")}
+        for row in (*result.rows, result.copy):
+            cells = [cell for i, cell in enumerate(self._cells(row, best)) if i != hidden]
+            table.add_row(*cells, style=_OURS if row.ours else "dim" if row is result.copy else "")
+        verdict = against_best(result)
+        with self._aside():
+            self.console.print(table)
+            for row in result.rows:
+                if row.message:
+                    self.console.print(f"  [red]{escape(row.contender)}: {escape(row.message)}[/]")
+            self.console.print(f"  [dim]{verdict}[/]\n" if verdict else "")
+
+    def _hidden(self, result: CaseResult) -> int | None:
+        """The column of the peak memory, where there is none, or no room for it."""
+        known = any(row.peak_mib is not None for row in result.rows)
+        return None if known and self.console.width >= _ROOMY else _PEAK
+
+    def _cells(self, row: Measured, best: dict[str, Measured | None]) -> list[str]:
+        if row.status != "ok":
+            return [self._name(row.contender, row.ours), f"[red]{row.status}[/]", "", "", "", "", "", _error(row)]
+        marks = [_BEST if best.get(name) is row else "" for name in ("forward_ms", "backward_ms")]
+        speeds = []
+        for mark, ms, fraction in zip(
+            marks, (row.forward_ms, row.backward_ms), (row.forward_of_copy, row.backward_of_copy), strict=True
+        ):
+            speeds += [_styled(_us(ms), mark), _styled("" if fraction is None else f"{fraction:.2f}", mark)]
+        host = ""
+        if row.cpu_forward_us is not None and row.cpu_both_us is not None:
+            host = f"{row.cpu_forward_us:.0f} / {row.cpu_both_us:.0f}"
+        peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+        return [self._name(row.contender, row.ours), *speeds, host, peak, _error(row)]
+
+    def _name(self, name: str, ours: bool) -> str:
+        return ("> " if ours else "  ") + escape(name)
+
+
+def against_best(result: CaseResult) -> str | None:
+    """Ours beside the fastest peer of each direction."""
+    ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
+    peers = [row for row in result.rows if not row.ours]
+    if ours is None:
+        return None
+    parts = []
+    for direction in ("forward", "backward"):
+        mine, peer = getattr(ours, f"{direction}_ms"), _fastest(peers, f"{direction}_ms")
+        if peer is not None:
+            parts.append(f"{direction} {getattr(peer, f'{direction}_ms') / mine:.2f} x the speed of {peer.contender}")
+    return "onepass against the best peer: " + ", ".join(parts) if parts else None
+
+
+def _fastest(rows: list[Measured], name: str) -> Measured | None:
+    timed = [row for row in rows if getattr(row, name) is not None]
+    return min(timed, key=lambda row: float(getattr(row, name)), default=None)
+
+
+def _ceilings(run: Run) -> str:
+    parts = [f"copy {run.ceilings.copy_gbs:.0f} GB/s (read + write)"]
+    if run.ceilings.matmul_tflops:
+        parts.append(f"bf16 matrix product {run.ceilings.matmul_tflops:.0f} TFLOP/s")
+    return "ceilings of this run: " + ", ".join(parts)
+
+
+def _peers(found: dict[str, str], without: dict[str, str]) -> str:
+    parts = [f"{name} {version}" + (f" ({without[name]})" if name in without else "") for name, version in found.items()]
+    absent = [name for name in PACKAGES if name not in found]
+    return ", ".join(parts or ["none but PyTorch"]) + (f"; not installed: {', '.join(absent)}" if absent else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(n) for n in shape)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _us(ms: float | None) -> str:
+    return "" if ms is None else f"{ms * 1e3:.1f}"
+
+
+def _error(row: Measured) -> str:
+    worst = row.worst_error
+    return "" if worst is None else f"{worst:.1e}"
+
+
+def _styled(text: str, style: str) -> str:
+    return f"[{style}]{text}[/]" if style and text else text

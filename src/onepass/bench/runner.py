@@ -1,0 +1,241 @@
+"""Measure: first whether each contender is right, then all that are, side by side.
+
+Repetitions are dealt in rounds that begin with another contender each time, a plain copy among them, so that a machine that
+warms up or slows down does it to all. Figures are medians over all rounds. What a round times, and what not:
+forward     the call, a graph built, as in training
+backward    the gradients of everything that requires one; each from a forward of its own, not timed
+CPU time    of calls on a tiny input that follow each other, nobody waiting for the GPU
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.bench import accuracy
+from onepass.bench.model import Call, Case, CaseResult, Contender, CpuTime, CpuTimes, Inputs, Measured, OpBench
+from onepass.bench.peers import forget_compiled
+from onepass.runtime.ceilings import Ceilings, Clock, copy_step
+
+ROUNDS = 5
+T = TypeVar("T")
+Tick = Callable[[str], None]
+
+
+class DeviceLost(RuntimeError):
+    """A contender broke the device: nothing after it can be measured."""
+
+
+@dataclass
+class Plan:
+    """What one op's run consists of."""
+
+    bench: OpBench
+    cases: list[Case]
+    keep: Callable[[Contender], bool]
+    quick: bool = False
+
+    def contenders(self, case: Case) -> list[Contender]:
+        return [contender for contender in self.bench.contenders(case) if self.keep(contender)]
+
+    def variants(self) -> Iterator[list[Case]]:
+        """Cases that follow each other and do the same."""
+        for _, cases in groupby(self.cases, key=lambda case: (case.variant, case.dtype)):
+            yield list(cases)
+
+    def steps(self) -> int:
+        """How often `measure` will tick."""
+        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + ROUNDS for cases in self.variants())
+        return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
+
+
+def measure(plan: Plan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
+    """One op: for each variant its CPU times, then its cases, as they are done."""
+    seeds = torch.Generator(device=clock.device)
+    for cases in plan.variants():
+        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
+        yield cpu
+        for case in cases:
+            result = _measure_case(plan, case, clock, ceilings, seeds, tick)
+            _add_cpu_times(result, cpu)
+            yield result
+
+
+# ---- one case ----
+
+
+@dataclass
+class _Lane:
+    """One contender's place in the rounds, or the copy's."""
+
+    name: str
+    forward: Callable[[Any], object]
+    backward: Callable[[Any], object]
+    before_backward: Callable[[], Any]
+    both: Callable[[], object]
+    forward_ms: list[float]
+    backward_ms: list[float]
+
+
+def _measure_case(plan: Plan, case: Case, clock: Clock, ceilings: Ceilings, seeds: torch.Generator, tick: Tick) -> CaseResult:
+    forget_compiled()
+    checked = [_check(plan, contender, case, clock, seeds, tick) for contender in plan.contenders(case)]
+    rows = [row for row, _ in checked]
+    inputs = plan.bench.inputs(case, clock.device, seeds)
+    lanes = [_copy_lane(case, clock.device)]
+    for row, call in checked:
+        if call is not None:
+            row.peak_mib = _peak_mib(call, inputs, clock.device)
+            lanes.append(_lane(row.contender, call, inputs))
+    budget = 10.0 if clock.device.type == "cuda" else 30.0 if plan.quick else 150.0
+    for turn in range(ROUNDS):
+        tick(f"{case.name}: timing, round {turn + 1} of {ROUNDS}")
+        for lane in _rotated(lanes, turn):
+            lane.forward_ms += clock.times(lane.forward, budget_ms=budget)
+            lane.backward_ms += clock.times(lane.backward, lane.before_backward, budget_ms=budget)
+    by_name = {row.contender: row for row in rows}
+    copy = by_name["copy"] = Measured("copy")
+    for lane in lanes:
+        row = by_name[lane.name]
+        row.forward_ms, row.backward_ms = statistics.median(lane.forward_ms), statistics.median(lane.backward_ms)
+        row.forward_of_copy = case.forward_bytes / row.forward_ms / 1e6 / ceilings.copy_gbs
+        row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / ceilings.copy_gbs
+    return CaseResult(case, copy, rows)
+
+
+def _lane(name: str, call: Call, inputs: Inputs) -> _Lane:
+    tensors, asked, dy = list(inputs.tensors.values()), list(inputs.asked.values()), inputs.dy
+
+    def forward(_: Any = None) -> Tensor:
+        return call(*tensors)
+
+    def backward(y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, asked, dy)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(*tensors), asked, dy)
+
+    return _Lane(name, forward, backward, forward, both, [], [])
+
+
+def _copy_lane(case: Case, device: torch.device) -> _Lane:
+    forward, backward = copy_step(device, case.forward_bytes), copy_step(device, case.backward_bytes)
+    return _Lane("copy", forward, backward, lambda: None, lambda: None, [], [])
+
+
+def _rotated(items: Sequence[T], turn: int) -> list[T]:
+    turn %= max(len(items), 1)
+    return [*items[turn:], *items[:turn]]
+
+
+# ---- right or wrong ----
+
+
+def _check(
+    plan: Plan, contender: Contender, case: Case, clock: Clock, seeds: torch.Generator, tick: Tick
+) -> tuple[Measured, Call | None]:
+    """The contender's row, and its call where the row may have a speed."""
+    tick(f"{case.name}: {contender.name}, {'compiling and ' if contender.compiles else ''}checking")
+    row = Measured(contender.name, ours=contender.ours)
+    call: Call | None = None
+    seeds.manual_seed(seeds.initial_seed() + 1)  # inputs nobody has seen
+    try:
+        inputs = plan.bench.inputs(case, clock.device, seeds)
+        with warnings.catch_warnings():
+            if not contender.ours:  # a peer's warnings are between it and its users
+                warnings.simplefilter("ignore")
+            call = contender.make(case)
+            got = accuracy.outputs(call, inputs)
+        clock.synchronize()
+        row.errors, baseline = accuracy.errors(plan.bench.formula(case), inputs, got, with_baseline=contender.ours)
+        loose = accuracy.allowed_to_peers(case.dtype)
+        row.allowed = {name: 1.25 * baseline[name] + 1e-6 if contender.ours else loose for name in row.errors}
+    except Exception as error:  # a peer's trouble is a line in the table
+        call, row.status, row.message = None, "error", f"{type(error).__name__}: {_first_line(error)}"
+    if row.status == "error":
+        _still_there(clock, row)
+    elif wrong := accuracy.too_far(row.errors, row.allowed):
+        call, row.status = None, "wrong"
+        row.message = "; ".join(f"{name} is {row.errors[name]:.2g} off, {row.allowed[name]:.2g} is allowed" for name in wrong)
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row, call
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else ""
+
+
+def _still_there(clock: Clock, row: Measured) -> None:
+    try:
+        clock.synchronize()
+    except RuntimeError as error:
+        raise DeviceLost(f"{row.contender} left {clock.device} unusable: {row.message}") from error
+
+
+def _peak_mib(call: Call, inputs: Inputs, device: torch.device) -> float | None:
+    """What forward and backward need at most beyond the inputs, results included. A CPU does not count it."""
+    if device.type != "cuda":
+        return None
+    tensors, asked = list(inputs.tensors.values()), list(inputs.asked.values())
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    grads = torch.autograd.grad(call(*tensors), asked, inputs.dy)
+    torch.cuda.synchronize(device)
+    del grads
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+# ---- CPU time ----
+
+
+def _cpu_times(plan: Plan, tiny: Case, clock: Clock, seeds: torch.Generator, tick: Tick) -> CpuTimes:
+    forget_compiled()
+    checked = [_check(plan, contender, tiny, clock, seeds, tick) for contender in plan.contenders(tiny)]
+    inputs = plan.bench.inputs(tiny, clock.device, seeds)
+    references = _references(clock.device, tiny.dtype)
+    lanes = [_lane(row.contender, call, inputs) for row, call in checked if call is not None]
+    lanes += [_lane(name, call, given) for name, (call, given) in references.items()]
+    forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
+    both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
+    calls = 100 if clock.device.type == "cuda" else 20
+    for turn in range(ROUNDS):
+        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {ROUNDS}")
+        for lane in _rotated(lanes, turn):
+            forward[lane.name].append(clock.host_us(lane.before_backward, calls))
+            both[lane.name].append(clock.host_us(lane.both, calls))
+    times = [CpuTime(lane.name, statistics.median(forward[lane.name]), statistics.median(both[lane.name])) for lane in lanes]
+    split = len(lanes) - len(references)
+    return CpuTimes(tiny, times[:split], times[split:])
+
+
+def _references(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, Inputs]]:
+    """PyTorch's own calls, which say how fast this CPU is: ours are judged by their ratio to these."""
+    x, dy = (torch.randn(64, 1024, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(1024, device=device, dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+    by_row = frozenset({"x"})
+    norm = Inputs({"x": x, "weight": weight.requires_grad_()}, by_row, dy)
+    gelu = Inputs({"x": x, "bias": bias.requires_grad_()}, by_row, dy)
+    return {
+        "F.rms_norm(x)": (lambda x, weight: F.rms_norm(x, (1024,), weight, 1e-6), norm),
+        "F.gelu(x + bias)": (lambda x, bias: F.gelu(x + bias, approximate="tanh"), gelu),
+    }
+
+
+def _add_cpu_times(result: CaseResult, cpu: CpuTimes) -> None:
+    times = {time.name: time for time in cpu.rows}
+    for row in result.rows:
+        if row.status == "ok" and row.contender in times:
+            row.cpu_forward_us, row.cpu_both_us = times[row.contender].forward_us, times[row.contender].both_us

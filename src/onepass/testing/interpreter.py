@@ -1,0 +1,178 @@
+"""Make Triton's CPU interpreter trustworthy: import this, with TRITON_INTERPRET=1 set before onepass was imported.
+
+    os.environ["TRITON_INTERPRET"] = "1"        # before anything imports onepass or triton
+    import onepass.testing.interpreter
+
+As Triton 3.6 ships it, the interpreter fails in silence on these counts, which are repaired here:
+
+- bf16 is kept as bit patterns, and casts to it truncate, or copy integers for bits: here they round to nearest even.
+- `tl.dot` multiplies bf16's bit patterns: here it widens them first.
+- Other arithmetic on bf16 works on the bit patterns too: here it raises. Kernels load and go to fp32 at once, so none needs it.
+- `range(runtime_argument)` raises under numpy >= 2.4.
+- numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
+- Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch.
+- @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
+
+Not repaired: libdevice, inline assembly, bf16 atomics, `tl.dot_scaled`; reads out of bounds pass unseen, and `tl.maximum` keeps
+the NaN that a GPU drops. A program costs about the same whatever its block size, so test with few, fat programs.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from onepass.runtime.lang import INTERPRETED, tl, triton
+
+if triton is None:
+    raise ImportError("onepass.testing.interpreter needs triton: pip install 'onepass[triton,test]'")
+if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
+    raise ImportError(
+        "onepass.testing.interpreter needs TRITON_INTERPRET=1 in the environment before onepass or triton is imported: "
+        "the kernels of this process are already compiled ones"
+    )
+
+import triton.runtime.interpreter as interpreter  # noqa: E402
+
+_Builder: Any = interpreter.InterpreterBuilder
+_Handle: Any = interpreter.TensorHandle
+
+
+# ---- bf16 ----
+
+
+def _is_bf16(handle: Any) -> bool:
+    return isinstance(handle, _Handle) and bool(handle.dtype.scalar == tl.bfloat16)
+
+
+def _widened(handle: Any) -> Any:
+    """A bf16 handle as an fp32 one; others as they are."""
+    if not _is_bf16(handle):
+        return handle
+    bits = np.asarray(handle.data).astype(np.uint32) << 16
+    return _Handle(bits.view(np.float32), tl.float32)
+
+
+def _rounded(handle: Any) -> Any:
+    """Numbers of any type as a bf16 handle, to nearest even."""
+    values = torch.from_numpy(np.array(handle.data, order="C").astype(np.float32))
+    return _Handle(values.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+
+_stock_cast = _Builder.cast_impl
+_stock_float_cast = _Builder.create_fp_to_fp
+_stock_dot = _Builder.create_dot
+
+
+def _cast(self: Any, source: Any, to: Any) -> Any:
+    if to.scalar == tl.bfloat16:
+        return source if _is_bf16(source) else _rounded(source)
+    return _stock_cast(self, _widened(source), to)
+
+
+def _float_cast(self: Any, source: Any, to: Any, rounding: Any) -> Any:
+    nearest = getattr(rounding, "name", "RTNE") == "RTNE"
+    if to.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32 and nearest:
+        return _rounded(source)
+    return _stock_float_cast(self, source, to, rounding)
+
+
+def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    return _stock_dot(self, _widened(a), _widened(b), *rest)
+
+
+def _refusing_bf16(stock: Any) -> Any:
+    """unary_op or binary_op, raising where the stock one would compute with bf16's bit patterns."""
+
+    def op(self: Any, *operands: Any) -> Any:
+        if any(_is_bf16(operand) for operand in operands):
+            raise TypeError("arithmetic on bf16, which the interpreter can't do: go to fp32 right after the load")
+        return stock(self, *operands)
+
+    return op
+
+
+# ---- the language, patched once a launch ----
+
+_patch_tensor: Any = interpreter._patch_lang_tensor
+_patch_language: Any = interpreter._patch_lang
+_EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function that sees both
+_launching = False
+
+
+def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
+    """The stock patches, and an index of a scalar that lies in an array of one."""
+    _patch_tensor(tensor, *scope)
+
+    def index(x: Any) -> int:
+        return int(np.asarray(x.handle.data).reshape(-1)[0])
+
+    if scope:
+        scope[0].set_attr(tensor, "__index__", index)
+    else:  # Triton 3.5 patches for good
+        tensor.__index__ = index
+
+
+class _Launch:
+    """What a launch gives back to undo the patches: the stock scope, and the note that one is under way."""
+
+    def __init__(self) -> None:
+        global _launching
+        self.scope = _patch_language(_EVERYWHERE)
+        _launching = True
+
+    def restore(self) -> None:
+        global _launching
+        _launching = False
+        self.scope.restore()
+
+
+def _patch_once(function: Any) -> Any:
+    return interpreter._LangPatchScope() if _launching else _Launch()
+
+
+# ---- launches ----
+
+_stock_launch = interpreter.GridExecutor.__call__
+
+
+def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
+        _stock_launch(self, *args, **kwargs)
+
+
+class _NoDriver:
+    """What @triton.autotune asks for, where there is no GPU."""
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        def benchmark(function: Any, quantiles: Any = None, **_: Any) -> list[float]:
+            function()
+            return [1.0] * 3
+
+        return benchmark
+
+
+def _repair() -> None:
+    _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _cast, _float_cast, _dot
+    _Builder.binary_op = _refusing_bf16(_Builder.binary_op)
+    _Builder.unary_op = _refusing_bf16(_Builder.unary_op)
+    interpreter._patch_lang_tensor = _patch_tensor_with_index
+    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
+        interpreter._patch_lang = _patch_once
+    interpreter.GridExecutor.__call__ = _launch_quietly  # type: ignore[method-assign]
+    if not torch.cuda.is_available():
+        triton.runtime.driver.set_active(_NoDriver())
+
+
+_repair()

@@ -1,0 +1,209 @@
+"""`onepass bench` on a CPU: it runs, writes what it found, and gives no speed to what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.bench import accuracy, bias_activation, command, registry, runner
+from onepass.bench.model import Case, Contender
+from onepass.runtime import ceilings
+
+
+@pytest.fixture(autouse=True)
+def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seconds, not minutes: one round, one tiny case, and never the interpreter."""
+    monkeypatch.setattr(runner, "ROUNDS", 1)
+    monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
+    case = bias_activation._case("swiglu", 33, 40, torch.bfloat16)
+    monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, cases=lambda *_: [case]))
+    with onepass.use_backend("torch"):
+        yield
+
+
+def bench(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([*arguments, "--quick", "--device", "cpu"]))
+
+
+def with_contenders(monkeypatch: pytest.MonkeyPatch, *more: Contender) -> None:
+    ours = bias_activation.BENCH.contenders
+    changed = dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [*ours(case), *more])
+    monkeypatch.setattr(bias_activation, "BENCH", changed)
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["contender"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    data, picture = tmp_path / "new" / "run.json", tmp_path / "run.png"
+    assert bench("bias_activation", "--json", str(data), "--plot", str(picture)) == 0
+    found = json.loads(data.read_text())
+    assert found["schema"] == 1
+    assert found["ceilings"]["copy_gbs"] > 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["cpu_time"][0]["references"]) == {"F.rms_norm(x)", "F.gelu(x + bias)"}
+    rows = rows_of(data)
+    assert {"copy", "onepass", "eager"} <= set(rows)
+    assert "torch.compile" not in rows  # left out of --quick on a CPU
+    ours = rows["onepass"]
+    assert ours["status"] == "ok"
+    assert set(ours["errors"]) == {"y", "dx", "dbias"}
+    for key in ("forward_ms", "backward_ms", "forward_of_copy", "backward_of_copy", "cpu_forward_us", "cpu_both_us"):
+        assert ours[key] > 0, key
+    assert ours["peak_mib"] is None  # nobody counts it on a CPU
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr()
+    assert "swiglu 33 x 40" in said.out
+    assert "> onepass" in said.out
+    assert said.err == ""  # no progress bar where nobody watches
+
+
+def _another_formula(case: Case) -> Callable[..., Tensor]:
+    def call(x: Tensor, bias: Tensor) -> Tensor:
+        gate, linear = (x + bias).chunk(2, -1)
+        return torch.nn.functional.silu(gate * 1.05) * linear
+
+    return call
+
+
+def _not_here(case: Case) -> Callable[..., Tensor]:
+    raise ImportError("no module named nowhere\nand more lines")
+
+
+def test_what_is_wrong_or_raises_has_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_contenders(monkeypatch, Contender("a bit off", _another_formula), Contender("broken", _not_here))
+    assert bench("--json", str(tmp_path / "run.json")) == 0  # peers' faults are no fault of ours
+    rows = rows_of(tmp_path / "run.json")
+    assert rows["a bit off"]["status"] == "wrong"
+    assert rows["broken"]["status"] == "error"
+    assert rows["broken"]["message"] == "ImportError: no module named nowhere"
+    for name in ("a bit off", "broken"):
+        assert all(rows[name][key] is None for key in ("forward_ms", "backward_ms", "forward_of_copy", "cpu_forward_us"))
+    assert rows["onepass"]["forward_ms"] > 0
+    said = capsys.readouterr().out
+    assert "a bit off: y is" in said
+    assert "is allowed" in said
+
+
+def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager rounds its intermediates: fine for a peer, not for us."""
+    eager = Contender("onepass", bias_activation._eager, ours=True)
+    monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [eager]))
+    assert bench() == 1
+    assert "onepass is wrong, or raised, in swiglu 33x40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "unknown op 'nonsense'; known are bias_activation"),
+        (["--case", "gelu 3x3"], "there are swiglu 33x40"),
+        (["--peer", "nobody"], "there are eager, torch.compile, Liger"),
+        (["--plot", "run.jpeg2000"], "must end in .png"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_said_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    monkeypatch.setattr(command, "measure_ceilings", lambda *_: pytest.fail("measured first"))
+    assert bench("--plot", str(tmp_path / "run.png")) == 2
+    assert "pip install 'onepass[bench]'" in capsys.readouterr().err
+
+
+def test_interrupting_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_measure_case", interrupted)
+    assert bench("--json", str(tmp_path / "run.json")) == 130
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["cpu_time"]
+    assert found["rows"] == []
+
+
+@pytest.mark.parametrize("op", registry.known_ops())
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_case_file_fits_the_runner(op: str, device: str, quick: bool) -> None:
+    found = registry.load(op)
+    cases = found.cases(torch.device(device), torch.bfloat16, quick)
+    assert found.op == op
+    assert len({case.name for case in cases}) == len(cases) > 0
+    for case in cases:
+        assert 0 < case.forward_bytes < case.backward_bytes
+        assert sum(contender.ours for contender in found.contenders(case)) == 1
+
+
+def test_a_row_nobody_wrote_is_seen() -> None:
+    """One row of many, left as it was handed out: too small a part for a root mean square, but it was NaN."""
+    case = bias_activation._case("gelu", 4000, 64, torch.bfloat16)
+    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
+    got = accuracy.outputs(bias_activation._ours(case), inputs)
+    formula = bias_activation._formula(case)
+    right, baseline = accuracy.errors(formula, inputs, got, with_baseline=True)
+    assert not accuracy.too_far(right, {name: 1.25 * error + 1e-6 for name, error in baseline.items()})
+    got["dx"][17] = float("nan")
+    wrong, _ = accuracy.errors(formula, inputs, got, with_baseline=False)
+    assert accuracy.too_far(wrong, dict.fromkeys(wrong, 3e-2)) == ["dx"]
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = bias_activation._case("geglu", 50, 8, torch.float32)
+    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
+    got = accuracy.outputs(bias_activation._eager(case), inputs)
+    whole, _ = accuracy.errors(bias_activation._formula(case), inputs, got, with_baseline=True)
+    monkeypatch.setitem(accuracy._CHUNK, "cpu", 16 * 7)  # seven rows at a time, and one left over
+    parts, _ = accuracy.errors(bias_activation._formula(case), inputs, got, with_baseline=True)
+    assert parts == pytest.approx(whole, rel=1e-9)
+    assert max(parts.values()) < 1e-6
+
+
+def test_a_lost_device_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lost: list[str] = []
+
+    def breaks(case: Case) -> Callable[..., Tensor]:
+        lost.append(case.name)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def synchronize(self: ceilings.Clock) -> None:
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    with_contenders(monkeypatch, Contender("broken", breaks))
+    monkeypatch.setattr(ceilings.CpuClock, "synchronize", synchronize)
+    assert bench("--json", str(tmp_path / "run.json")) == 1
+    assert "broken left cpu unusable" in capsys.readouterr().out
+    assert (tmp_path / "run.json").exists()
+
+
+def test_importing_the_command_loads_no_peer_and_no_rich() -> None:
+    unwanted = "{'rich', 'matplotlib', 'liger_kernel', 'megatron'}"
+    loaded = f"import sys, onepass.bench.command; print(sorted({unwanted} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
