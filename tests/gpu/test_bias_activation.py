@@ -1,5 +1,6 @@
 """What only a GPU shows: compilations, streams, graphs, memory, races, sizes past 32 bits."""
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import onepass
+from onepass.kernels import column_sum
 from onepass.ops import bias_activation as room
 from onepass.runtime import saved
 
@@ -24,6 +26,7 @@ def inputs(M, H, gated=False, dtype=torch.bfloat16, seed=0):
 
 
 def grads(activation, x, bias, dy, **options):
+    x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()  # leaves of the current stream
     y = onepass.bias_activation(x, bias, activation, **options)
     return (y, *torch.autograd.grad(y, (x, bias), dy))
 
@@ -41,38 +44,35 @@ def close_to_formula(activation, x, bias, dy, **options):
 # ---- compilations ----
 
 
-@pytest.fixture
-def compilations(monkeypatch):
-    import triton
-
-    names = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **seen: names.append(seen["repr"]) and None)
-    return names
+def compiled():
+    """How many kernels of this op Triton has compiled or loaded so far in this process."""
+    kernels = room._forward_kernel, room._backward_kernel, column_sum._column_sum_kernel
+    return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 
-def test_a_new_number_of_rows_compiles_nothing_and_a_new_width_once(compilations):
+def test_a_new_number_of_rows_compiles_nothing_and_a_new_width_once():
     for activation, gated in (("gelu", False), ("swiglu", True)):
         grads(activation, *inputs(64, 1152, gated))
-        compilations.clear()
+        before = compiled()
         for M in (1, 2, 3, 16, 33, 4096, 5000, 70000):
             grads(activation, *inputs(M, 1152, gated))
-        assert not compilations, compilations
-        for width in (1168, 2320, 4624):
+        assert compiled() == before > 0
+        for width in (1168, 2320, 4624, 5003):
+            before = compiled()
             grads(activation, *inputs(32, width, gated))
-            assert len(compilations) <= 2, compilations  # one forward, one backward
-            compilations.clear()
+            assert compiled() <= before + 2  # one forward, one backward
 
 
-def test_token_weights_compile_nothing_for_a_new_number_of_rows_either(compilations):
+def test_token_weights_compile_nothing_for_a_new_number_of_rows_either():
     def run(M):
         x, bias, dy = inputs(M, 1152, True)
         onepass.bias_swiglu(x, bias, token_weight=torch.rand(M, device="cuda", requires_grad=True)).backward(dy)
 
     run(64)
-    compilations.clear()
+    before = compiled()
     for M in (1, 17, 32, 999):
         run(M)
-    assert not compilations, compilations
+    assert compiled() == before > 0
 
 
 SMALL = """
@@ -138,12 +138,13 @@ def test_graphs_replay_on_any_stream():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's own, made empty to open a memory pool
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_is_the_same(mode):
     x, bias, dy = inputs(64, 256, gated=True)
-    compiled = torch.compile(lambda x, bias: onepass.bias_swiglu(x * 1, bias), fullgraph=True, mode=mode)
+    fused = torch.compile(lambda x, bias: onepass.bias_swiglu(x * 1, bias), fullgraph=True, mode=mode)
     for _ in range(3):
-        got = compiled(x, bias)
+        got = fused(x, bias)
         got = (got, *torch.autograd.grad(got, (x, bias), dy))
         assert equal([t.clone() for t in got], grads("swiglu", x, bias, dy))
 
@@ -158,6 +159,7 @@ def test_nan_stays_nan_on_the_gpu(activation):
     assert y[1, 3].isnan() and y.isnan().sum() == 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_no_call_waits_for_the_gpu():
     x, bias, dy = inputs(256, 512)
     for save in saved.SAVES:
@@ -211,6 +213,9 @@ def test_every_width_and_alignment():
 
 def kept(save, layers=8):
     """MiB that `layers` activations keep for backward, and the gradient."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     h = inputs(2048, 4096)[0]
     bias = torch.zeros(4096, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()

@@ -55,7 +55,8 @@ def _gelu(z):
 @device_function
 def _gelu_derivative(z):
     s = _gelu_gate(z)
-    return s + z * s * (1.0 - s) * (_GELU_1 + 3.0 * _GELU_3 * z * z)
+    y = z * s
+    return s + (y - y * s) * (_GELU_1 + 3.0 * _GELU_3 * z * z)
 
 
 @device_function
@@ -82,7 +83,8 @@ def _quick_gelu(z):
 @device_function
 def _quick_gelu_derivative(z):
     s = _sigmoid(z, 1.702)
-    return s + 1.702 * z * s * (1.0 - s)
+    y = z * s
+    return s + 1.702 * (y - y * s)
 
 
 @device_function
@@ -93,7 +95,8 @@ def _silu(z):
 @device_function
 def _silu_derivative(z):
     s = _sigmoid(z, 1.0)
-    return s + z * s * (1.0 - s)
+    y = z * s
+    return s + (y - y * s)
 
 
 @device_function

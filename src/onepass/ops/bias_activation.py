@@ -120,13 +120,14 @@ def _backward_kernel(
         bias2 = load_vector(bias_ptr, columns + H, columns < H)[None, :]
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
-        step = first + tl.arange(0, BLOCK_M)
-        rows = strip * ROWS + step
-        inside = ((step < ROWS) & (rows < M))[:, None] & (columns < H)[None, :]
+        rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
+        real = rows < M
+        inside = real[:, None] & (columns < H)[None, :]
+        rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0: adds nothing, whatever the derivative
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 0, PARTS, RUN) + bias
+        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, (columns < H)[None, :], 0, PARTS, RUN) + bias
         if GATED:
-            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside, 1, PARTS, RUN) + bias2
+            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, (columns < H)[None, :], 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient
                 over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
                 z, linear = _clamped(z, linear, clamp)
@@ -135,9 +136,9 @@ def _backward_kernel(
         if dweight_ptr is not None:
             y = ACT(z) * linear if GATED else ACT(z)
             at = dweight_ptr + tile * M.to(tl.int64) + rows
-            tl.store(at, tl.sum(tl.where(inside, y * dy, 0.0), 1), mask=(step < ROWS) & (rows < M))
+            tl.store(at, tl.sum(tl.where(inside, y * dy, 0.0), 1), mask=real)
         if weight_ptr is not None:
-            dy *= tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+            dy *= tl.load(weight_ptr + rows).to(tl.float32)[:, None]
         dz = dy * DERIVATIVE(z)
         if GATED:
             dz *= linear
@@ -146,10 +147,10 @@ def _backward_kernel(
                 dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)
             if dx_ptr is not None:
                 tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
-            dbias2 += tl.where(inside, dz2, 0.0)
+            dbias2 += dz2
         if dx_ptr is not None:
             tl.store(dx_ptr + rows[:, None] * (PARTS * H) + columns[None, :], dz, mask=inside)
-        dbias += tl.where(inside, dz, 0.0)  # past the last row dy is 0, but a derivative at the bias alone may be NaN
+        dbias += dz
     if dbias_ptr is not None:
         at = partial_ptr + strip * (PARTS * H) + columns
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
@@ -176,7 +177,8 @@ class _Tiles(NamedTuple):
 
 
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
-    block_h = min(power_of_two(H), 512)
+    """Sixteen values a thread: two loads of 16 bytes in flight, and the addresses' cost spread over both."""
+    block_h = min(power_of_two(H), 256)
     if fp8:
         block_h = max(block_h, FP8_RUN)
     block_m = 2048 // block_h
@@ -184,20 +186,18 @@ def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
 
 
 def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int) -> _Tiles:
-    """Strips as many as fill the GPU once: what each multiprocessor holds at a time, with loads three blocks ahead."""
+    """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
     if H <= 64:
         block_h = power_of_two(H)
-        block_m, num_warps, resident = 2048 // block_h, 8, 3
+        block_m, num_warps, resident, stages = 2048 // block_h, 8, 2, 4
     elif gated and not fp8 and ceil_div(H, 512) * 512 <= 1.05 * H:
-        block_m, block_h, num_warps, resident = 4, 512, 4, 2
-    elif gated:
-        block_m, block_h, num_warps, resident = 16, 128, 8, 6
+        block_m, block_h, num_warps, resident, stages = 4, 512, 4, 2, 3
     else:
-        block_m, block_h, num_warps, resident = 8, 128, 4, 6
+        block_m, block_h, num_warps, resident, stages = 8, 128, 2, 6, 3
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, 3)
+    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
 @lru_cache(1024)

@@ -8,6 +8,7 @@ imported), then "auto", which takes triton where it can and PyTorch elsewhere. A
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -171,6 +172,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
     """
+    if isinstance(op, functools.partial):  # a shorthand: an op with its first options given
+        op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
     known = find_op(op)
     backend = kwargs.pop("backend", None)
     reasons = {"triton": known.unsupported(*args, **kwargs), "torch": None}
