@@ -66,13 +66,33 @@ def _sigmoid(z, SCALE: tl.constexpr):
 
 
 @device_function
+def _normal_tail(z):
+    """exp(-z^2 / 2), and half of erfc(|z| / sqrt 2) to 2e-7 of itself: that exponential by a polynomial in 1 / (1 + 0.3 |z|).
+
+    The library's erf branches, and took the backward from 0.9 of the copy bandwidth to 0.69.
+    """
+    e = _exp2(-0.5 * _LOG2_E * z * z)
+    t = _reciprocal(1.0 + 0.3 * tl.abs(z))
+    p = 0.0356757128203033 * t - 0.15720702012459717
+    p = p * t + 0.20636025628899857
+    p = p * t - 0.053689744794361755
+    p = p * t + 0.12856475145123777
+    p = p * t + 0.09991258832908953
+    p = p * t + 0.12075409241510776
+    p = p * t + 0.11962929055145496
+    return e, p * t * e
+
+
+@device_function
 def _gelu_exact(z):
-    return 0.5 * z * (1.0 + tl.erf(0.7071067811865476 * z))
+    _, tail = _normal_tail(z)
+    return z * tl.where(z > 0.0, 1.0 - tail, tail)
 
 
 @device_function
 def _gelu_exact_derivative(z):
-    return 0.5 * (1.0 + tl.erf(0.7071067811865476 * z)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    e, tail = _normal_tail(z)
+    return tl.where(z > 0.0, 1.0 - tail, tail) + z * 0.3989422804014327 * e
 
 
 @device_function

@@ -83,12 +83,12 @@ def _forward_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
     x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
-    z = x + load_vector(bias_ptr, columns, columns < H)[None, :]
+    z = x + load_vector(bias_ptr, rows, columns, inside)
     if codes_ptr is not None:
         store_fp8_rows(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
     if GATED:
         x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
-        linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
+        linear = x2 + load_vector(bias_ptr, rows, columns + H, inside)
         if codes_ptr is not None:
             store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
         if clamp is not None:
@@ -114,20 +114,21 @@ def _backward_kernel(
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
     tile, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    bias = load_vector(bias_ptr, columns, columns < H)[None, :]
+    within = (columns < H)[None, :]
+    bias = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns, within)
     dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     if GATED:
-        bias2 = load_vector(bias_ptr, columns + H, columns < H)[None, :]
+        bias2 = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns + H, within)
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
         real = rows < M
-        inside = real[:, None] & (columns < H)[None, :]
+        inside = real[:, None] & within
         rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0: adds nothing, whatever the derivative
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, (columns < H)[None, :], 0, PARTS, RUN) + bias
+        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 0, PARTS, RUN) + bias
         if GATED:
-            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, (columns < H)[None, :], 1, PARTS, RUN) + bias2
+            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient
                 over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
                 z, linear = _clamped(z, linear, clamp)
