@@ -42,27 +42,32 @@ def _reciprocal(x):
 
 
 @device_function
-def _gelu_gate(z):
+def _sigmoid(exponent):
+    """s = 1 / (1 + 2**exponent) and 1 - s, each right to its own last bits: 1 - s by subtraction would lose those near s = 1.
+
+    The limit keeps 2**exponent * s finite; NaN passes it as a number, and comes back by the factor z that follows.
+    """
+    e = _exp2(tl.minimum(exponent, 126.0))
+    s = _reciprocal(1.0 + e)
+    return s, e * s
+
+
+@device_function
+def _gelu_sigmoid(z):
     """sigmoid(2u) = (1 + tanh u) / 2, which loses nothing where tanh is near -1."""
-    return _reciprocal(1.0 + _exp2(z * (-_LOG2_E * _GELU_1 - _LOG2_E * _GELU_3 * z * z)))
+    return _sigmoid(z * (-_LOG2_E * _GELU_1 - _LOG2_E * _GELU_3 * z * z))
 
 
 @device_function
 def _gelu(z):
-    return z * _gelu_gate(z)
+    s, _ = _gelu_sigmoid(z)
+    return z * s
 
 
 @device_function
 def _gelu_derivative(z):
-    s = _gelu_gate(z)
-    y = z * s
-    return s + (y - y * s) * (_GELU_1 + 3.0 * _GELU_3 * z * z)
-
-
-@device_function
-def _sigmoid(z, SCALE: tl.constexpr):
-    """sigmoid(SCALE * z)."""
-    return _reciprocal(1.0 + _exp2(-_LOG2_E * SCALE * z))
+    s, rest = _gelu_sigmoid(z)
+    return s + z * s * rest * (_GELU_1 + 3.0 * _GELU_3 * z * z)
 
 
 @device_function
@@ -97,26 +102,26 @@ def _gelu_exact_derivative(z):
 
 @device_function
 def _quick_gelu(z):
-    return z * _sigmoid(z, 1.702)
+    s, _ = _sigmoid(-1.702 * _LOG2_E * z)
+    return z * s
 
 
 @device_function
 def _quick_gelu_derivative(z):
-    s = _sigmoid(z, 1.702)
-    y = z * s
-    return s + 1.702 * (y - y * s)
+    s, rest = _sigmoid(-1.702 * _LOG2_E * z)
+    return s + 1.702 * (z * s * rest)
 
 
 @device_function
 def _silu(z):
-    return z * _sigmoid(z, 1.0)
+    s, _ = _sigmoid(-_LOG2_E * z)
+    return z * s
 
 
 @device_function
 def _silu_derivative(z):
-    s = _sigmoid(z, 1.0)
-    y = z * s
-    return s + (y - y * s)
+    s, rest = _sigmoid(-_LOG2_E * z)
+    return s + z * s * rest
 
 
 @device_function

@@ -469,7 +469,7 @@ def bias_activation(
         return result
     if chosen == "torch" or x.numel() == 0:
         formula = partial(bias_activation_reference, activation=activation, clamp=clamp, linear_offset=linear_offset)
-        return run_formula(formula, save, x, bias, token_weight)
+        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,))
     offset = float(linear_offset) if linear_offset else None
     if bias is not None:
         bias = bias.contiguous()

@@ -1,12 +1,13 @@
-"""The "torch" backend: an op's formula with the saving of memory that the kernels have.
+"""The "torch" backend: an op's formula with the savings that the kernels have.
 
-Run plainly, a formula keeps every intermediate in fp32 for its backward. Here only its inputs are kept, x in the store asked
-for, and backward runs the formula again. It stays differentiable as often as one likes where x is stored exactly.
+Run plainly, a formula keeps every intermediate in fp32 for its backward, and passes each through memory. Here only its
+arguments are kept, x in the store asked for, and backward runs the formula again; on a CPU it runs over blocks of rows that
+stay in the cache, which makes it 3 to 4 times as fast. It can be differentiated as often as one likes where x is kept exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,19 +16,108 @@ from torch import Tensor
 from onepass.runtime import saved
 from onepass.runtime.dispatch import needs_grad
 
+Formula = Callable[..., Tensor]  # of x, then the shared tensors, then those with something for each row
+Optional = tuple[Tensor | None, ...]
+_BLOCK = 1 << 17  # elements: about a MiB of cache with a formula's intermediates
 
-def run_formula(formula: Callable[..., Tensor], save: str, x: Tensor, *rest: Tensor | None) -> Tensor:
-    """formula(x, *rest), keeping for backward its arguments only, x in the store that `save` names."""
-    if not needs_grad(x, *rest):
-        return formula(x, *rest)
-    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep and what to compute again
-        return _compiled(formula, save, x, *rest)
-    result: Tensor = _Formula.apply(formula, save, x, *rest)  # type: ignore[no-untyped-call]
+
+def run_formula(formula: Formula, save: str, x: Tensor, *, shared: Optional = (), per_row: Optional = ()) -> Tensor:
+    """formula(x, *shared, *per_row), whose rows are independent, keeping for backward its arguments only.
+
+    `shared` serve every row (a bias); `per_row` have x's leading dimensions (a token's weight). x is kept as `save` says.
+    """
+    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep, what to compute again, and its loops
+        return _compiled(formula, save, x, (*shared, *per_row))
+    if not needs_grad(x, *shared, *per_row):
+        return _forward(formula, x, shared, per_row)
+    result: Tensor = _Formula.apply(formula, save, len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
     return result
 
 
-def _compiled(formula: Callable[..., Tensor], save: str, x: Tensor, *rest: Tensor | None) -> Tensor:
-    if save != "fp8":
+class _Formula(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, formula: Formula, save: str, split: int, x: Tensor, *rest: Tensor | None) -> Tensor:
+        kept = saved.pack(x, save)
+        ctx.call = formula, split, len(kept), saved.describe(x, save)
+        ctx.save_for_backward(*kept, *rest)
+        return _forward(formula, x, rest[:split], rest[split:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        formula, split, parts, stored = ctx.call
+        tensors = ctx.saved_tensors
+        x, rest = saved.unpack(tensors[:parts], stored), tensors[parts:]
+        needs = ctx.needs_input_grad[3:]
+        if not torch.is_grad_enabled():
+            return None, None, None, *_backward(formula, dy, x, rest[:split], rest[split:], needs)
+        if stored.save == "fp8":  # create_graph=True: this backward will itself be differentiated, and x is not the x it had
+            raise RuntimeError("save='fp8' is differentiable once; save='input' with backend='torch' can do more")
+        asked = [t for t, need in zip((x, *rest), needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(formula(x, *rest), asked, dy, create_graph=True))
+        return None, None, None, *(next(grads) if need else None for need in needs)
+
+
+# ---- over blocks of rows ----
+
+
+def _forward(formula: Formula, x: Tensor, shared: Optional, per_row: Optional) -> Tensor:
+    if _block_rows(x) is None:
+        return formula(x, *shared, *per_row)
+    blocks = [formula(rows, *shared, *others) for rows, *others in _blocks(x, per_row)]
+    return torch.cat(blocks).view(*x.shape[:-1], -1)
+
+
+def _backward(
+    formula: Formula, dy: Tensor, x: Tensor, shared: Optional, per_row: Optional, needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The gradients of x, shared and per_row; those of shared tensors summed in fp32 over all rows and rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    split = 1 + len(shared)
+    leaves = [t if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip(shared, needs[1:split], strict=True)]
+    own: list[list[Tensor]] = [[] for _ in (x, *per_row)]
+    total: list[Tensor | None] = [None if t is None else torch.zeros_like(t) for t in leaves]
+    for rows, dy_rows, *others in _blocks(x, (dy, *per_row)):
+        pieces = [t if t is None else t.detach().requires_grad_(n) for t, n in zip((rows, *others), (needs[0], *needs[split:]), strict=True)]
+        with torch.enable_grad():
+            y = formula(pieces[0], *leaves, *pieces[1:])
+        asked = [t for t in (*pieces, *leaves) if t is not None and t.requires_grad]
+        grads = iter(torch.autograd.grad(y, asked, dy_rows))
+        for gathered, piece in zip(own, pieces, strict=True):
+            if piece is not None and piece.requires_grad:
+                gathered.append(next(grads))
+        for sum_, leaf in zip(total, leaves, strict=True):
+            if leaf is not None and leaf.requires_grad:
+                assert sum_ is not None
+                sum_ += next(grads)
+    whole = [torch.cat(g).view(t.shape) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
+    rounded = [sum_.to(t.dtype) if sum_ is not None and t is not None else None for sum_, t in zip(total, shared, strict=True)]
+    return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
+
+
+def _block_rows(x: Tensor) -> int | None:
+    """How many rows to take at a time; None for all at once."""
+    if x.device.type != "cpu" or x.numel() <= 2 * _BLOCK or x.dim() < 2:
+        return None
+    return max(1, _BLOCK // x.shape[-1])
+
+
+def _blocks(x: Tensor, per_row: Optional) -> Iterator[list[Any]]:
+    """Blocks of rows of x and of what belongs to them."""
+    step = _block_rows(x)
+    if step is None:
+        yield [x, *per_row]
+        return
+    M = x.numel() // x.shape[-1]
+    flat = [t if t is None else t.reshape(M, *t.shape[x.dim() - 1 :]) for t in (x, *per_row)]
+    for first in range(0, M, step):
+        yield [t if t is None else t[first : first + step] for t in flat]
+
+
+# ---- compiled ----
+
+
+def _compiled(formula: Formula, save: str, x: Tensor, rest: Optional) -> Tensor:
+    if save != "fp8" or not needs_grad(x, *rest):
         return formula(x, *rest)
     kept: Tensor = _ThroughFp8.apply(x)  # type: ignore[no-untyped-call]
     y: Tensor = _ValueOf.apply(formula(x, *rest).detach(), formula(kept, *rest))  # type: ignore[no-untyped-call]
@@ -56,26 +146,3 @@ class _ValueOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         return None, dy
-
-
-class _Formula(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, formula: Callable[..., Tensor], save: str, x: Tensor, *rest: Tensor | None) -> Tensor:
-        ctx.formula, ctx.stored = formula, saved.describe(x, save)
-        ctx.save_for_backward(*saved.pack(x, save), *rest)
-        return formula(x, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled()  # create_graph=True: this backward will itself be differentiated
-        if again and ctx.stored.save == "fp8":
-            raise RuntimeError("save='fp8' is differentiable once; save='input' with backend='torch' can do more")
-        tensors = ctx.saved_tensors
-        parts = len(tensors) - len(ctx.needs_input_grad) + 3  # x's own, by its store
-        x, rest = saved.unpack(tensors[:parts], ctx.stored), tensors[parts:]
-        needs = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            inputs = [t if t is None or again else t.detach() for t in (x, *rest)]
-            asked = [t.requires_grad_() if not again else t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-            grads = iter(torch.autograd.grad(ctx.formula(*inputs), asked, dy, create_graph=again))
-        return None, None, *(next(grads) if need else None for need in needs)
