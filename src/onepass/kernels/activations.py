@@ -45,11 +45,11 @@ def _reciprocal(x):
 def _sigmoid(exponent):
     """s = 1 / (1 + 2**exponent) and 1 - s, each right to its own last bits: 1 - s by subtraction would lose those near s = 1.
 
-    The limit keeps 2**exponent * s finite; NaN passes it as a number, and comes back by the factor z that follows.
+    Where 2**exponent overflows s is 0, and so is 1 - s here, which no derivative uses but as a factor of s.
     """
-    e = _exp2(tl.minimum(exponent, 126.0))
+    e = _exp2(exponent)
     s = _reciprocal(1.0 + e)
-    return s, e * s
+    return s, tl.minimum(e, 1e38) * s
 
 
 @device_function

@@ -43,5 +43,7 @@ def fp8_decode(codes, exponents):
     mantissa = codes & 7
     normal = ((level + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
     size = tl.where(level == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    size *= (exponents << 23).to(tl.float32, bitcast=True)
+    size = tl.minimum(size, 3.4028234663852886e38)  # the type's largest numbers round up past it
     size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
-    return tl.where(codes >= 128, -size, size) * (exponents << 23).to(tl.float32, bitcast=True)
+    return tl.where(codes >= 128, -size, size)

@@ -13,7 +13,7 @@ def check_floating(name: str, value: object, optional: bool = False) -> None:
 
 def check_number(name: str, value: object, optional: bool = False) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number{' or None' if optional else ''}, but is a {type(value).__name__}")
+        raise TypeError(f"{name} must be a number{' or None' if optional else ''}, but is {value!r}, a {type(value).__name__}")
 
 
 def check_device(name: str, value: Tensor, x: Tensor) -> None:
