@@ -21,15 +21,12 @@ def aligned(size, ALIGN: tl.constexpr):
 
 
 @device_function
-def load_vector(vector_ptr, rows, columns, inside):
-    """A bias or weight in fp32 for each row of a block, zeros where there is none.
-
-    Read as a whole block, though all rows are the same: so each thread has its own columns, with no exchange between threads.
-    """
+def load_vector(vector_ptr, columns, inside):
+    """A bias or weight in fp32, zeros where there is none."""
     if vector_ptr is not None:
-        return tl.load(vector_ptr + columns[None, :] + 0 * rows[:, None], mask=inside, other=0.0).to(tl.float32)
+        return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        return tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+        return tl.zeros(columns.shape, tl.float32)
 
 
 @device_function

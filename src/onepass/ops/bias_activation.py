@@ -12,6 +12,7 @@ Bytes    forward reads x and writes y; backward reads dy and x and writes dx. Th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
 from onepass.runtime.saved import FP8_RUN, SAVES
-from onepass.runtime.scratch import scratch
+from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 from onepass.runtime.validation import validating
 
@@ -83,12 +84,12 @@ def _forward_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
     x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
-    z = x + load_vector(bias_ptr, rows, columns, inside)
+    z = x + load_vector(bias_ptr, columns, columns < H)[None, :]
     if codes_ptr is not None:
         store_fp8_rows(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
     if GATED:
         x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
-        linear = x2 + load_vector(bias_ptr, rows, columns + H, inside)
+        linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
             store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
         if clamp is not None:
@@ -115,10 +116,10 @@ def _backward_kernel(
     tile, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     within = (columns < H)[None, :]
-    bias = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns, within)
+    bias = load_vector(bias_ptr, columns, columns < H)[None, :]
     dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     if GATED:
-        bias2 = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns + H, within)
+        bias2 = load_vector(bias_ptr, columns + H, columns < H)[None, :]
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
@@ -178,11 +179,11 @@ class _Tiles(NamedTuple):
 
 
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
-    """Sixteen values a thread: two loads of 16 bytes in flight, and the addresses' cost spread over both."""
-    block_h = min(power_of_two(H), 256)
+    """Sixteen values a thread, two loads of 16 bytes in flight; eight where rows are so narrow that a block has many."""
+    block_h = min(power_of_two(H), 512)
+    block_m = (1024 if H <= 64 else 2048) // block_h
     if fp8:
         block_h = max(block_h, FP8_RUN)
-    block_m = 2048 // block_h
     return _Tiles(block_m, block_h, ceil_div(H, block_h), ceil_div(M, block_m), block_m, 4)
 
 
@@ -282,6 +283,7 @@ def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
 def _backward(
     dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
+    make_scratch: Callable[..., tuple[Tensor, Tensor]] = kept_scratch,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     act = ACTIVATIONS[activation]
     dy, dy_row = as_rows(dy)
@@ -297,7 +299,7 @@ def _backward(
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
-        partial, arrived = scratch(tiles.down * W, tiles.across, device)
+        partial, arrived = make_scratch(tiles.down * W, tiles.across, device)
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
@@ -312,7 +314,8 @@ def _backward(
 
 def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """A registered op returns tensors only: empty ones for what was not asked."""
-    return tuple(t if t is not None else dy.new_empty(0) for t in _backward(dy, *args))
+    grads = _backward(dy, *args, make_scratch=new_scratch)  # the compiler's graphs want to own all that is allocated in them
+    return tuple(t if t is not None else dy.new_empty(0) for t in grads)
 
 
 def _forward_fake(x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, *_: Any) -> Tensor:

@@ -15,19 +15,20 @@ _LEAST = 1 << 16
 _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def kept_scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """At least `floats` fp32 of any value, and `counters` int32 zeros which the kernel must leave zeros, for the current stream."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream: it has its own
-        return _new(floats, counters, device)
+        return new_scratch(floats, counters, device)
     index = device.index
     key = index, torch._C._cuda_getCurrentRawStream(index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        kept = _kept[key] = _new(max(floats, _LEAST), max(counters, _LEAST), device)
+        kept = _kept[key] = new_scratch(max(floats, _LEAST), max(counters, _LEAST), device)
     return kept
 
 
-def _new(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def new_scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same, made for one call: in graphs, whose memory must not outlive them."""
     return (
         torch.empty(floats, dtype=torch.float32, device=device),
         torch.zeros(counters, dtype=torch.int32, device=device),
