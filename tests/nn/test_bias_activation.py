@@ -40,7 +40,10 @@ def test_it_can_be_made_on_meta_and_filled_later():
     assert torch.equal(layer(torch.zeros(1, 8)), torch.zeros(1, 8))
 
 
-@pytest.mark.parametrize(("arguments", "words"), [((8, "tanhh"), "activation must be one of"), ((7, "swiglu"), "features must be even")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((8, "tanhh"), "activation must be one of"), ((7, "swiglu"), "features must be even")],
+)
 def test_bad_arguments_are_named_at_once(arguments, words):
     with pytest.raises(ValueError, match=words):
         BiasActivation(*arguments)

@@ -182,8 +182,8 @@ def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
     """Sixteen values a thread, two loads of 16 bytes in flight; eight where rows are so narrow that a block has many."""
     block_h = min(power_of_two(H), 512)
     block_m = (1024 if H <= 64 else 2048) // block_h
-    if fp8:
-        block_h = max(block_h, FP8_RUN)
+    if fp8:  # encoding takes registers, and whole runs
+        block_m, block_h = max(1, block_m // 2), max(block_h, FP8_RUN)
     return _Tiles(block_m, block_h, ceil_div(H, block_h), ceil_div(M, block_m), block_m, 4)
 
 
@@ -196,6 +196,8 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
         block_m, block_h, num_warps, resident, stages = 4, 512, 4, 2, 3
     else:
         block_m, block_h, num_warps, resident, stages = 8, 128, 2, 6, 3
+    if fp8:  # decoding takes registers: fewer values a thread
+        block_m, num_warps, stages = max(1, block_m // 2), max(num_warps, 4), 2
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
@@ -227,7 +229,8 @@ def _bind_backward(
     act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None,
     block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
-    align, block_s = known_align(H, dy_row, x_row), max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread
+    align = known_align(H, dy_row, x_row)
+    block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, align,
         block_m, block_h, block_s, stages, num_warps=num_warps,
@@ -283,7 +286,7 @@ def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
 def _backward(
     dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
-    make_scratch: Callable[..., tuple[Tensor, Tensor]] = kept_scratch,
+    *, make_scratch: Callable[..., tuple[Tensor, Tensor]] = kept_scratch,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     act = ACTIVATIONS[activation]
     dy, dy_row = as_rows(dy)
@@ -313,8 +316,8 @@ def _backward(
 
 
 def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """A registered op returns tensors only: empty ones for what was not asked."""
-    grads = _backward(dy, *args, make_scratch=new_scratch)  # the compiler's graphs want to own all that is allocated in them
+    """A registered op returns tensors only, empty ones for what was not asked; and graphs want to own what they allocate."""
+    grads = _backward(dy, *args, make_scratch=new_scratch)
     return tuple(t if t is not None else dy.new_empty(0) for t in grads)
 
 
@@ -480,7 +483,7 @@ def bias_activation(
         token_weight = token_weight.contiguous()
     if not needs_grad(x, bias, token_weight):
         forward = _forward_op if watched(x, bias, token_weight) else _forward
-        return forward(x, bias, token_weight, activation, clamp, offset)  # type: ignore[no-any-return]
+        return forward(x, bias, token_weight, activation, clamp, offset)
     return _apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-any-return]
 
 

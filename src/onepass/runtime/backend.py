@@ -172,8 +172,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
     """
-    if isinstance(op, functools.partial):  # a shorthand: an op with its first options given
-        op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
+    shorthand: Any = op
+    if isinstance(shorthand, functools.partial):  # an op with its first options given
+        op, args, kwargs = shorthand.func, (*shorthand.args, *args), {**shorthand.keywords, **kwargs}
     known = find_op(op)
     backend = kwargs.pop("backend", None)
     reasons = {"triton": known.unsupported(*args, **kwargs), "torch": None}

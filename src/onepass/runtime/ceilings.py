@@ -110,7 +110,7 @@ class GpuClock(Clock):
             torch.cuda.synchronize()
             repetitions = _repetitions(min(a.elapsed_time(b) for a, b in warm), budget_ms)
             # Hold the GPU back until the CPU has queued all of it: otherwise a short kernel's time is the wait for its launch.
-            torch.cuda._sleep(int(min(repetitions * queued_us * 1.2, 50e3) * 2000))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(int(min(repetitions * queued_us * 1.2, 50e3) * 2000))
             events = self._queue(repetitions, step, before)
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in events]
@@ -131,7 +131,7 @@ class GpuClock(Clock):
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def clock_for(device: torch.device) -> Clock:

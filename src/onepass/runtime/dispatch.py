@@ -53,7 +53,7 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return function.apply(*args)  # type: ignore[no-untyped-call]
+            return function.apply(*args)
         return bare(*args)
 
     return apply
@@ -72,8 +72,9 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             outs = backward(ctx, *grads)
         raise_later = torch._C._functions.DelayedError(
-            "onepass's kernels are differentiable once; backend='torch' can do more", len(outs)
+            "onepass's kernels are differentiable once; backend='torch' can do more",
+            len(outs),
         )
-        return raise_later(*(t if t is None else t.detach().requires_grad_() for t in outs))
+        return raise_later(*(t if t is None else t.detach().requires_grad_() for t in outs))  # type: ignore[arg-type]
 
     return run

@@ -73,11 +73,11 @@ def _backward(
     """The gradients of x, shared and per_row; those of shared tensors summed in fp32 over all rows and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     split = 1 + len(shared)
-    leaves = [t if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip(shared, needs[1:split], strict=True)]
+    leaves = _leaves(shared, needs[1:split], wide)
     own: list[list[Tensor]] = [[] for _ in (x, *per_row)]
     total: list[Tensor | None] = [None if t is None else torch.zeros_like(t) for t in leaves]
     for rows, dy_rows, *others in _blocks(x, (dy, *per_row)):
-        pieces = [t if t is None else t.detach().requires_grad_(n) for t, n in zip((rows, *others), (needs[0], *needs[split:]), strict=True)]
+        pieces = _leaves((rows, *others), (needs[0], *needs[split:]))
         with torch.enable_grad():
             y = formula(pieces[0], *leaves, *pieces[1:])
         asked = [t for t in (*pieces, *leaves) if t is not None and t.requires_grad]
@@ -92,6 +92,10 @@ def _backward(
     whole = [torch.cat(g).view(t.shape) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
     rounded = [sum_.to(t.dtype) if sum_ is not None and t is not None else None for sum_, t in zip(total, shared, strict=True)]
     return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
+
+
+def _leaves(tensors: Optional, needs: tuple[bool, ...], dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    return [t if t is None else t.detach().to(dtype or t.dtype).requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
 
 
 def _block_rows(x: Tensor) -> int | None:

@@ -46,7 +46,8 @@ def pack(x: Tensor, save: str) -> tuple[Tensor, ...]:
 
 def unpack(tensors: tuple[Tensor, ...], stored: Stored) -> Tensor:
     if stored.save == "fp8":
-        return fp8_dequantise(*tensors, stored.dtype)
+        codes, exponents = tensors
+        return fp8_dequantise(codes, exponents, stored.dtype)
     return fetch(tensors[0], stored.device) if stored.save == "offload" else tensors[0]
 
 
@@ -76,7 +77,9 @@ def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: 
     scale = (exponents.int() << 23).view(torch.float32).unflatten(-1, (parts, -1))
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (parts, size))
     largest = torch.finfo(dtype).max  # a type's largest numbers round up past it
-    return (values * scale.repeat_interleave(FP8_RUN, -1)[..., :size]).clamp(-largest, largest).flatten(-2).to(dtype)
+    values = (values * scale.repeat_interleave(FP8_RUN, -1)[..., :size]).clamp(-largest, largest)
+    x: Tensor = values.flatten(-2).to(dtype)
+    return x
 
 
 # ---- offload ----

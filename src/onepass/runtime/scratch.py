@@ -16,7 +16,7 @@ _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
 def kept_scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """At least `floats` fp32 of any value, and `counters` int32 zeros which the kernel must leave zeros, for the current stream."""
+    """For the current stream at least `floats` fp32 of any value, and `counters` int32 zeros that must be left zeros."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream: it has its own
         return new_scratch(floats, counters, device)
     index = device.index

@@ -36,7 +36,7 @@ if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
         "the kernels of this process are already compiled ones"
     )
 
-import triton.runtime.interpreter as interpreter  # noqa: E402
+import triton.runtime.interpreter as interpreter
 
 _Builder: Any = interpreter.InterpreterBuilder
 _Handle: Any = interpreter.TensorHandle
@@ -170,7 +170,7 @@ def _repair() -> None:
     interpreter._patch_lang_tensor = _patch_tensor_with_index
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
         interpreter._patch_lang = _patch_once
-    interpreter.GridExecutor.__call__ = _launch_quietly  # type: ignore[method-assign]
+    interpreter.GridExecutor.__call__ = _launch_quietly
     if not torch.cuda.is_available():
         triton.runtime.driver.set_active(_NoDriver())
 

@@ -1,0 +1,205 @@
+"""The `onepass` command: bench, explain, doctor. Each imports what it needs when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from inspect import Parameter, signature
+from typing import Any, NoReturn
+from unittest import mock
+
+if typing.TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from onepass.runtime.backend import Explanation
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # one line: who wants the usage asks for it
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 fine, 1 something is wrong or broken, 2 what was asked for can't be done, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(argv).parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the command that argv names and of no other: those cost imports."""
+    parser = _Parser(prog="onepass", description="Fused training kernels for PyTorch: measure, explain, check.")
+    parser.add_argument("--version", action="version", version=f"onepass {version('onepass')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    named = next((arg for arg in argv if not arg.startswith("-")), None)
+    for name, (summary, fill) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == named:
+            fill(command, argv)
+    return parser
+
+
+def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    from onepass.bench import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
+def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    from onepass import doctor
+
+    doctor.add_arguments(parser)
+    parser.set_defaults(run=doctor.run)
+
+
+# ---- explain: a call is described by shapes, and nothing of its size is allocated ----
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_H200_PROCESSORS = 132
+
+
+def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """The op's own keyword options become command line options: what its signature says is what can be asked."""
+    from onepass.runtime.backend import OPS
+
+    parser.add_argument("op", metavar="OP", help=f"one of {', '.join(sorted(OPS))}; its own options: onepass explain OP --help")
+    parser.add_argument("--shape", type=_shape, required=True, help="of the op's first tensor, such as 16384,28672")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of all tensors (%(default)s)")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; a GPU need not be here (default: cuda where there is one, else cpu)")
+    op = next((arg for arg in argv if arg in OPS), None)
+    if op is not None:
+        _add_options(parser.add_argument_group(f"options of {op}"), OPS[op].function)
+    parser.set_defaults(run=_run_explain)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in text.split(","))
+    if min(shape) < 0:
+        raise ValueError(text)
+    return shape
+
+
+_shape.__name__ = "shape"  # what argparse calls it in its messages
+
+
+def _options(function: Callable[..., Any]) -> list[tuple[Parameter, Any]]:
+    """The parameters after the first tensor that a command line can say, each with its type less None."""
+    hints = typing.get_type_hints(function)
+    found = []
+    for parameter in list(signature(function).parameters.values())[1:]:
+        hint = hints.get(parameter.name)
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if len(kinds) == 1 and (kinds[0] in (str, int, float, bool) or _is_tensor(kinds[0])):
+            found.append((parameter, kinds[0]))
+    return found
+
+
+def _is_tensor(kind: Any) -> bool:
+    from torch import Tensor
+
+    return kind is Tensor
+
+
+def _add_options(group: Any, function: Callable[..., Any]) -> None:
+    for parameter, kind in _options(function):
+        option, required = "--" + parameter.name.replace("_", "-"), parameter.default is Parameter.empty
+        if _is_tensor(kind) and required:
+            group.add_argument(option, type=_shape, required=True, metavar="SHAPE", help="its shape")
+        elif _is_tensor(kind) or kind is bool:
+            default = bool(parameter.default)
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="whether it is given")
+        else:
+            shown = "" if parameter.default is None else f"default: {parameter.default}"
+            group.add_argument(option, type=kind, default=parameter.default, metavar=kind.__name__.upper(), help=shown)
+
+
+def _run_explain(args: argparse.Namespace) -> int:
+    try:
+        explanation, notes = _explained(args)
+    except (ValueError, TypeError, RuntimeError) as error:
+        print(f"onepass explain: {error}", file=sys.stderr)
+        return 2
+    print(explanation)
+    for note in notes:
+        print(f"  note   {note}")
+    return 0
+
+
+def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from onepass.runtime.backend import explain, find_op
+
+    known = find_op(args.op)
+    device = _device(args.device)
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    dtype = getattr(torch, _DTYPES[args.dtype])
+    with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
+        x = torch.empty(args.shape, dtype=dtype, device=device)
+        options = {
+            parameter.name: _fake(x, parameter.name, value) if _is_tensor(kind) else value
+            for parameter, kind in _options(known.function)
+            for value in [getattr(args, parameter.name)]
+        }
+        known.function(x, **options | {"backend": "torch"})  # refuses what the call itself would refuse
+        explanation = explain(args.op, x, **options)
+    if not elsewhere:
+        return explanation, []
+    return explanation, [
+        f"no GPU here: tiles are those for {_H200_PROCESSORS} multiprocessors (H100, H200), and whether kernels can be compiled "
+        "and launched there was not looked at (onepass doctor does, on that machine)"
+    ]
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    count = torch.cuda.device_count()
+    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device must be cuda, cuda:N or cpu, but is {name!r}")
+    device = torch.device(name or ("cuda" if count else "cpu"))
+    if device.type == "cuda" and count and (device.index or 0) >= count:
+        raise ValueError(f"--device must be one of the {count} GPUs here, cuda:0 to cuda:{count - 1}, but is {name}")
+    return device
+
+
+def _fake(x: Tensor, name: str, value: bool | tuple[int, ...]) -> Tensor | None:
+    """An optional tensor as ops commonly have it: one number a token, x's shape, or a vector along x's last dimension."""
+    if isinstance(value, tuple):
+        return x.new_empty(value)
+    if not value:
+        return None
+    shapes = {"token_weight": x.shape[:-1], "residual": x.shape}
+    return x.new_empty(shapes.get(name, x.shape[-1:]))
+
+
+@contextlib.contextmanager
+def _pretended_gpu() -> Iterator[None]:
+    """Tiles follow from the number of multiprocessors; where there is no GPU to ask, take the one we measure on."""
+    properties = types.SimpleNamespace(multi_processor_count=_H200_PROCESSORS)
+    with mock.patch("torch.cuda.get_device_properties", return_value=properties):
+        yield
+
+
+_COMMANDS = {
+    "bench": ("measure ops against their peers", _bench),
+    "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),
+    "doctor": ("look for what is broken or slow on this machine", _doctor),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

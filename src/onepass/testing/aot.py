@@ -1,0 +1,350 @@
+"""Compile every kernel we ship for GPUs that are not here, and read registers, shared memory and spills from the binaries.
+
+    python -m onepass.testing.aot                      # sm_80, sm_90 and sm_100; exit status 1 where anything spills or fails
+    python -m onepass.testing.aot --arch 90 --only swiglu
+
+The kernels and their configurations come from the ops themselves. Calls are made as a user makes them, on tensors of the meta
+device, which have shapes and no memory; every launch on the way is recorded instead of done. So nothing here knows about tiles,
+and a kernel that no call launches is an error. An op says in CALLS which calls cover it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import onepass.kernels
+import onepass.ops
+from onepass.kernels.activations import ACTIVATIONS
+from onepass.ops.bias_activation import bias_activation
+from onepass.runtime import launch
+from onepass.runtime.lang import INTERPRETED, triton
+
+ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+# ---- which calls cover an op ----
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that launches kernels, and the gradient it asks for: `run` returns what to differentiate."""
+
+    label: str
+    dtype: torch.dtype
+    run: Callable[[], Tensor]
+
+
+_LARGE = (16384, 16384)
+_SHAPES = ((16384, 14336), (2048, 16384), (600_000, 64), (777, 5000), (131_072, 1408), (37, 1))
+
+
+def _bias_activation_calls() -> Iterator[Call]:
+    """All activations at one shape, all shapes and types for one of each kind, all options for swiglu."""
+    for activation in ACTIVATIONS:
+        yield _bias_activation_call(activation, _LARGE)
+    for activation in ("gelu", "swiglu"):
+        for shape in _SHAPES:
+            yield _bias_activation_call(activation, shape)
+        for dtype in (torch.float16, torch.float32):
+            yield _bias_activation_call(activation, _LARGE, dtype)
+        for option in ("fp8", "token_weight", "no bias", "frozen x"):
+            yield _bias_activation_call(activation, _LARGE, option=option)
+    for option in ("fp32 bias", "clamp", "everything"):
+        yield _bias_activation_call("swiglu", _LARGE, option=option)
+    yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
+
+
+def _bias_activation_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
+) -> Call:
+    rows, width = shape
+    wide = 2 * width if ACTIVATIONS[activation].gated else width
+
+    def run() -> Tensor:
+        x = _meta(rows, wide, dtype=dtype, asked=option != "frozen x")
+        bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
+        token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
+        clamped = option in ("clamp", "everything")
+        return bias_activation(
+            x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
+            linear_offset=1.0 if clamped else 0.0, save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+        )  # fmt: skip
+
+    return Call(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {"bias_activation": _bias_activation_calls}
+
+
+def _meta(*shape: int, dtype: torch.dtype, asked: bool = True) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=asked)
+
+
+# ---- what those calls launch ----
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as one call launches it: `args` holds the types of tensors, None, and sizes."""
+
+    kernel: launch.Kernel
+    args: tuple[Any, ...]
+    num_warps: int
+    call: Call
+
+    @property
+    def name(self) -> str:
+        function = self.kernel.jit.fn
+        return f"{function.__module__.rpartition('.')[2]} {function.__name__.strip('_').removesuffix('_kernel')}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal where Triton would find the kernel compiled already."""
+        parameters = signature(self.kernel.jit.fn).parameters.values()
+        return self.kernel, self.num_warps, *map(_specialisation, parameters, self.args)
+
+
+def _specialisation(parameter: Parameter, value: Any) -> Any:
+    if "constexpr" in str(parameter.annotation):
+        return repr(value)
+    if not isinstance(value, int):
+        return type(value) if isinstance(value, float) else value
+    wide = value > 0x7FFFFFFF
+    return wide if parameter.name in launch.VARYING else (wide, value == 1, value % 16 == 0)
+
+
+def _modules() -> Iterator[Any]:
+    for package in (onepass.kernels, onepass.ops):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            yield importlib.import_module(module.name)
+
+
+def launches(only: str = "") -> list[Launch]:
+    """Every different kernel that the covering calls of every op launch, in a fixed order."""
+    found: dict[tuple[Any, ...], Launch] = {}
+    for calls in CALLS.values():
+        for call in calls():
+            if only in f"{call.label} {_SHORT[call.dtype]}":
+                for launched in _recorded(call):
+                    found.setdefault(launched.key, launched)
+    return list(found.values())
+
+
+def _recorded(call: Call) -> list[Launch]:
+    """The launches of a forward and a backward, none of them done."""
+    found: list[Launch] = []
+
+    def record(bound: launch.Bound, grid: launch.Grid, *args: Any) -> None:
+        types = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+        found.append(Launch(bound.kernel, (*types, *bound.fixed), bound.num_warps, call))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
+        for module in _modules():
+            if hasattr(module, "no_triton"):  # tensors of the meta device are as good as a GPU's here
+                stack.enter_context(mock.patch.object(module, "no_triton", return_value=None))
+        y = call.run()
+        y.backward(torch.empty_like(y))
+    return found
+
+
+def uncovered(found: Iterable[Launch]) -> list[str]:
+    """Ops without calls, and kernels that no call launches."""
+    launched = {each.kernel for each in found}
+    ops = [f"op {module.name}" for module in pkgutil.iter_modules(onepass.ops.__path__) if module.name not in CALLS]
+    kernels = {value for module in _modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
+    return ops + sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
+
+
+# ---- compiling them ----
+
+
+@dataclass(frozen=True)
+class Compiled:
+    kernel: str
+    call: str
+    dtype: str
+    arch: int
+    registers: int = 0
+    shared: int = 0
+    spills: int = 0
+    failure: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return not self.spills and not self.failure
+
+
+class _NoGpu:
+    """Stands for a driver: Triton asks it what to compile for."""
+
+    arch = ARCHS[0]
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+
+def _compile(launched: Launch, arch: int) -> Compiled:
+    """Compile for `arch` and read the binary; never raises, as one failure must not hide the others."""
+    row = Compiled(launched.name, launched.call.label, _SHORT[launched.call.dtype], arch)
+    try:
+        registers, shared, spills = _usage(_binary(launched, arch))
+    except Exception as error:  # whatever ptxas or Triton thought of
+        lines = str(error).strip().splitlines()
+        return Compiled(**asdict(row) | {"failure": f"{type(error).__name__}: {lines[-1] if lines else ''}"})
+    return Compiled(**asdict(row) | {"registers": registers, "shared": shared, "spills": spills})
+
+
+def _binary(launched: Launch, arch: int) -> Any:
+    driver = _NoGpu()
+    driver.arch = arch
+    triton.runtime.driver.set_active(driver)
+    jit = launched.kernel.jit
+    jit.device_caches.clear()  # they remember the target of the last compilation
+    mocked = (triton.runtime.jit.MockTensor(arg) if isinstance(arg, torch.dtype) else arg for arg in launched.args)
+    return jit.warmup(*mocked, grid=(1,), num_warps=launched.num_warps)
+
+
+def _usage(compiled: Any) -> tuple[int, int, int]:
+    """Registers, shared memory in bytes, and how many instructions of the kernel spill."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", file.name)
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)|STACK:(\d+).*?REG:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {usage.strip()!r}")
+    registers, stack = int(found[1] or found[4]), int(found[2] or found[3])
+    # nvdisasm knows not every architecture; what is on the stack is then the next best witness
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if code.strip() else stack
+    return registers, compiled.metadata.shared, spills
+
+
+def _tool(name: str, *args: str) -> str:
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *args], capture_output=True, text=True).stdout
+
+
+# ---- in two processes ----
+
+
+@cache
+def _planned(only: str) -> list[Launch]:
+    return launches(only)
+
+
+def _work(index: int, arch: int, only: str) -> Compiled:
+    return _compile(_planned(only)[index], arch)  # kernels can't travel between processes, their place in the list can
+
+
+def compile_all(count: int, archs: Iterable[int], only: str, jobs: int) -> list[Compiled]:
+    tasks = [(index, arch) for index in range(count) for arch in archs]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_work, index, arch, only): (index, arch) for index, arch in tasks}
+        for _ in as_completed(running):
+            pass
+    done = {task: future.result() for future, task in running.items()}
+    return [done[task] for task in tasks]
+
+
+# ---- the command ----
+
+
+def _table(rows: list[Compiled], archs: tuple[int, ...]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="registers, bytes of shared memory and spills", title_justify="left")
+    for heading in ("kernel", "first launched by", "type"):
+        table.add_column(heading)
+    for arch in archs:
+        table.add_column(f"sm_{arch}", justify="right")
+    for first in range(0, len(rows), len(archs)):
+        row = rows[first]
+        table.add_row(row.kernel, row.call, row.dtype, *map(_cell, rows[first : first + len(archs)]))
+    return table
+
+
+def _cell(row: Compiled) -> str:
+    if row.failure:
+        return "[bold red]failed[/]"
+    spills = f"[bold red]{row.spills}[/]" if row.spills else "0"
+    return f"{row.registers}  {row.shared}  {spills}"
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m onepass.testing.aot", description="Compile all kernels for absent GPUs.")
+    parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="such as 90 or 80,90,100 (%(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose label contains this, such as 'swiglu' or 'fp16'")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    if triton is None:
+        print("onepass.testing.aot: triton is not installed: pip install 'onepass[triton]'", file=sys.stderr)
+        return 2
+    from rich.console import Console
+
+    archs = tuple(int(arch) for arch in args.arch.split(","))
+    start = time.monotonic()
+    found = _planned(args.only)
+    missing = [] if args.only else uncovered(found)
+    rows = compile_all(len(found), archs, args.only, args.jobs)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(_table(rows, archs))
+    for row in rows:
+        if row.failure:
+            console.print(f"{row.kernel} of {row.call} {row.dtype} on sm_{row.arch}: {row.failure}", markup=False)
+    for name in missing:
+        console.print(f"{name}: no call in onepass.testing.aot covers it")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    bad = sum(not row.fine for row in rows)
+    console.print(f"{len(rows)} binaries in {time.monotonic() - start:.0f} s: {bad} spill or fail, {len(missing)} not covered")
+    return 1 if bad or missing or not rows else 0
+
+
+def _without_interpreter() -> None:
+    """Kernels decorated under the interpreter are no kernels: start again without it."""
+    if INTERPRETED:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        os.execve(sys.executable, [sys.executable, "-m", "onepass.testing.aot", *sys.argv[1:]], environment)
+
+
+if __name__ == "__main__":
+    _without_interpreter()
+    sys.exit(main())

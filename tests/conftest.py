@@ -1,0 +1,22 @@
+"""Before anything of onepass is imported: on a machine without a GPU the kernels run under Triton's interpreter, repaired."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # the oracles of tests/ops are modules: `from ops.bias_activation_oracle import ...`
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    import onepass.testing.interpreter  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)

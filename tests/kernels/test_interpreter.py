@@ -1,0 +1,106 @@
+"""The interpreter, repaired: what it got wrong, each with a kernel that shows it."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the real kernels", allow_module_level=True)
+
+
+@triton.jit
+def _round_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(tl.float32))
+
+
+@triton.jit
+def _cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(tl.bfloat16).to(tl.float32))
+
+
+@triton.jit
+def _add_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i) + tl.load(x_ptr + i))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))
+
+
+@triton.jit
+def _double(x):
+    return x + x
+
+
+@triton.jit
+def _range_kernel(x_ptr, y_ptr, times, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    for _ in range(times):
+        x = _double(x)
+    tl.store(y_ptr + i, x)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
+def test_casts_round_to_nearest_even(given, to):
+    x = torch.cat(
+        [
+            torch.randn(56),
+            torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, float("inf"), -float("inf"), float("nan"), 1e-40, 3.4e38, -0.0]),
+        ]
+    )
+    x = x.to(given)
+    y = torch.empty(64, dtype=to)
+    _round_kernel[(1,)](x, y, 64)
+    assert torch.equal(y.isnan(), x.isnan())
+    assert torch.equal(y.nan_to_num(0.5), x.to(to).nan_to_num(0.5))
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.int32, torch.bfloat16, torch.uint8])
+def test_casts_to_bf16_convert_values_not_bits(given):
+    x = torch.arange(64).to(given) * 3
+    y = torch.empty(64)
+    _cast_kernel[(1,)](x, y, 64)
+    assert torch.equal(y, x.bfloat16().float())
+
+
+def test_arithmetic_on_bf16_raises_rather_than_add_bit_patterns():
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="go to fp32 right after the load"):
+        _add_kernel[(1,)](torch.ones(8).bfloat16(), torch.ones(8), 8)
+
+
+def test_dot_of_bf16():
+    a, b, c = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16(), torch.empty(16, 16)
+    _dot_kernel[(1,)](a, b, c, 16)
+    torch.testing.assert_close(c, a.float() @ b.float())
+
+
+def test_a_range_given_at_run_time():
+    x, y = torch.ones(8), torch.empty(8)
+    for times in (0, 1, 5):
+        _range_kernel[(1,)](x, y, times, 8)
+        assert torch.equal(y, x * 2**times)
+
+
+def test_the_language_is_itself_again_after_a_launch():
+    before = tl.load, tl.range, tl.core.load, tl.tensor.__dict__.get("__index__")
+    _range_kernel[(1,)](torch.ones(8), torch.empty(8), 1, 8)
+    with pytest.raises(triton.runtime.errors.InterpreterError):
+        _add_kernel[(1,)](torch.ones(8).bfloat16(), torch.ones(8), 8)
+    assert before == (tl.load, tl.range, tl.core.load, tl.tensor.__dict__.get("__index__"))
+    y = torch.empty(8)
+    _range_kernel[(1,)](torch.ones(8), y, 3, 8)
+    assert torch.equal(y, torch.full((8,), 8.0))
+
+
+def test_overflow_is_no_warning(recwarn):
+    y = torch.empty(8, dtype=torch.float16)
+    _round_kernel[(1,)](torch.full((8,), 1e30), y, 8)
+    assert y.isinf().all() and not recwarn.list

@@ -1,0 +1,360 @@
+"""What bias_activation is, and how it behaves under autograd, the compiler and whatever else people do to an op."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, LAYOUTS, PLAIN, Case, judge_case, laid_out, small_tiles
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.bias_activation as room
+from onepass.runtime.lang import triton
+from onepass.runtime.saved import SAVES
+from onepass.testing.poison import saved_tensors, unchanged
+
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
+backends = pytest.mark.parametrize("backend", [TRITON, "torch"])
+saves = pytest.mark.parametrize("save", SAVES)
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with small_tiles(room):
+        yield
+
+
+def tensors(gated=False, lead=(5, 3), H=40, dtype=FP32):
+    W = 2 * H if gated else H
+    x, bias = torch.randn(*lead, W, device=DEVICE, dtype=dtype), torch.randn(W, device=DEVICE, dtype=dtype)
+    weight = torch.rand(lead, device=DEVICE)
+    return [t.requires_grad_() for t in (x, bias, weight)]
+
+
+def op(activation="swiglu", **options):
+    return lambda x, bias=None, weight=None: onepass.bias_activation(x, bias, activation, token_weight=weight, **options)
+
+
+def gradients(function, inputs, dy=None):
+    """y and the gradients of inputs that ask for one, on fresh leaves."""
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    y = function(*leaves)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype) if dy is None else dy)
+    return [y.detach(), *(t.grad for t in leaves if t is not None and t.requires_grad)]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---- what it computes ----
+
+BY_HAND = {
+    "gelu": lambda z: 0.5 * z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "gelu_exact": lambda z: 0.5 * z * (1 + math.erf(z / math.sqrt(2))),
+    "quick_gelu": lambda z: z / (1 + math.exp(-1.702 * z)),
+    "silu": lambda z: z / (1 + math.exp(-z)),
+    "relu": lambda z: max(z, 0.0),
+    "squared_relu": lambda z: max(z, 0.0) ** 2,
+}
+GATES = dict(zip(GATED, ("silu", "gelu", "quick_gelu", "relu"), strict=True))
+
+
+@backends
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED))
+def test_the_formula_by_hand(activation, backend):
+    gated, clamp, offset, weight = activation in GATED, 1.5, 0.25, 0.5
+    x, bias = [-3.0, -0.5, 0.0, 1.0, 2.5, 4.0], [0.5, 0.0, -0.25, 1.0, -1.0, 0.0]
+    z = [a + b for a, b in zip(x, bias, strict=True)]
+    if gated:
+        act = BY_HAND[GATES[activation]]
+        expected = [
+            weight * act(min(a, clamp)) * (max(-clamp, min(b, clamp)) + offset) for a, b in zip(z[:3], z[3:], strict=True)
+        ]
+        options = {"clamp": clamp, "linear_offset": offset}
+    else:
+        expected, options = [weight * BY_HAND[activation](a) for a in z], {}
+    x, bias, weight = (torch.tensor(t, device=DEVICE) for t in ([x], bias, [weight]))
+    y = onepass.bias_activation(x, bias, activation, token_weight=weight, backend=backend, **options)
+    torch.testing.assert_close(y, torch.tensor([expected], device=DEVICE), rtol=1e-5, atol=1e-6)
+
+
+def test_shorthands():
+    x, bias, _ = tensors()
+    for name in ("gelu", "swiglu", "geglu", "quick_geglu"):
+        shorthand = getattr(onepass, f"bias_{name}")
+        assert torch.equal(shorthand(x, bias), onepass.bias_activation(x, bias, name))
+        assert torch.equal(
+            shorthand(x, token_weight=x[..., 0]), onepass.bias_activation(x, activation=name, token_weight=x[..., 0])
+        )
+        assert onepass.explain(shorthand, x, bias).op == "bias_activation"
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_and_type(data):
+    draw = data.draw
+    activation = draw(st.sampled_from((*PLAIN, *GATED)))
+    dtypes = st.sampled_from((FP32, FP16, BF16))
+    case = Case(
+        activation,
+        tuple(draw(st.lists(st.integers(1, 4), max_size=4))),
+        draw(st.integers(1, 70)),
+        draw(dtypes),
+        draw(st.none() | dtypes),
+        draw(st.none() | dtypes),
+        draw(st.booleans()),
+        draw(st.sampled_from((None, 1.0))) if activation in GATED else None,
+        draw(st.sampled_from((0.0, 1.0))) if activation in GATED else 0.0,
+        draw(st.sampled_from(SAVES)),
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from(LAYOUTS)),
+    )
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+@saves
+@pytest.mark.parametrize("activation", ("gelu", "swiglu"))
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (0, 0), (2, 0, 8)])
+def test_nothing_in_nothing_out(shape, activation, save, backend):
+    x, bias = torch.randn(shape, device=DEVICE), torch.randn(shape[-1], device=DEVICE)
+    weight = torch.rand((*shape[:-1], 1), device=DEVICE)
+    inputs = [t.requires_grad_() for t in (x, bias, weight)]
+    y, dx, dbias, dweight = gradients(op(activation, save=save, backend=backend), inputs)
+    assert y.shape == (*shape[:-1], shape[-1] // 2 if activation == "swiglu" else shape[-1])
+    assert (dx.shape, dbias.shape, dweight.shape) == (x.shape, bias.shape, weight.shape)
+    assert not dbias.any() and not dweight.any()
+
+
+@backends
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED))
+def test_nan_and_infinities_reach_the_result(activation, value, backend):
+    W = 80 if activation in GATED else 40
+    x = torch.ones(6, W, device=DEVICE)
+    x[2, 3] = value  # the gate's half
+    x[5, W - 1] = value  # the linear one's, in the last row
+    y, dx, dbias = gradients(
+        op(activation, backend=backend), [x.requires_grad_(), torch.zeros(W, device=DEVICE, requires_grad=True)]
+    )
+    exact = room.bias_activation_reference(x.detach().double(), activation=activation)
+    if value != value or activation != "gelu_exact":  # PyTorch's own erf GELU makes NaN of infinity
+        assert torch.equal(y.isnan(), exact.isnan()) and torch.equal(y.isinf(), exact.isinf())
+    last = (5, W - 1) if activation not in GATED else (5, 39)
+    assert y.isfinite().sum() >= y.numel() - 2 and y[0].isfinite().all() and dx[0].isfinite().all()
+    if value != value:
+        assert y[2, 3].isnan() and y[last].isnan() and dbias.isfinite().sum() >= W - 4
+        if activation not in ("relu", "squared_relu", "reglu"):
+            assert dx[2, 3].isnan()
+
+
+# ---- autograd ----
+
+
+@backends
+@saves
+@pytest.mark.parametrize("frozen", range(1, 8))
+def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, save, backend):
+    inputs = tensors(gated=True)
+    everything = gradients(op(save=save, backend=backend), inputs)[1:]
+    for i, t in enumerate(inputs):
+        t.requires_grad_(not frozen & 1 << i)
+    if frozen == 7:
+        y = op(save=save, backend=backend)(*inputs)
+        assert not y.requires_grad
+        return
+    _, *grads = gradients(op(save=save, backend=backend), inputs)
+    assert equal(grads, [grad for i, grad in enumerate(everything) if not frozen & 1 << i])
+
+
+@backends
+@saves
+def test_twice_over_a_retained_graph_and_called_again(save, backend):
+    inputs = tensors(gated=True)
+    call = op(save=save, backend=backend)
+    y = call(*inputs)
+    dy = torch.randn_like(y)
+    with unchanged(x=inputs[0], bias=inputs[1], token_weight=inputs[2], dy=dy, y=y):
+        first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        again = torch.autograd.grad(y, inputs, dy)
+        anew = torch.autograd.grad(call(*inputs), inputs, dy)
+    assert equal(first, again) and equal(first, anew)
+
+
+@backends
+@saves
+def test_saved_tensors_are_not_written(save, backend):
+    inputs = tensors(gated=True)
+    with saved_tensors() as kept:
+        y = op(save=save, backend=backend)(*inputs)
+    with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
+        y.sum().backward()
+
+
+@backends
+def test_it_keeps_its_inputs_and_nothing_else(backend):
+    x, bias, weight = tensors(gated=True)
+    with saved_tensors() as kept:
+        op(backend=backend)(x, bias, weight)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (x, bias, weight)}
+    with saved_tensors() as kept:
+        op("gelu", backend=backend)(x)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    x = x[..., 2:42]  # a view is kept as the view it is
+    with saved_tensors() as kept:
+        op("gelu", backend=backend)(x)
+    assert [t.untyped_storage().data_ptr() for t in kept] == [x.untyped_storage().data_ptr()]
+
+
+@backends
+@saves
+def test_nothing_is_kept_where_nothing_asks(save, backend):
+    inputs = tensors(gated=True)
+    with saved_tensors() as kept, torch.no_grad():
+        y = op(save=save, backend=backend)(*inputs)
+    with saved_tensors() as kept_frozen:
+        frozen = op(save=save, backend=backend)(*(t.detach() for t in inputs))
+    assert not kept and not kept_frozen and torch.equal(y, frozen) and not frozen.requires_grad
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("constant", [True, False])
+@saves
+def test_a_second_derivative_raises_on_triton(save, constant):
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    y = op("gelu", save=save, backend="triton")(x)
+    dy = torch.ones_like(y, requires_grad=not constant)
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_exact", "silu", "swiglu", "quick_geglu"))
+def test_the_torch_backend_is_differentiable_often(activation):
+    gated = activation in GATED
+    inputs = [t.detach().double().requires_grad_() for t in tensors(gated, (2,), 3)]
+    options = {"clamp": 5.0, "linear_offset": 1.0} if gated else {}
+    call = op(activation, backend="torch", **options)
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+    dx = torch.autograd.grad(call(*inputs).sum(), inputs[0], create_graph=True)[0]
+    plain = torch.autograd.grad(
+        room.bias_activation_reference(*inputs, activation=activation, **options).sum(), inputs[0], create_graph=True
+    )[0]
+    penalty, expected = (torch.autograd.grad(d.square().sum(), inputs) for d in (dx, plain))
+    torch.testing.assert_close(penalty, expected)
+
+
+def test_the_torch_backend_refuses_a_second_derivative_of_codes():
+    x = torch.randn(4, 8, requires_grad=True)
+    y = op("gelu", save="fp8", backend="torch")(x)
+    with pytest.raises(RuntimeError, match="once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@saves
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same(reentrant, save, backend):
+    inputs = tensors(gated=True)
+
+    def layer(x, bias, weight):
+        return op(save=save, backend=backend)(x * 2, bias, weight)
+
+    plain = gradients(layer, inputs)
+    assert equal(plain, gradients(lambda *t: checkpoint(layer, *t, use_reentrant=reentrant), inputs))
+
+
+@backends
+@saves
+@pytest.mark.parametrize("activation", ("gelu", "swiglu"))
+def test_compiling_gives_the_same(activation, save, backend):
+    inputs = tensors(gated=True, dtype=BF16)
+    options = {"clamp": 1.5, "linear_offset": 0.5} if activation in GATED else {}
+    call = op(activation, save=save, backend=backend, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(*t) * 2, fullgraph=True, backend="aot_eager")
+    for some in (inputs, [inputs[0], None, None])[: 2 if save == "input" else 1]:
+        assert equal(gradients(lambda *t: call(*t) * 2, some), gradients(compiled, some))
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_compiling_for_any_number_of_rows():
+    torch._dynamo.reset()
+    compiled = torch.compile(op(backend="triton", save="fp8"), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7):
+        inputs = tensors(gated=True, lead=(rows, 2))
+        assert equal(gradients(op(backend="triton", save="fp8"), inputs), gradients(compiled, inputs))
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("lead", "H", "layout"),
+    [
+        ((5, 3), 40, "contiguous"),
+        ((5, 3), 40, "sliced"),
+        ((5, 3), 40, "transposed"),
+        ((2, 1), 66, "expanded"),
+        ((1, 1), 1, "strided"),
+    ],
+)
+def test_registered_ops_are_what_they_say(lead, H, layout):
+    x, bias, weight = (t.detach() for t in tensors(True, lead, H))
+    x = laid_out(x, layout)
+    dy = laid_out(torch.randn(*lead, H, device=DEVICE), layout)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    options = "swiglu", 1.0, 0.5
+    torch.library.opcheck(room._forward_op, (x, bias, weight, *options), test_utils=tests)
+    torch.library.opcheck(room._forward_op, (x, None, None, "gelu", None, None), test_utils=tests)
+    torch.library.opcheck(room._forward_fp8_op, (x, bias, None, *options), test_utils=tests)
+    _, codes, exponents = room._forward_fp8_op(x, bias, weight, *options)
+    for needs in ((True, True, True), (False, True, False), (True, False, True)):
+        torch.library.opcheck(room._backward_op, (dy, x, None, bias, weight, *options, *needs), test_utils=tests)
+    torch.library.opcheck(room._backward_op, (dy, codes, exponents, bias, weight, *options, True, True, True), test_utils=tests)
+
+
+@backends
+def test_under_autocast(backend):
+    inputs = tensors(gated=True)
+    plain = gradients(op(backend=backend), inputs)
+    with torch.autocast(DEVICE, BF16):
+        assert equal(plain, gradients(op(backend=backend), inputs))
+        hidden = F.linear(inputs[0], torch.ones(80, 80, device=DEVICE))
+        y = op(backend=backend)(hidden, inputs[1])
+    assert hidden.dtype == y.dtype == BF16
+    y.sum().backward()
+
+
+@backends
+def test_in_inference_mode_and_on_parameters(backend):
+    x, bias, weight = tensors(gated=True)
+    with torch.inference_mode():
+        y = op(backend=backend)(x, bias, weight)
+    assert torch.equal(y, op(backend=backend)(x, torch.nn.Parameter(bias.detach()), weight).detach())
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_views_that_start_anywhere():
+    x, bias = torch.randn(64 * 48 + 1, device=DEVICE).bfloat16(), torch.randn(49, device=DEVICE).bfloat16()
+    for at, bias_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
+        view, b = x[at : at + 64 * 48].view(64, 48), bias[bias_at : bias_at + 48]
+        assert torch.equal(op("relu", backend="triton")(view, b), room.bias_activation_reference(view, b, activation="relu"))
+
+
+@backends
+def test_half_the_rows_of_a_step_at_a_time_is_the_same_step(backend):
+    x, bias, weight = tensors(gated=True, lead=(8,))
+    whole = gradients(op(backend=backend), (x, bias, weight), torch.ones(8, 40, device=DEVICE))
+    halves = [
+        gradients(op(backend=backend), (x[i], bias, weight[i]), torch.ones(4, 40, device=DEVICE)) for i in (slice(4), slice(4, 8))
+    ]
+    assert torch.equal(whole[1], torch.cat([half[1] for half in halves]))
+    torch.testing.assert_close(whole[2], halves[0][2] + halves[1][2])

@@ -1,0 +1,74 @@
+"""A plan chosen wrongly reads misaligned memory and kills the process: plans differ wherever Triton compiles differently."""
+
+import pytest
+import torch
+
+from onepass.ops import bias_activation as room
+from onepass.runtime import launch
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def bound(*fixed, num_warps=4):
+    return room._forward_kernel.bind(*fixed, num_warps=num_warps)
+
+
+def test_kinds_differ_where_triton_compiles_differently():
+    flat, half = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
+    one = bound(8, 8, None, None, "act", False, 64, 8, 8, 128)
+
+    def kind(x, bias, M):
+        return one.kind(-1, (x, bias, None, x, None, None, M))[0]
+
+    kinds = [
+        kind(flat, flat, 2),
+        kind(flat[1:], flat, 2),
+        kind(flat, flat[1:], 2),
+        kind(flat[1:], flat[1:], 2),
+        kind(flat, None, 2),
+    ]
+    kinds += [kind(half, flat, 2), kind(flat, half, 2), kind(half[4:], flat, 2), kind(flat, flat, 1 << 32)]
+    assert len(set(kinds)) == len(kinds)
+    assert kind(flat, flat, 3) == kind(flat, flat, 2**31 - 1) == kinds[0] == kind(flat[4:], flat[8:], 16)
+    assert one.kind(0, (flat, flat, None, flat, None, None, 2))[0] != kinds[0]  # another device
+
+
+def test_arguments_come_back_with_addresses():
+    x = torch.zeros(16)
+    _, addresses = bound(8, 8, None, None, "act", False, 64, 8, 8, 128).kind(-1, (x, None, None, x[4:], None, None, 7))
+    assert addresses == [x.data_ptr(), None, None, x.data_ptr() + 16, None, None, 7]
+
+
+def test_each_binding_has_plans_of_its_own():
+    assert bound(8, 8, None, None).plans is not bound(8, 8, None, None).plans
+
+
+@pytest.mark.parametrize("down", [1, 7, 65535, 65536, 200000])
+def test_a_grid_holds_every_block(down):
+    across, first, second = launch.grid_of(3, down)
+    assert across == 3 and first <= 65535 and second <= 65535
+    assert first * second >= down and (second - 1) * 65535 < down
+
+
+def test_arguments_in_the_wrong_order_are_refused():
+    with pytest.raises(AssertionError, match="tensors first"):
+
+        @launch.kernel
+        def wrong(x_ptr, H, M):
+            pass
+
+
+def test_varying_arguments_are_counted_and_not_specialised():
+    assert (room._forward_kernel.tensors, room._forward_kernel.varying) == (6, 1)
+    assert "M" in launch.VARYING
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_a_plan_is_kept_and_a_new_size_needs_none():
+    act = room.find_activation("relu")
+    for M in (5, 17, 33):
+        x = torch.randn(M, 48, device=DEVICE)
+        assert torch.equal(room._forward(x, None, None, "relu", None, None), x.relu())
+    plans = [len(room._forward_plan(act, M, 48, 48, False, None, None)[1].plans) for M in (5, 17, 33)]
+    assert set(plans) == {1}

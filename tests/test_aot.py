@@ -1,0 +1,99 @@
+"""The ahead-of-time check: it finds every kernel, compiles for a GPU that is not here, and fails where it should."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onepass.kernels.activations import _BUILT_IN
+from onepass.ops import bias_activation as room
+from onepass.testing import aot
+
+
+def test_compiles_in_a_process_of_its_own(tmp_path):
+    """With TRITON_INTERPRET set, as our own tests have it: it must get rid of it."""
+    options = ["--arch", "90", "--only", "relu 16384x16384 bf16", "--json", str(tmp_path / "figures.json")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    argv = [sys.executable, "-m", "onepass.testing.aot", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 spill or fail" in done.stdout
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert {row["kernel"] for row in rows} == {"bias_activation forward", "bias_activation backward"}
+    assert {row["call"] for row in rows} == {"relu 16384x16384", "squared_relu 16384x16384"}
+    assert all(0 < row["registers"] <= 255 and row["arch"] == 90 and not row["spills"] for row in rows)
+
+
+def test_nothing_chosen_is_a_failure():
+    done = subprocess.run([sys.executable, "-m", "onepass.testing.aot", "--only", "no such call"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+def test_every_kernel_is_covered():
+    found = aot.launches()
+    assert aot.uncovered(found) == []
+    activations = {each.call.label.split()[0] for each in found}
+    assert activations >= _BUILT_IN
+    assert {each.call.dtype for each in found} == {torch.bfloat16, torch.float16, torch.float32}
+
+
+def test_a_kernel_that_no_call_launches_is_told():
+    missing = aot.uncovered([each for each in aot.launches("relu 16384x16384") if each.name != "bias_activation backward"])
+    assert "kernel _backward_kernel" in missing
+    assert "kernel _forward_kernel" not in missing
+
+
+def test_an_op_without_calls_is_told(monkeypatch):
+    monkeypatch.setattr(aot, "CALLS", {})
+    assert "op bias_activation" in aot.uncovered(aot.launches())
+
+
+def test_launches_are_those_of_the_call():
+    forward, backward, column_sum = aot.launches("swiglu 16384x16384 token_weight")
+    assert forward.kernel is room._forward_kernel
+    assert backward.kernel is room._backward_kernel
+    names = dict(zip(forward.kernel.jit.arg_names, forward.args, strict=True))
+    assert (names["x_ptr"], names["weight_ptr"], names["codes_ptr"]) == (torch.bfloat16, torch.float32, None)
+    assert (names["M"], names["H"], names["X_ROW"]) == (16384, 16384, 32768)
+    assert column_sum.name == "column_sum column_sum"
+
+
+def test_kernels_that_triton_would_not_compile_twice_are_listed_once():
+    (first, *_), (second, *_) = aot.launches("gelu 16384x16384 bf16"), aot.launches("gelu 16384x14336 bf16")
+    assert first.key == second.key  # another width, but both divisible by 16
+    assert first.key != aot.launches("gelu 777x5000 bf16")[0].key
+    assert first.key != aot.launches("gelu 16384x16384 fp16")[0].key
+
+
+def test_recording_leaves_no_trace():
+    aot.launches("relu 16384x16384")
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(room.bias_activation(x, None, "relu"), x.relu())
+    with pytest.raises(RuntimeError, match="take this call"):
+        room.bias_activation(x.to("meta"), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("spills", "failure", "status"), [(0, "", 0), (2, "", 1), (0, "CompilationError: no", 1)], ids=["fine", "spills", "fails"]
+)
+def test_exit_status(spills, failure, status, monkeypatch, capsys):
+    def compiled(count, archs, only, jobs):
+        return [aot.Compiled("kernel", "call", "bf16", arch, 32, 0, spills, failure) for arch in archs]
+
+    monkeypatch.setattr(aot, "compile_all", compiled)
+    assert aot.main(["--only", "relu 16384x16384"]) == status
+    out = capsys.readouterr().out
+    assert failure in out
+    assert "3 binaries" in out
+
+
+def test_an_uncovered_kernel_fails_the_whole_check(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "compile_all", lambda count, archs, only, jobs: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
+    monkeypatch.setattr(aot, "uncovered", lambda found: ["kernel _forgotten"])
+    assert aot.main(["--arch", "90"]) == 1
+    assert "_forgotten" in capsys.readouterr().out

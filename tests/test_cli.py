@@ -1,0 +1,152 @@
+"""The command as it is typed: what it prints, on which stream, and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onepass import cli
+from onepass.runtime import backend
+
+
+def _run(capsys, *argv):
+    """Exit status, stdout, stderr."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as stopped:  # argparse's own way out
+        status = stopped.code or 0
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_help_names_the_commands_that_exist_and_no_other(capsys):
+    status, out, _ = _run(capsys, "--help")
+    assert status == 0
+    assert all(name in out for name in ("bench", "explain", "doctor"))
+    assert "train" not in out.replace("training", "")
+    assert "profile" not in out
+
+
+def test_version(capsys):
+    from onepass import __version__
+
+    assert _run(capsys, "--version") == (0, f"onepass {__version__}\n", "")
+
+
+def test_help_loads_no_command():
+    code = "import sys; from onepass import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([name for name in sys.modules if name.startswith(('onepass.bench', 'onepass.doctor', 'rich'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "explain", "doctor"])
+def test_each_command_has_help(command, capsys):
+    status, out, _ = _run(capsys, command, "--help")
+    assert status == 0
+    assert f"usage: onepass {command}" in out
+
+
+def test_explain_on_a_cpu(capsys):
+    status, out, err = _run(capsys, "explain", "bias_activation", "--shape", "16,32", "--device", "cpu", "--dtype", "fp64")
+    assert (status, err) == (0, "")
+    assert out.startswith("bias_activation: torch (auto, because x is torch.float64)")
+
+
+def test_explain_prints_what_explain_returns(capsys):
+    x, bias = torch.empty(16, 32), torch.empty(32)
+    options = "--shape 16,32 --device cpu --dtype fp32 --activation swiglu --clamp 7 --linear-offset 1 --bias"
+    status, out, _ = _run(capsys, "explain", "bias_activation", *options.split())
+    assert status == 0
+    assert out.strip() == str(backend.explain("bias_activation", x, bias, "swiglu", clamp=7.0, linear_offset=1.0))
+
+
+@pytest.mark.skipif("torch.cuda.is_available()")
+def test_explain_for_a_gpu_that_is_not_here():
+    """In a process without the interpreter. 2^44 elements: were they allocated, it would fail."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "ONEPASS_BACKEND")}
+    options = "--shape 268435456,65536 --activation swiglu --save fp8 --token-weight --device cuda:3"
+    argv = [sys.executable, "-m", "onepass.cli", "explain", "bias_activation", *options.split()]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("bias_activation: triton (chosen by auto)")
+    assert "x saved as 'fp8'" in done.stdout
+    assert "no GPU here" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "required: OP, --shape"),
+        ("nope --shape 3", "op must be one of bias_activation"),
+        ("bias_activation --shape 3,a", "invalid shape value: '3,a'"),
+        ("bias_activation --shape 3,-1", "invalid shape value"),
+        ("bias_activation --shape 3,5 --activation swiglu", "x must have an even last dimension"),
+        ("bias_activation --shape 3,5 --activation nope", "activation must be one of gelu"),
+        ("bias_activation --shape 3,5 --clamp 1", "clamp"),
+        ("bias_activation --shape 3,5 --clamp much", "invalid float value"),
+        ("bias_activation --shape 3,5 --save disk", "save must be one of"),
+        ("bias_activation --shape 3,5 --backend nope", "backend must be one of auto"),
+        ("bias_activation --shape 3,5 --dtype fp64 --backend triton", "backend 'triton' can't take this call"),
+        ("bias_activation --shape 3,5 --device tpu", "--device must be cuda, cuda:N or cpu"),
+        ("bias_activation --shape 3,5 --wrong 1", "unrecognized arguments: --wrong"),
+    ],
+)
+def test_explain_says_in_one_line_what_is_wrong(options, message, capsys):
+    status, out, err = _run(capsys, "explain", *options.split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("onepass")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [(), ("nope",), ("train",)])
+def test_no_such_command(argv, capsys):
+    status, out, err = _run(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_options_follow_an_ops_signature(capsys, monkeypatch):
+    """An op nobody has thought of: required tensors by shape, optional ones by yes or no, the unsayable left out."""
+    seen = {}
+
+    def project(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        *,
+        group: object = None,
+        fast: bool = False,
+        limit: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor:
+        seen.update(weight=weight.shape, residual=residual.shape, eps=eps, fast=fast, limit=limit)
+        return x
+
+    monkeypatch.setattr(backend, "OPS", dict(backend.OPS))
+    backend.register_op(project, lambda *args, **kwargs: "no kernel", lambda *args, **kwargs: "")
+    options = "--shape 4,8 --weight 16,8 --residual --fast --limit 3 --eps 0.1 --device cpu"
+    status, out, _ = _run(capsys, "explain", "project", *options.split())
+    assert status == 0
+    assert out.startswith("project: torch (auto, because no kernel)")
+    assert seen == {"weight": (16, 8), "residual": (4, 8), "eps": 0.1, "fast": True, "limit": 3}
+
+
+def test_interruption(capsys, monkeypatch):
+    from onepass import doctor
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert _run(capsys, "doctor")[0] == 130
+
+
+def test_doctor_as_json(capsys):
+    status, out, _ = _run(capsys, "doctor", "--json")
+    assert json.loads(out)["broken"] is (status == 1)

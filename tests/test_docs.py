@@ -1,0 +1,62 @@
+"""Every Python block of the README and of the docs runs, as a reader would run them: one page, top to bottom, one file."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepass.kernels import activations
+from onepass.runtime import backend
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in page.read_text()]
+
+
+@pytest.fixture
+def _as_before():
+    """What a page registers is forgotten again."""
+    tables = [activations.ACTIVATIONS, *(op.others for op in backend.OPS.values())]
+    before = [dict(table) for table in tables]
+    yield
+    for table, was in zip(tables, before, strict=True):
+        table.clear()
+        table.update(was)
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page, tmp_path):
+    script = tmp_path / "page.py"  # a file: Triton reads the source of its functions
+    script.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)))
+    runpy.run_path(str(script))
+
+
+def test_pages_name_files_that_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
+    assert links
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
+def test_the_guide_names_all_activations_and_options():
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    built_in = sorted(activations._BUILT_IN)
+    assert not [name for name in built_in if f"`{name}`" not in guide]
+    assert not [save for save in ("input", "fp8", "offload") if f'`"{save}"`' not in guide]
+
+
+def test_ci_runs_the_readme_command():
+    ci, readme = (ROOT / ".ci" / "run").read_text(), (ROOT / "README.md").read_text()
+    pattern = re.search(r"grep -m 1 '(.*)' README.md", ci)[1]
+    found = [line for line in readme.splitlines() if re.search(pattern, line)]
+    assert len(found) == 1
+    assert found[0].startswith("python3 -m venv .venv && ")
+
+
+def test_formulas_of_the_guide():
+    z = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    u = (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)
+    torch.testing.assert_close(activations.find_activation("gelu").formula(z), z * torch.sigmoid(2 * u))
+    torch.testing.assert_close(activations.find_activation("quick_gelu").formula(z), z * torch.sigmoid(1.702 * z))

@@ -1,0 +1,213 @@
+"""Each known trap, sprung: its verdict, what it says to do, and the exit status."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from onepass import doctor, ops
+from onepass.runtime import backend, lang
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU, as far as the traps ask."""
+    monkeypatch.setattr(doctor, "_gpus", lambda: [GPU])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpus", lambda: [])
+
+
+def _triton(version):
+    return types.SimpleNamespace(__version__=version)
+
+
+def _only(trap):
+    (check,) = trap()
+    return check
+
+
+def test_a_machine_where_all_is_well(monkeypatch, capsys):
+    monkeypatch.delenv("ONEPASS_BACKEND", raising=False)
+    status = doctor.run(types.SimpleNamespace(json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0, found
+    assert found["broken"] is False
+    assert set(found["versions"]) == {"onepass", "python", "torch", "triton", "numpy", "cuda"}
+    assert found["devices"][0]["device"] == "cpu"
+    assert found["backends"]["bias_activation"]["cpu"]["torch"] is None
+    tested = [check["name"] for check in found["checks"] if check["name"].startswith("self-test")]
+    assert "self-test, torch on cpu" in tested
+    assert lang.INTERPRETED is ("self-test, triton on cpu" in tested)
+
+
+def test_what_is_broken_shows_in_the_exit_status(monkeypatch):
+    monkeypatch.setattr(doctor, "_TRAPS", (lambda: [doctor.Check("a trap", doctor.WARNING, "found")],))
+    assert doctor.run(types.SimpleNamespace(json=True)) == 0
+    monkeypatch.setattr(doctor, "_TRAPS", (lambda: [doctor.Check("a trap", doctor.BROKEN, "found", "mend it")],))
+    assert doctor.run(types.SimpleNamespace(json=True)) == 1
+
+
+def test_as_people_read_it(monkeypatch, capsys):
+    broken = doctor.Check("a trap", doctor.BROKEN, "found [this]", "mend it")
+    monkeypatch.setattr(doctor, "_TRAPS", (lambda: [broken],))
+    assert doctor.run(types.SimpleNamespace(json=False)) == 1
+    out = capsys.readouterr().out
+    assert "found [this]" in out  # not taken for markup
+    assert "do: mend it" in out
+    assert "1 broken" in out
+
+
+@pytest.mark.usefixtures("gpu")
+def test_triton_missing_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(doctor, "triton", None)
+    check = _only(doctor._triton_version)
+    assert check.verdict == doctor.WARNING
+    assert "pip install" in check.advice
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_triton_missing_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(doctor, "triton", None)
+    assert _only(doctor._triton_version).verdict == doctor.OK
+    assert not list(doctor._triton_cache())
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("3.4.0", "warning"), ("3.6.1", "ok"), ("3.60.0", "warning"), ("4.0.0", "warning")]
+)
+def test_triton_out_of_range(version, verdict, monkeypatch):
+    monkeypatch.setattr(doctor, "triton", _triton(version))
+    assert _only(doctor._triton_version).verdict == verdict
+
+
+def test_interpreter_on_a_gpu_machine(monkeypatch, gpu):
+    monkeypatch.setattr(lang, "INTERPRETED", True)
+    check = _only(doctor._interpreter)
+    assert check.verdict == doctor.BROKEN
+    assert "unset TRITON_INTERPRET" in check.advice
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    assert not list(doctor._interpreter())
+
+
+@pytest.mark.parametrize(
+    ("numpy", "interpreted", "verdict"),
+    [
+        ("2.4.0", True, "warning"), ("2.4.0", False, "ok"), ("2.3.5", True, "ok"), ("3.0.0", True, "warning"),
+        (None, True, "broken"), (None, False, "ok"),
+    ],
+)  # fmt: skip
+def test_numpy_and_the_interpreter(numpy, interpreted, verdict, monkeypatch):
+    monkeypatch.setattr(doctor, "triton", _triton("3.6.0"))
+    monkeypatch.setattr(lang, "INTERPRETED", interpreted)
+    monkeypatch.setattr(doctor, "_version", lambda package: numpy)
+    assert _only(doctor._numpy).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "verdict"),
+    [
+        ("", 0, "ok"), ("auto", 1, "ok"), ("nope", 0, "broken"), ("nope", 1, "broken"),
+        ("torch", 1, "warning"), ("torch", 0, "ok"), ("triton", 0, "broken"), ("triton", 1, "ok"),
+    ],
+)  # fmt: skip
+def test_backend_from_the_environment(name, gpus, verdict, monkeypatch):
+    monkeypatch.setenv("ONEPASS_BACKEND", name)
+    monkeypatch.setattr(doctor, "_gpus", lambda: [GPU] * gpus)
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    assert _only(doctor._chosen_backend).verdict == verdict
+
+
+@pytest.mark.parametrize(("capability", "verdict"), [((7, 5), "warning"), ((8, 0), "ok"), ((10, 0), "ok")])
+def test_capability(capability, verdict, monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check = _only(doctor._capability)
+    assert check.verdict == verdict
+    assert f"{capability[0]}.{capability[1]}" in check.found
+
+
+def test_no_c_compiler(monkeypatch, gpu, tmp_path):
+    monkeypatch.setattr(doctor, "triton", _triton("3.6.0"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _only(doctor._compiler).verdict == doctor.BROKEN
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    assert _only(doctor._compiler).verdict == doctor.OK
+    monkeypatch.setenv("CC", "no-such-compiler")
+    check = _only(doctor._compiler)
+    assert check.verdict == doctor.BROKEN
+    assert "no-such-compiler" in check.found
+
+
+@pytest.mark.parametrize(("gpus", "verdict"), [(1, "broken"), (0, "warning")])
+def test_cache_that_cannot_be_written(gpus, verdict, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "triton", _triton("3.6.0"))
+    monkeypatch.setattr(doctor, "_gpus", lambda: [GPU] * gpus)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    check = _only(doctor._triton_cache)
+    assert check.verdict == verdict
+    assert "TRITON_CACHE_DIR" in check.advice
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there" / "yet"))
+    assert _only(doctor._triton_cache).verdict == doctor.OK
+    assert not (tmp_path / "not").exists()  # looking leaves nothing behind
+
+
+def test_a_torch_that_sees_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _only(doctor._driver).verdict == doctor.WARNING
+
+
+def test_addmm_without_out_dtype(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpus", lambda: [torch.device("cpu")])  # where it can't be done either
+    check = _only(doctor._addmm)
+    assert check.verdict == doctor.WARNING
+    assert "newer PyTorch" in check.advice
+
+
+def test_wrong_numbers_are_found(monkeypatch):
+    def wrong(x, bias, activation, backend):
+        y = doctor.bias_activation_reference(x, bias, activation=activation)
+        return y * 1.001
+
+    monkeypatch.setattr(doctor, "bias_activation", wrong)
+    check = doctor._self_test(torch.device("cpu"), "torch")
+    assert check.verdict == doctor.BROKEN
+    assert "don't train with this" in check.advice
+
+
+def test_a_self_test_that_raises_is_reported(monkeypatch):
+    def raising(*args, **kwargs):
+        raise RuntimeError("no kernel image\nand more")
+
+    monkeypatch.setattr(doctor, "bias_activation", raising)
+    check = doctor._self_test(torch.device("cpu"), "torch")
+    assert (check.verdict, check.found) == (doctor.BROKEN, "RuntimeError: no kernel image")
+
+
+def test_another_packages_backend_is_shown(monkeypatch):
+    op = backend.OPS["bias_activation"]
+    monkeypatch.setattr(op, "others", {"theirs": backend.Backend(lambda *args: None, lambda *args: "it has no swiglu")})
+    assert doctor._backends()["bias_activation"]["cpu"]["theirs"] == "it has no swiglu"
+
+
+def test_every_op_has_a_sample_call():
+    assert {module.name for module in pkgutil.iter_modules(ops.__path__)} <= set(doctor._CALLS)
+
+
+def test_as_a_command():
+    environment = os.environ | {"ONEPASS_BACKEND": "nope"}
+    done = subprocess.run([sys.executable, "-m", "onepass.cli", "doctor"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert "ONEPASS_BACKEND" in done.stdout
