@@ -137,8 +137,8 @@ def small_tiles(room):
         return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
 
     plans = [getattr(room, name) for name in ("_forward_plan", "_backward_plan")]
-    before = {name: getattr(room, name) for name in ("_forward_tiles", "_backward_tiles", "scratch")}
-    room._forward_tiles, room._backward_tiles, room.scratch = forward, backward, scratch
+    before = {name: getattr(room, name) for name in ("_forward_tiles", "_backward_tiles", "kept_scratch")}
+    room._forward_tiles, room._backward_tiles, room.kept_scratch = forward, backward, scratch
     for plan in plans:
         plan.cache_clear()
     try:

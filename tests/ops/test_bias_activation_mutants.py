@@ -16,13 +16,13 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "x rounded to bf16": (rows, "return x.to(tl.float32)", "return x.to(tl.bfloat16).to(tl.float32)"),
     "linear half's bias in backward is the gate's": (
         room,
-        "bias2 = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns + H,",
-        "bias2 = load_vector(bias_ptr, tl.arange(0, BLOCK_M), columns,",
+        "bias2 = load_vector(bias_ptr, columns + H,",
+        "bias2 = load_vector(bias_ptr, columns,",
     ),
     "linear half's bias in forward is the gate's": (
         room,
-        "linear = x2 + load_vector(bias_ptr, rows, columns + H,",
-        "linear = x2 + load_vector(bias_ptr, rows, columns,",
+        "linear = x2 + load_vector(bias_ptr, columns + H,",
+        "linear = x2 + load_vector(bias_ptr, columns,",
     ),
     "clamp before the bias": (
         room,

@@ -12,7 +12,6 @@ Bytes    forward reads x and writes y; backward reads dy and x and writes dx. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -286,7 +285,7 @@ def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
 def _backward(
     dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
-    *, make_scratch: Callable[..., tuple[Tensor, Tensor]] = kept_scratch,
+    *, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     act = ACTIVATIONS[activation]
     dy, dy_row = as_rows(dy)
@@ -302,7 +301,7 @@ def _backward(
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
-        partial, arrived = make_scratch(tiles.down * W, tiles.across, device)
+        partial, arrived = (kept_scratch if keep_scratch else new_scratch)(tiles.down * W, tiles.across, device)
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
@@ -317,7 +316,7 @@ def _backward(
 
 def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """A registered op returns tensors only, empty ones for what was not asked; and graphs want to own what they allocate."""
-    grads = _backward(dy, *args, make_scratch=new_scratch)
+    grads = _backward(dy, *args, keep_scratch=False)
     return tuple(t if t is not None else dy.new_empty(0) for t in grads)
 
 
