@@ -178,9 +178,9 @@ class _Tiles(NamedTuple):
 
 
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
-    """Sixteen values a thread, two loads of 16 bytes in flight; eight where rows are so narrow that a block has many."""
+    """Eight values a thread where tiles are full or rows short; sixteen where the last tile of each row is partly idle."""
     block_h = min(power_of_two(H), 512)
-    block_m = (1024 if H <= 64 else 2048) // block_h
+    block_m = (1024 if H <= 64 or H % 512 == 0 else 2048) // block_h
     if fp8:  # encoding takes registers, and whole runs
         block_m, block_h = max(1, block_m // 2), max(block_h, FP8_RUN)
     return _Tiles(block_m, block_h, ceil_div(H, block_h), ceil_div(M, block_m), block_m, 4)
@@ -297,7 +297,8 @@ def _backward(
     tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, device)
     dx = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
-        dx = dy.new_empty(x.shape) if act.gated else torch.empty_like(dy, memory_format=torch.contiguous_format)
+        like_dx = x if exponents is None else dy  # what was saved has dx's shape, and its type unless it is fp8 codes
+        dx = torch.empty_like(x, dtype=like_dx.dtype, memory_format=torch.contiguous_format)
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
