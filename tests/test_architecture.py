@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "onepass"
 _BELOW_GPT = {"nn", "ops", "parallel", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
-    "": {"ops", "kernels", "runtime", "parallel", "fusion", "profiling"},
+    "": {"nn", "ops", "kernels", "runtime", "parallel", "fusion", "profiling"},
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
     "parallel": {"parallel", "runtime"},

@@ -74,7 +74,7 @@ def test_the_error_is_bounded_at_every_scale(parts):
         x = torch.randn(50, 256) * 10.0**exponent * 10 ** (3 * torch.rand(50, 1))
         kept = saved.fp8_dequantise(*saved.fp8_quantise(x, parts), FP32, parts)
         largest = x.unflatten(-1, (-1, 64)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(-2)
-        assert ((kept - x).abs() <= torch.maximum(x.abs() / 16, largest * 2**-18)).all(), exponent
+        assert ((kept - x).abs() <= torch.maximum(x.abs() / 16, largest * 2**-17)).all(), exponent
         assert kept.isfinite().all() and (kept - x).norm() <= 0.03 * x.norm()
 
 

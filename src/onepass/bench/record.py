@@ -67,7 +67,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit this package runs from, "+" added where files differ from it; None where it is not from a checkout."""
+    """The commit this package runs from, "+" added where files differ from it; outside a checkout what ONEPASS_COMMIT says."""
     here = Path(__file__)
 
     def git(*args: str) -> str | None:
@@ -79,7 +79,7 @@ def commit() -> str | None:
 
     package = here.parents[1]
     if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:  # installed inside somebody else's checkout
-        return None
+        return os.environ.get("ONEPASS_COMMIT")
     name = git("rev-parse", "--short=12", "HEAD")
     return name and name + ("+" if git("status", "--porcelain", "--", str(package)) else "")
 

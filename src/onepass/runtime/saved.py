@@ -1,7 +1,7 @@
 """How an op keeps its input for backward: as it is ("input"), in eight bits ("fp8"), or in the host's memory ("offload").
 
 fp8: each run of 64 neighbours in a row shares a power of two, kept as its exponent in one byte, and each value becomes an
-e4m3 number: 65/128 of bf16's bytes, and an error of at most 1/16 of the value or 2**-18 of the run's largest, whatever its
+e4m3 number: 65/128 of bf16's bytes, and an error of at most 1/16 of the value or 2**-17 of the run's largest, whatever its
 scale (fp32 subnormals aside). Nothing saturates; NaN and infinities come back as NaN.
 
 offload: a copy on a side stream into pinned memory; in backward the copy back begins one tensor ahead, while the layer before
