@@ -254,6 +254,17 @@ def test_offload_twice_over_a_retained_graph_and_out_of_order():
     assert equal(first, torch.autograd.grad(onepass.bias_gelu(x, bias), x, dy))
 
 
+def test_offload_brings_back_one_ahead():
+    x, bias, _ = inputs(256, 512)
+    first = onepass.bias_gelu(x, bias, save="offload")
+    between = first.detach().requires_grad_()
+    onepass.bias_gelu(between, bias, save="offload").sum().backward()
+    ahead = saved._traffic[x.device.index].ahead
+    assert ahead is not None  # x, which the backward of `first` will want next
+    torch.cuda.synchronize()
+    assert torch.equal(ahead[1], x)
+
+
 def test_offload_refuses_to_be_captured():
     x, bias, _ = inputs(8, 64)
     onepass.bias_gelu(x, bias)
