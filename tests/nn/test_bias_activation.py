@@ -47,3 +47,17 @@ def test_it_can_be_made_on_meta_and_filled_later():
 def test_bad_arguments_are_named_at_once(arguments, words):
     with pytest.raises(ValueError, match=words):
         BiasActivation(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((8, "gelu"), {"save": "disk"}, "save must be one of"),
+        ((8, "gelu"), {"clamp": 1.0}, "clamp .* needs a gated"),
+        ((8, "swiglu"), {"linear_offset": float("nan")}, "linear_offset must be a number"),
+        ((-7, "gelu"), {}, "features must be a size"),
+    ],
+)
+def test_bad_options_are_named_before_there_is_an_input(arguments, options, words):
+    with pytest.raises(ValueError, match=words):
+        BiasActivation(*arguments, **options)

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.bias_activation as room
-from onepass.runtime.lang import triton
+from onepass.kernels import activations
+from onepass.runtime.lang import device_function, triton
 from onepass.runtime.saved import SAVES
 from onepass.testing.poison import saved_tensors, unchanged
 
@@ -48,6 +49,29 @@ def gradients(function, inputs, dy=None):
 
 def equal(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@device_function
+def squared(z):
+    return z * z
+
+
+@device_function
+def twice(z):
+    return 2.0 * z
+
+
+@device_function
+def cubed(z):
+    return z * z * z
+
+
+@device_function
+def cubed_derivative(z):
+    return 3.0 * z * z
+
+
+POWER = {"square": (squared, twice), "cube": (cubed, cubed_derivative)}
 
 
 # ---- what it computes ----
@@ -253,8 +277,37 @@ def test_the_torch_backend_is_differentiable_often(activation):
 def test_the_torch_backend_refuses_a_second_derivative_of_codes():
     x = torch.randn(4, 8, requires_grad=True)
     y = op("gelu", save="fp8", backend="torch")(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+        dx.square().sum().backward()
+
+
+@backends
+def test_an_activation_registered_again_leaves_older_graphs_alone(backend):
+    x = torch.full((2, 8), 3.0, device=DEVICE, requires_grad=True)
+    activations.register_activation("power", torch.square, *POWER["square"])
+    y = onepass.bias_activation(x, activation="power", backend=backend)
+    activations.register_activation("power", lambda z: z**3, *POWER["cube"], gated=True)
+    try:
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 6.0))
+        assert torch.equal(onepass.bias_activation(x, activation="power", backend=backend), torch.full_like(x, 81.0)[:, :4])
+    finally:
+        del activations.ACTIVATIONS["power"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
+def test_transforms_take_the_formula_or_raise():
+    x, tangent = torch.randn(5, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    call = lambda t: onepass.bias_activation(t, activation="silu")  # noqa: E731
+    expected = torch.func.jvp(torch.nn.functional.silu, (x,), (tangent,))
+    torch.testing.assert_close(torch.func.jvp(call, (x,), (tangent,)), expected)
+    torch.testing.assert_close(torch.func.vmap(call)(x), torch.nn.functional.silu(x))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(call(dual)).tangent, expected[1])
+        if triton is not None:
+            with pytest.raises(RuntimeError, match="forward-mode"):
+                onepass.bias_activation(dual, activation="silu", backend="triton")
 
 
 # ---- what people wrap around it ----

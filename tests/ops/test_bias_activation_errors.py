@@ -7,7 +7,7 @@ from ops.bias_activation_oracle import DEVICE, small_tiles
 import onepass
 import onepass.ops.bias_activation as room
 from onepass.kernels import activations
-from onepass.runtime.lang import tl, triton
+from onepass.runtime.lang import triton
 from onepass.testing.poison import unchanged
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
@@ -154,5 +154,9 @@ def test_registering_badly_says_what_and_why():
     if triton is not None:
         with pytest.raises(TypeError, match=r"forward must be a @triton.jit function, but is function"):
             onepass.register_activation("mine", torch.tanh, cubed, cubed)
+    for name, words in ((5, "name must be a word"), ("", "name must be a word")):
+        with pytest.raises(TypeError, match=words):
+            onepass.register_activation(name, torch.tanh)
+    with pytest.raises(TypeError, match="gated must be True or False"):
+        onepass.register_activation("mine", torch.tanh, gated=1)
     assert "mine" not in activations.ACTIVATIONS
-    assert tl is not None

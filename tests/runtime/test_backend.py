@@ -110,7 +110,7 @@ def test_explain_runs_nothing_and_says_why():
 @needs_triton
 def test_explain_names_the_kernel_and_its_tiles():
     said = onepass.explain(onepass.bias_swiglu, torch.ones(64, 512, device=DEVICE), save="fp8")
-    assert said.backend == "triton" and "256" not in said.reasons
+    assert said.backend == "triton" and said.reasons == {"triton": None, "torch": None}
     assert all(word in said.variant for word in ("forward", "backward", "strips", "programs", "fp8")) and "auto" in said.why
 
 
@@ -126,7 +126,7 @@ def test_a_registered_backend_gets_the_call(others):
 
 
 def test_a_backend_registered_for_another_op_only(others, monkeypatch):
-    other = runtime_backend.Op("other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: "")
+    other = runtime_backend.Op("other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: None, lambda *_: "")
     monkeypatch.setitem(runtime_backend.OPS, "other", other)
     with (
         onepass.use_backend("theirs"),
@@ -166,3 +166,30 @@ def test_validate_is_a_block_and_a_switch():
     with pytest.raises(KeyError), onepass.validate():
         raise KeyError
     assert not onepass.runtime.validation.validating()
+
+
+def test_explain_knows_shorthands_empty_calls_and_bad_ones():
+    x = torch.randn(4, 8)
+    assert str(onepass.explain(onepass.bias_swiglu, x)) == str(onepass.explain("bias_activation", x, activation="swiglu"))
+    assert "swiglu" in onepass.bias_swiglu.__doc__ and onepass.bias_swiglu.__name__ == "bias_swiglu"
+    assert "nothing to do" in runtime_backend.OPS["bias_activation"].variant(torch.empty(0, 8))
+    with pytest.raises(ValueError, match="even last dimension"):
+        onepass.explain(onepass.bias_swiglu, x[:, :7])
+    with onepass.use_backend("torch"):
+        assert onepass.explain(onepass.bias_swiglu, x, backend="auto").why.startswith(("auto", "chosen by auto"))
+
+
+def test_a_choice_can_be_entered_again():
+    choice = onepass.use_backend("torch")
+    for _ in range(2):
+        with choice:
+            assert onepass.explain(onepass.bias_gelu, torch.ones(2, 2)).why == "chosen by use_backend"
+        assert onepass.explain(onepass.bias_gelu, torch.ones(2, 2)).why != "chosen by use_backend"
+
+
+@pytest.mark.parametrize(("name", "run"), [(5, print), ("", print), ("mine", 3)])
+def test_what_is_no_backend_is_not_registered(name, run):
+    with pytest.raises(TypeError, match=r"must be a (word|function)"):
+        onepass.register_backend("bias_activation", name, run)
+    with pytest.raises(TypeError, match="backend must be the name"):
+        onepass.bias_activation(torch.ones(2, 2), backend=["triton"])

@@ -6,7 +6,7 @@ Device functions take and return fp32. A gated activation, act(x1) * (x2 + offse
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,10 +170,11 @@ class Activation:
     forward: Any  # Triton device functions, or None: then the formula runs by PyTorch
     derivative: Any
     gated: bool = False
+    key: str = ""  # what graphs remember it by: its name may be registered again, and theirs must not change
 
 
 def _with_gate(name: str, act: Activation) -> Activation:
-    return Activation(name, act.formula, act.forward, act.derivative, gated=True)
+    return Activation(name, act.formula, act.forward, act.derivative, True, name)
 
 
 _PLAIN = (
@@ -184,10 +185,11 @@ _PLAIN = (
     Activation("relu", F.relu, _relu, _relu_derivative),
     Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative),
 )
-ACTIVATIONS: dict[str, Activation] = {act.name: act for act in _PLAIN}
+ACTIVATIONS: dict[str, Activation] = {act.name: replace(act, key=act.name) for act in _PLAIN}
 for _name, _gate in (("swiglu", "silu"), ("geglu", "gelu"), ("quick_geglu", "quick_gelu"), ("reglu", "relu")):
     ACTIVATIONS[_name] = _with_gate(_name, ACTIVATIONS[_gate])
 _BUILT_IN = frozenset(ACTIVATIONS)
+_BY_KEY = dict(ACTIVATIONS)  # all there ever were
 
 
 def find_activation(name: str) -> Activation:
@@ -195,6 +197,10 @@ def find_activation(name: str) -> Activation:
     if act is None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {name!r}")
     return act
+
+
+def activation_of(key: str) -> Activation:
+    return _BY_KEY[key]
 
 
 def register_activation(
@@ -208,12 +214,17 @@ def register_activation(
 
     ``formula`` is elementwise PyTorch, good for every floating-point type. ``forward`` and ``derivative`` are ``@triton.jit``
     functions from an fp32 block to an fp32 block; with the formula alone the activation runs by PyTorch, and `explain` says
-    so. With ``gated=True`` it is the gate: ``act(x1) * (x2 + linear_offset)``. Registering a name again replaces it.
+    so. With ``gated=True`` it is the gate: ``act(x1) * (x2 + linear_offset)``. Registering a name again replaces it
+    for later calls.
 
         @triton.jit
         def mish(z): return z * (1 - 2 / (1 + (1 + tl.exp(z)) * (1 + tl.exp(z))))
         onepass.register_activation("mish", torch.nn.functional.mish, mish, mish_derivative)
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a word, but is {name!r}")
+    if not isinstance(gated, bool):
+        raise TypeError(f"gated must be True or False, but is {gated!r}")
     if name in _BUILT_IN:
         raise ValueError(f"name must not be that of a built-in activation ({', '.join(sorted(_BUILT_IN))}), but is {name!r}")
     if not callable(formula):
@@ -224,4 +235,5 @@ def register_activation(
     for argument, function in (("forward", forward), ("derivative", derivative)):
         if function is not None and triton is not None and not isinstance(function, type(_gelu)):
             raise TypeError(f"{argument} must be a @triton.jit function, but is {type(function).__name__}")
-    ACTIVATIONS[name] = Activation(name, formula, forward, derivative, gated)
+    key = f"{name}#{len(_BY_KEY)}"
+    ACTIVATIONS[name] = _BY_KEY[key] = Activation(name, formula, forward, derivative, gated, key)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.kernels.activations import find_activation
-from onepass.ops.bias_activation import bias_activation
+from onepass.ops.bias_activation import bias_activation, check_options
 
 
 class BiasActivation(nn.Module):
@@ -35,7 +35,11 @@ class BiasActivation(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if find_activation(activation).gated and features % 2:
+        act = find_activation(activation)
+        check_options(act, clamp, linear_offset, save)
+        if not isinstance(features, int) or features < 0:
+            raise ValueError(f"features must be a size, but is {features!r}")
+        if act.gated and features % 2:
             raise ValueError(f"features must be even for {activation!r}, but is {features}")
         self.features, self.activation = features, activation
         self.clamp, self.linear_offset, self.save = clamp, linear_offset, save

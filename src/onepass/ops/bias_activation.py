@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.activations import ACTIVATIONS, Activation, find_activation
+from onepass.kernels.activations import Activation, activation_of, find_activation
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
 from onepass.kernels.strips import arrive, sum_strips
 from onepass.runtime import saved
-from onepass.runtime.backend import NATIVE, choose, register_op, run_other
+from onepass.runtime.backend import NATIVE, choose, register_op, run_other, shorthand
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
-from onepass.runtime.dispatch import bare_apply, needs_grad, once, registered, watched
+from onepass.runtime.dispatch import bare_apply, needs_grad, once, registered, transformed, watched
 from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
-from onepass.runtime.saved import FP8_RUN, SAVES
+from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 from onepass.runtime.validation import validating
@@ -41,12 +41,12 @@ def bias_activation_reference(
     bias: Tensor | None = None,
     token_weight: Tensor | None = None,
     *,
-    activation: str = "gelu",
+    activation: str | Activation = "gelu",
     clamp: float | None = None,
     linear_offset: float = 0.0,
 ) -> Tensor:
-    """The formula, once, for every type: fp64 inputs make it the oracle, others the `torch` backend (fp32 inside)."""
-    act = find_activation(activation)
+    """The formula, for every type: fp64 inputs make it the oracle, others the `torch` backend (fp32 inside)."""
+    act = activation if isinstance(activation, Activation) else find_activation(activation)
     wide = torch.promote_types(x.dtype, torch.float32)
     z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     if act.gated:
@@ -172,7 +172,7 @@ class _Tiles(NamedTuple):
     block_h: int
     across: int  # column tiles
     down: int  # blocks of rows in forward, strips of rows in backward
-    rows: int  # of a strip
+    rows: int  # of a strip, in backward
     num_warps: int
     stages: int = 1
 
@@ -180,23 +180,23 @@ class _Tiles(NamedTuple):
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
     """Eight values a thread where tiles are full or rows short; sixteen where the last tile of each row is partly idle."""
     block_h = min(power_of_two(H), 512)
-    block_m = (1024 if H <= 64 or H % 512 == 0 else 2048) // block_h
-    if fp8:  # encoding takes registers, and whole runs
-        block_m, block_h = max(1, block_m // 2), max(block_h, FP8_RUN)
-    return _Tiles(block_m, block_h, ceil_div(H, block_h), ceil_div(M, block_m), block_m, 4)
+    values = 1024 if H <= 64 or H % 512 == 0 or fp8 else 2048  # encoding fp8 takes registers, and whole runs
+    if fp8:
+        block_h = max(block_h, FP8_RUN)
+    return _Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
 
 
 def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int) -> _Tiles:
     """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
     if H <= 64:
-        block_h = power_of_two(H)
+        block_h = FP8_RUN if fp8 else power_of_two(H)
         block_m, num_warps, resident, stages = 2048 // block_h, 8, 2, 4
     elif gated and not fp8 and ceil_div(H, 512) * 512 <= 1.05 * H:
         block_m, block_h, num_warps, resident, stages = 4, 512, 4, 2, 3
     else:
         block_m, block_h, num_warps, resident, stages = 8, 128, 2, 6, 3
     if fp8:  # decoding takes registers: fewer values a thread
-        block_m, num_warps, stages = max(1, block_m // 2), max(num_warps, 4), 2
+        block_m, num_warps, stages = block_m // 2, max(num_warps, 4), 2
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
@@ -207,10 +207,8 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
 def _bind_forward(
     act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, block_m: int, block_h: int, num_warps: int
 ) -> Bound:
-    align = known_align(H, x_row)
-    bound: Bound = _forward_kernel.bind(
-        H, x_row, clamp, offset, act.forward, act.gated, FP8_RUN, align, block_m, block_h, num_warps=num_warps
-    )
+    fixed = H, x_row, clamp, offset, act.forward, act.gated, FP8_RUN, known_align(H, x_row), block_m, block_h
+    bound: Bound = _forward_kernel.bind(*fixed, num_warps=num_warps)
     return bound
 
 
@@ -228,10 +226,9 @@ def _bind_backward(
     act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None,
     block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
-    align = known_align(H, dy_row, x_row)
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, align,
+        H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, known_align(H, dy_row, x_row),
         block_m, block_h, block_s, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
@@ -255,7 +252,7 @@ def _forward(
     x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None,
     codes: Tensor | None = None, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    act = ACTIVATIONS[activation]
+    act = activation_of(activation)
     W = x.shape[-1]
     M = x.numel() // W
     H = W // 2 if act.gated else W
@@ -272,14 +269,8 @@ def _forward(
 def _forward_fp8(
     x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, exponents = _empty_fp8(x, ACTIVATIONS[activation].gated)
+    codes, exponents = fp8_empty(x, 2 if activation_of(activation).gated else 1)
     return _forward(x, bias, weight, activation, clamp, offset, codes, exponents), codes, exponents
-
-
-def _empty_fp8(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
-    parts = 2 if gated else 1
-    runs = parts * ceil_div(x.shape[-1] // parts, FP8_RUN)
-    return tuple(x.new_empty((*x.shape[:-1], size), dtype=torch.uint8) for size in (x.shape[-1], runs))  # type: ignore[return-value]
 
 
 def _backward(
@@ -287,7 +278,7 @@ def _backward(
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
     *, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    act = ACTIVATIONS[activation]
+    act = activation_of(activation)
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     W = x.shape[-1]
@@ -322,11 +313,11 @@ def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if ACTIVATIONS[activation].gated else x.shape[-1]))
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if activation_of(activation).gated else x.shape[-1]))
 
 
 def _forward_fp8_fake(x: Tensor, bias: Any, weight: Any, activation: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_fake(x, bias, weight, activation), *_empty_fp8(x, ACTIVATIONS[activation].gated)
+    return _forward_fake(x, bias, weight, activation), *fp8_empty(x, 2 if activation_of(activation).gated else 1)
 
 
 def _backward_fake(
@@ -392,6 +383,8 @@ def unsupported(x: Tensor, bias: Tensor | None = None, activation: str = "gelu",
         return f"x is {x.dtype}"
     if find_activation(activation).forward is None:
         return f"activation {activation!r} was registered without Triton functions"
+    if transformed():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
     return no_triton(x)
 
 
@@ -399,6 +392,8 @@ def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, 
     """Which kernels a call runs, and their tiles."""
     H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
     M = x.numel() // max(x.shape[-1], 1)
+    if not M * H:
+        return "the PyTorch formula, as there is nothing to do"
     gated, fp8 = find_activation(activation).gated, save == "fp8"
     forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, gated, fp8, processors(x.device))
     return (
@@ -409,9 +404,11 @@ def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, 
 
 
 def _check(
-    x: Tensor, bias: Tensor | None, act: Activation, token_weight: Tensor | None,
-    clamp: float | None, linear_offset: float, save: str,
-) -> None:  # fmt: skip
+    x: Tensor, bias: Tensor | None = None, activation: str = "gelu", token_weight: Tensor | None = None,
+    clamp: float | None = None, linear_offset: float = 0.0, save: str = "input",
+) -> Activation:  # fmt: skip
+    """Raise where an argument is wrong; the activation where none is."""
+    act = find_activation(activation)
     check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
@@ -421,16 +418,24 @@ def _check(
         check_vector("bias", bias, x)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, x)
+    check_options(act, clamp, linear_offset, save)
+    return act
+
+
+def check_options(act: Activation, clamp: float | None, linear_offset: float, save: str) -> None:
+    """What can be said of the options before there is an x."""
     if clamp is not None:
         check_number("clamp", clamp, optional=True)
         if not act.gated:
             raise ValueError(f"clamp ({clamp!r}) needs a gated activation, but activation is {act.name!r}")
         if not clamp > 0:
             raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
-    if linear_offset != 0.0:
+    if type(linear_offset) is not float or linear_offset != 0.0:
         check_number("linear_offset", linear_offset)
-        if not act.gated:
+        if linear_offset and not act.gated:
             raise ValueError(f"linear_offset ({linear_offset!r}) needs a gated activation, but activation is {act.name!r}")
+        if linear_offset != linear_offset:
+            raise ValueError("linear_offset must be a number, but is nan")
     if save not in SAVES:
         raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
 
@@ -463,8 +468,7 @@ def bias_activation(
     Returns:
         ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once.
     """
-    act = find_activation(activation)
-    _check(x, bias, act, token_weight, clamp, linear_offset, save)
+    act = _check(x, bias, activation, token_weight, clamp, linear_offset, save)
     clamp = None if clamp is None else float(clamp)
     if validating() and save == "fp8" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
         raise ValueError("x must be finite for save='fp8', which can't hold infinities, but is not")
@@ -474,8 +478,8 @@ def bias_activation(
         result: Tensor = run_other("bias_activation", chosen, x, bias, activation, **options)
         return result
     if chosen == "torch" or x.numel() == 0:
-        formula = partial(bias_activation_reference, activation=activation, clamp=clamp, linear_offset=linear_offset)
-        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,))
+        formula = partial(bias_activation_reference, activation=act, clamp=clamp, linear_offset=linear_offset)
+        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=2 if act.gated else 1)
     offset = float(linear_offset) if linear_offset else None
     if bias is not None:
         bias = bias.contiguous()
@@ -483,14 +487,14 @@ def bias_activation(
         token_weight = token_weight.contiguous()
     if not needs_grad(x, bias, token_weight):
         forward = _forward_op if watched(x, bias, token_weight) else _forward
-        return forward(x, bias, token_weight, activation, clamp, offset)
-    return _apply(x, bias, token_weight, activation, clamp, offset, save)  # type: ignore[no-any-return]
+        return forward(x, bias, token_weight, act.key, clamp, offset)
+    return _apply(x, bias, token_weight, act.key, clamp, offset, save)  # type: ignore[no-any-return]
 
 
-register_op(bias_activation, unsupported, variant)
+register_op(bias_activation, _check, unsupported, variant)
 
 
-bias_gelu = partial(bias_activation, activation="gelu")
-bias_swiglu = partial(bias_activation, activation="swiglu")
-bias_geglu = partial(bias_activation, activation="geglu")
-bias_quick_geglu = partial(bias_activation, activation="quick_geglu")
+bias_gelu = shorthand("bias_gelu", bias_activation, activation="gelu")
+bias_swiglu = shorthand("bias_swiglu", bias_activation, activation="swiglu")
+bias_geglu = shorthand("bias_geglu", bias_activation, activation="geglu")
+bias_quick_geglu = shorthand("bias_quick_geglu", bias_activation, activation="quick_geglu")

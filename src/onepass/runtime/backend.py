@@ -7,15 +7,15 @@ imported), then "auto", which takes triton where it can and PyTorch elsewhere. A
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from onepass.runtime.switch import Switch
 
 _log = logging.getLogger("onepass")
 _said: set[tuple[str, str]] = set()
@@ -26,10 +26,11 @@ NATIVE = ("triton", "torch")
 
 @dataclass
 class Op:
-    """What the runtime knows of one op. `unsupported` and `variant` take the op's own arguments."""
+    """What the runtime knows of one op. `check`, `unsupported` and `variant` take the op's own arguments."""
 
     name: str
     function: Callable[..., Any]
+    check: Callable[..., Any]  # raises where the arguments are wrong
     unsupported: Callable[..., Reason]  # why the kernels can't take this call
     variant: Callable[..., str]  # which kernels would run, with what tiles, and why
     others: dict[str, Backend] = field(default_factory=dict)
@@ -63,12 +64,27 @@ OPS: dict[str, Op] = {}
 
 
 def register_op(
-    function: Callable[..., Any], unsupported: Callable[..., Reason], variant: Callable[..., str]
-) -> Callable[..., Any]:
+    function: Callable[..., Any],
+    check: Callable[..., Any],
+    unsupported: Callable[..., Reason],
+    variant: Callable[..., str],
+) -> None:
     """Make an op known to `explain`, to the registry of backends and to the command line."""
     name = function.__name__
-    OPS[name] = Op(name, function, unsupported, variant)
-    return function
+    OPS[name] = Op(name, function, check, unsupported, variant)
+
+
+def shorthand(name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """An op with some of its options given, under a name of its own."""
+
+    def short(*args: Any, **more: Any) -> Any:
+        return function(*args, **options, **more)
+
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    short.__name__ = short.__qualname__ = name
+    short.__doc__ = f"`onepass.{function.__name__}` with ``{given}``: see there for the other arguments."
+    short.__dict__["shorthand_of"] = function, options
+    return short
 
 
 def find_op(op: str | Callable[..., Any]) -> Op:
@@ -86,8 +102,13 @@ def register_backend(
     `run` takes the op's arguments; `unsupported` takes the same and says why the call can't be done, or None. Such a backend
     is taken only when it is named, never by "auto".
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a word, but is {name!r}")
     if name in (*NATIVE, "auto"):
         raise ValueError(f"name must not be one of {', '.join(NATIVE)} or auto, but is {name!r}")
+    for argument, given in (("run", run), ("unsupported", unsupported)):
+        if not callable(given):
+            raise TypeError(f"{argument} must be a function of {op}'s arguments, but is a {type(given).__name__}")
     find_op(op).others[name] = Backend(run, unsupported)
 
 
@@ -99,6 +120,8 @@ def known_backends() -> list[str]:
 
 
 def _checked(name: str, source: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{source} must be the name of a backend, but is {name!r}")
     if name != "auto" and name not in known_backends():
         raise ValueError(f"{source} must be one of auto, {', '.join(known_backends())}, but is {name!r}")
     return name
@@ -108,16 +131,12 @@ _in_force: str = os.environ.get("ONEPASS_BACKEND", "") or "auto"
 _source = "ONEPASS_BACKEND" if _in_force != "auto" else "auto"
 
 
-@contextlib.contextmanager
-def _restore(before: tuple[str, str]) -> Iterator[None]:
+def _put(choice: tuple[str, str]) -> None:
     global _in_force, _source
-    try:
-        yield
-    finally:
-        _in_force, _source = before
+    _in_force, _source = choice
 
 
-def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+def use_backend(name: str) -> Switch[tuple[str, str]]:
     """Choose the backend for every op, from now on or, as a context manager, within the block.
 
         onepass.use_backend("torch")            # everything from here
@@ -125,15 +144,12 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
 
     The choice holds for the whole process, all threads.
     """
-    global _in_force, _source
-    before = _in_force, _source
-    _in_force, _source = _checked(name, "use_backend's name"), "use_backend"
-    return _restore(before)
+    return Switch(_put, (_in_force, _source), (_checked(name, "use_backend's name"), "use_backend"))
 
 
 def choose(op: str, backend: str | None, reason: Reason) -> str:
     """The backend for a call that triton can't take for `reason` (None: it can)."""
-    name = backend or _in_force
+    name = _in_force if backend is None else backend
     if name == "auto":
         if reason is None:
             return "triton"
@@ -146,8 +162,8 @@ def choose(op: str, backend: str | None, reason: Reason) -> str:
         if reason is not None:
             raise RuntimeError(f"backend 'triton' can't take this call of {op}: {reason}")
         return name
-    if name not in OPS[op].others:
-        _checked(name, "backend" if backend else _source)
+    if not isinstance(name, str) or name not in OPS[op].others:
+        _checked(name, "backend" if backend is not None else _source)
         raise RuntimeError(f"backend {name!r} is not registered for {op}, which has {', '.join([*NATIVE, *OPS[op].others])}")
     return name
 
@@ -172,11 +188,12 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
     """
-    shorthand: Any = op
-    if isinstance(shorthand, functools.partial):  # an op with its first options given
-        op, args, kwargs = shorthand.func, (*shorthand.args, *args), {**shorthand.keywords, **kwargs}
+    if hasattr(op, "shorthand_of"):
+        op, options = op.shorthand_of
+        kwargs = options | kwargs
     known = find_op(op)
     backend = kwargs.pop("backend", None)
+    known.check(*args, **kwargs)
     reasons = {"triton": known.unsupported(*args, **kwargs), "torch": None}
     reasons |= {name: other.unsupported(*args, **kwargs) for name, other in known.others.items()}
     chosen = choose(known.name, backend, reasons["triton"])
@@ -184,6 +201,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         variant = known.variant(*args, **kwargs)
     else:
         variant = "the PyTorch formula, its inputs saved and nothing else" if chosen == "torch" else f"{chosen}'s own kernels"
-    source = "the backend argument" if backend and backend != "auto" else "auto" if _in_force == "auto" else _source
+    asked = backend is not None and backend != "auto"
+    source = "the backend argument" if asked else "auto" if backend == "auto" or _in_force == "auto" else _source
     why = f"chosen by {source}" if source != "auto" or chosen == "triton" else f"auto, because {reasons['triton']}"
     return Explanation(known.name, chosen, variant, why, reasons)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_floating(name: str, value: object, optional: bool = False) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
         kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(f"{name} must be a floating-point tensor{' or None' if optional else ''}, but is {kind}")
+        what = "a floating-point tensor (16, 32 or 64 bits)"
+        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, but is {kind}")
 
 
 def check_number(name: str, value: object, optional: bool = False) -> None:

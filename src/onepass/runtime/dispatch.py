@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 NAMESPACE = "onepass"  # of the registered ops; a mutant under test has another
@@ -47,6 +48,13 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def transformed() -> bool:
+    """Whether vmap, a functional derivative or forward-mode differentiation is in force: only formulas can follow those."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply without the 2 us that only functorch and setup_context need; its full form where either may be in play."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -70,11 +78,15 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            outs = backward(ctx, *grads)
-        raise_later = torch._C._functions.DelayedError(
-            "onepass's kernels are differentiable once; backend='torch' can do more",
-            len(outs),
-        )
-        return raise_later(*(t if t is None else t.detach().requires_grad_() for t in outs))  # type: ignore[arg-type]
+            return last_derivative(backward(ctx, *grads))
 
     return run
+
+
+def last_derivative(grads: Any) -> Any:
+    """The same gradients, which raise when they are differentiated."""
+    raise_later = torch._C._functions.DelayedError(
+        "this is differentiable once; backend='torch' with save='input' can do more",
+        len(grads),
+    )
+    return raise_later(*(t if t is None else t.detach().requires_grad_() for t in grads))  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 Run plainly, a formula keeps every intermediate in fp32 for its backward, and passes each through memory. Here only its
 arguments are kept, x in the store asked for, and backward runs the formula again; on a CPU it runs over blocks of rows that
-stay in the cache, which makes it 3 to 4 times as fast. It can be differentiated as often as one likes where x is kept exactly.
+stay in the cache, which makes large ones up to twice as fast.
+It can be differentiated as often as one likes where x is kept exactly.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ import torch
 from torch import Tensor
 
 from onepass.runtime import saved
-from onepass.runtime.dispatch import needs_grad
+from onepass.runtime.dispatch import last_derivative, needs_grad, transformed
 
 Formula = Callable[..., Tensor]  # of x, then the shared tensors, then those with something for each row
-Optional = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 _BLOCK = 1 << 17  # elements: about a MiB of cache with a formula's intermediates
 
 
-def run_formula(formula: Formula, save: str, x: Tensor, *, shared: Optional = (), per_row: Optional = ()) -> Tensor:
+def run_formula(
+    formula: Formula, save: str, x: Tensor, *, shared: Tensors = (), per_row: Tensors = (), parts: int = 1
+) -> Tensor:
     """formula(x, *shared, *per_row), whose rows are independent, keeping for backward its arguments only.
 
-    `shared` serve every row (a bias); `per_row` have x's leading dimensions (a token's weight). x is kept as `save` says.
+    `shared` serve every row (a bias); `per_row` have x's leading dimensions (a token's weight). x is kept as `save` says,
+    in fp8 with scales that the `parts` of a row do not share.
     """
-    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep, what to compute again, and its loops
-        return _compiled(formula, save, x, (*shared, *per_row))
+    if torch.compiler.is_compiling() or transformed():  # these choose by themselves what to keep and what to compute again
+        return _watched(formula, save, x, (*shared, *per_row), parts)
     if not needs_grad(x, *shared, *per_row):
         return _forward(formula, x, shared, per_row)
-    result: Tensor = _Formula.apply(formula, save, len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
+    result: Tensor = _Formula.apply(formula, saved.describe(x, save, parts), len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Formula(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, formula: Formula, save: str, split: int, x: Tensor, *rest: Tensor | None) -> Tensor:
-        kept = saved.pack(x, save)
-        ctx.call = formula, split, len(kept), saved.describe(x, save)
+    def forward(ctx: Any, formula: Formula, stored: saved.Stored, split: int, x: Tensor, *rest: Tensor | None) -> Tensor:
+        kept = saved.pack(x, stored)
+        ctx.call = formula, split, len(kept), stored
         ctx.save_for_backward(*kept, *rest)
         return _forward(formula, x, rest[:split], rest[split:])
 
@@ -50,17 +54,19 @@ class _Formula(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
             return None, None, None, *_backward(formula, dy, x, rest[:split], rest[split:], needs)
-        if stored.save == "fp8":  # create_graph=True: this backward will itself be differentiated, and x is not the x it had
-            raise RuntimeError("save='fp8' is differentiable once; save='input' with backend='torch' can do more")
+        if x is not tensors[0]:  # create_graph=True: this backward will itself be differentiated, but x is not the x it had
+            with torch.no_grad():
+                grads = _backward(formula, dy, x, rest[:split], rest[split:], needs)
+            return last_derivative((None, None, None, *grads))  # type: ignore[no-any-return]
         asked = [t for t, need in zip((x, *rest), needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(formula(x, *rest), asked, dy, create_graph=True))
-        return None, None, None, *(next(grads) if need else None for need in needs)
+        found = iter(torch.autograd.grad(formula(x, *rest), asked, dy, create_graph=True))
+        return None, None, None, *(next(found) if need else None for need in needs)
 
 
 # ---- over blocks of rows ----
 
 
-def _forward(formula: Formula, x: Tensor, shared: Optional, per_row: Optional) -> Tensor:
+def _forward(formula: Formula, x: Tensor, shared: Tensors, per_row: Tensors) -> Tensor:
     if _block_rows(x) is None:
         return formula(x, *shared, *per_row)
     blocks = [formula(rows, *shared, *others) for rows, *others in _blocks(x, per_row)]
@@ -68,7 +74,7 @@ def _forward(formula: Formula, x: Tensor, shared: Optional, per_row: Optional) -
 
 
 def _backward(
-    formula: Formula, dy: Tensor, x: Tensor, shared: Optional, per_row: Optional, needs: tuple[bool, ...]
+    formula: Formula, dy: Tensor, x: Tensor, shared: Tensors, per_row: Tensors, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The gradients of x, shared and per_row; those of shared tensors summed in fp32 over all rows and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -94,18 +100,18 @@ def _backward(
     return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
 
 
-def _leaves(tensors: Optional, needs: tuple[bool, ...], dtype: torch.dtype | None = None) -> list[Tensor | None]:
+def _leaves(tensors: Tensors, needs: tuple[bool, ...], dtype: torch.dtype | None = None) -> list[Tensor | None]:
     return [t if t is None else t.detach().to(dtype or t.dtype).requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
 
 
 def _block_rows(x: Tensor) -> int | None:
     """How many rows to take at a time; None for all at once."""
-    if x.device.type != "cpu" or x.numel() <= 2 * _BLOCK or x.dim() < 2:
+    if x.device.type != "cpu" or x.numel() < 32 * _BLOCK or x.dim() < 2:
         return None
     return max(1, _BLOCK // x.shape[-1])
 
 
-def _blocks(x: Tensor, per_row: Optional) -> Iterator[list[Any]]:
+def _blocks(x: Tensor, per_row: Tensors) -> Iterator[list[Any]]:
     """Blocks of rows of x and of what belongs to them."""
     step = _block_rows(x)
     if step is None:
@@ -117,13 +123,13 @@ def _blocks(x: Tensor, per_row: Optional) -> Iterator[list[Any]]:
         yield [t if t is None else t[first : first + step] for t in flat]
 
 
-# ---- compiled ----
+# ---- under a compiler or a transform ----
 
 
-def _compiled(formula: Formula, save: str, x: Tensor, rest: Optional) -> Tensor:
+def _watched(formula: Formula, save: str, x: Tensor, rest: Tensors, parts: int) -> Tensor:
     if save != "fp8" or not needs_grad(x, *rest):
         return formula(x, *rest)
-    kept: Tensor = _ThroughFp8.apply(x)  # type: ignore[no-untyped-call]
+    kept: Tensor = _ThroughFp8.apply(x, parts)  # type: ignore[no-untyped-call]
     y: Tensor = _ValueOf.apply(formula(x, *rest).detach(), formula(kept, *rest))  # type: ignore[no-untyped-call]
     return y
 
@@ -132,12 +138,12 @@ class _ThroughFp8(torch.autograd.Function):
     """x as fp8 would give it back; its gradient is x's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return saved.fp8_dequantise(*saved.fp8_quantise(x), x.dtype)
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        return saved.fp8_dequantise(*saved.fp8_quantise(x, parts), x.dtype, parts)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        return dx
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
 
 
 class _ValueOf(torch.autograd.Function):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SUPPORTED = ("3.5.", "3.6.", "3.7.")  # the versions the kernels are written for; `onepass doctor` says when yours is another
@@ -42,4 +44,16 @@ def no_triton(x: Tensor) -> str | None:
         return "triton is not installed (pip install 'onepass[triton]')"
     if INTERPRETED:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
-    return None if x.is_cuda else f"x is on {x.device.type}"
+    if not x.is_cuda:
+        return f"x is on {x.device.type}"
+    if type(x).__name__ == "DTensor":
+        return "x is a DTensor, for which the kernels have no sharding rule"
+    return _no_kernels(x.get_device())
+
+
+@lru_cache
+def _no_kernels(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "the kernels were written for and tried on NVIDIA GPUs only"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0"

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.runtime.dispatch import registered, watched
+from onepass.runtime.sizes import ceil_div
 
 SAVES = ("input", "fp8", "offload")
 FP8_RUN = 64  # neighbours that share a scale
@@ -30,24 +32,25 @@ class Stored:
     save: str
     dtype: torch.dtype
     device: torch.device
-    size: int  # of the last dimension
+    parts: int  # of the last dimension, which share no scale
 
 
-def describe(x: Tensor, save: str) -> Stored:
-    return Stored(save, x.dtype, x.device, x.shape[-1])
+def describe(x: Tensor, save: str, parts: int) -> Stored:
+    return Stored(save, x.dtype, x.device, parts)
 
 
-def pack(x: Tensor, save: str) -> tuple[Tensor, ...]:
+def pack(x: Tensor, stored: Stored) -> tuple[Tensor, ...]:
     """The tensors to save for backward in place of x."""
+    save = stored.save
     if save == "fp8":
-        return fp8_quantise(x)
+        return fp8_quantise(x, stored.parts)
     return (offload(x),) if save == "offload" else (x,)
 
 
 def unpack(tensors: tuple[Tensor, ...], stored: Stored) -> Tensor:
     if stored.save == "fp8":
         codes, exponents = tensors
-        return fp8_dequantise(codes, exponents, stored.dtype)
+        return fp8_dequantise(codes, exponents, stored.dtype, stored.parts)
     return fetch(tensors[0], stored.device) if stored.save == "offload" else tensors[0]
 
 
@@ -60,7 +63,7 @@ def fp8_quantise(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
     Runs do not cross the borders of the `parts` equal parts of the last dimension, nor those of rows.
     """
     size = x.shape[-1] // parts
-    runs = -(-size // FP8_RUN)
+    runs = ceil_div(size, FP8_RUN)
     wide = x.float().unflatten(-1, (parts, size))
     wide = F.pad(wide, (0, runs * FP8_RUN - size)).unflatten(-1, (runs, FP8_RUN))
     largest = wide.abs().nan_to_num(0.0, 0.0).amax(-1)
@@ -70,6 +73,13 @@ def fp8_quantise(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
     scaled = torch.where(scaled.isfinite(), scaled, torch.nan)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)[..., :size].flatten(-2)
     return codes.contiguous(), (exponent + 127).to(torch.uint8).flatten(-2)
+
+
+def fp8_empty(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Room for x's codes and exponents."""
+    runs = parts * ceil_div(x.shape[-1] // parts, FP8_RUN)
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    return codes, x.new_empty((*x.shape[:-1], runs), dtype=torch.uint8)
 
 
 def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
@@ -87,12 +97,15 @@ def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: 
 
 @dataclass
 class _Traffic:
-    """One device's side stream, and which tensor was sent before which."""
+    """One device's side stream, and which tensor was sent before which.
+
+    Host copies are known by themselves, not by their address: that is given out again when a graph dies.
+    """
 
     stream: torch.cuda.Stream
     last: weakref.ref[Tensor] | None = None
-    before: dict[int, weakref.ref[Tensor] | None] = field(default_factory=dict)  # by the host copy's address
-    ahead: tuple[int, Tensor, torch.cuda.Event] | None = None  # the one tensor on its way back before it was asked for
+    before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # each, and a weak reference or None
+    ahead: tuple[weakref.ref[Tensor], Tensor, torch.cuda.Event] | None = None  # on its way back before it was asked for
 
 
 _traffic: dict[int, _Traffic] = {}
@@ -115,8 +128,8 @@ def _offload(x: Tensor) -> Tensor:
     with torch.cuda.stream(traffic.stream):
         host.copy_(x, non_blocking=True)
     x.record_stream(traffic.stream)
-    traffic.before[host.data_ptr()] = traffic.last
-    traffic.last = weakref.ref(host)
+    traffic.before[host], traffic.last = traffic.last, weakref.ref(host)
+    traffic.ahead = None  # a forward has begun: what a backward brought ahead and did not use goes
     return host
 
 
@@ -126,17 +139,18 @@ def _fetch(host: Tensor, device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
     traffic = _traffic_of(device)
-    address = host.data_ptr()
-    if traffic.ahead is not None and traffic.ahead[0] == address:
-        _, x, arrived = traffic.ahead
+    ahead, traffic.ahead = traffic.ahead, None
+    if ahead is not None and ahead[0]() is host:
+        _, x, arrived = ahead
     else:
         x, arrived = _bring(traffic, host, device)
-    traffic.ahead = None
-    earlier = traffic.before.get(address)
+    earlier = traffic.before.get(host)
     earlier_host = earlier() if earlier is not None else None
     if earlier_host is not None:
-        traffic.ahead = earlier_host.data_ptr(), *_bring(traffic, earlier_host, device)
-    torch.cuda.current_stream(device).wait_event(arrived)
+        traffic.ahead = weakref.ref(earlier_host), *_bring(traffic, earlier_host, device)
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(arrived)
+    x.record_stream(stream)  # which may not be the one it was brought for
     return x
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from onepass.runtime.switch import Switch
 
 _on = False
 
 
-@contextlib.contextmanager
-def _restore(before: bool) -> Iterator[None]:
+def _put(on: bool) -> None:
     global _on
-    try:
-        yield
-    finally:
-        _on = before
+    _on = on
 
 
-def validate(on: bool = True) -> contextlib.AbstractContextManager[None]:
+def validate(on: bool = True) -> Switch[bool]:
     """Turn the costly checks on (or off), from now on or, as a context manager, within the block.
 
         onepass.validate()                 # everything from here
@@ -26,9 +21,7 @@ def validate(on: bool = True) -> contextlib.AbstractContextManager[None]:
     They look at the values of tensors, so each waits for the GPU: for finding a fault, not for training. The switch holds for
     the whole process, all threads; compiled code is not looked into.
     """
-    global _on
-    before, _on = _on, on
-    return _restore(before)
+    return Switch(_put, _on, on)
 
 
 def validating() -> bool:
