@@ -239,10 +239,8 @@ def _backward_plan(
     act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool,
     clamp: float | None, offset: float | None, device: torch.device,
 ) -> tuple[_Tiles, Bound]:  # fmt: skip
-    tiles = _backward_tiles(M, H, act.gated, fp8, processors(device))
-    return tiles, _bind_backward(
-        act, H, dy_row, x_row, clamp, offset, tiles.block_m, tiles.block_h, tiles.num_warps, tiles.stages
-    )
+    t = _backward_tiles(M, H, act.gated, fp8, processors(device))
+    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, t.block_m, t.block_h, t.num_warps, t.stages)
 
 
 # ---- registered ops: opaque to the compiler, visible to checkpointing, cheap to call ----
@@ -260,7 +258,7 @@ def _forward(
         x_row, y = W, torch.empty_like(x)
     else:
         x, x_row = as_rows(x)
-        y = x.new_empty((*x.shape[:-1], H))
+        y = x.new_empty((M, H) if x.dim() == 2 else (*x.shape[:-1], H))
     grid, launch = _forward_plan(act, M, H, x_row, codes is not None, clamp, offset)
     launch(grid, x, bias, weight, y, codes, exponents, M)
     return y
@@ -288,8 +286,7 @@ def _backward(
     tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, device)
     dx = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
-        like_dx = x if exponents is None else dy  # what was saved has dx's shape, and its type unless it is fp8 codes
-        dx = torch.empty_like(x, dtype=like_dx.dtype, memory_format=torch.contiguous_format)
+        dx = torch.empty_like(x, dtype=dy.dtype, memory_format=torch.contiguous_format)  # x may be fp8 codes
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
@@ -297,8 +294,8 @@ def _backward(
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
-        whole = tiles.across == 1  # one tile sees whole rows
-        row_sums = dweight if whole else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
+        one = tiles.across == 1  # it sees whole rows
+        row_sums = dweight if one else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     grid = tiles.across, tiles.down, 1
     launch(grid, dy, x, exponents, bias, weight, dx, dbias, partial, arrived, row_sums, M, tiles.rows)
     if dweight is not None and row_sums is not None and row_sums is not dweight:
@@ -379,10 +376,14 @@ _apply = bare_apply(_BiasActivation)
 
 def unsupported(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", **options: Any) -> str | None:
     """Why the kernels can't take this call, or None."""
+    return _no_kernels(x, find_activation(activation))
+
+
+def _no_kernels(x: Tensor, act: Activation) -> str | None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"x is {x.dtype}"
-    if find_activation(activation).forward is None:
-        return f"activation {activation!r} was registered without Triton functions"
+    if act.forward is None:
+        return f"activation {act.name!r} was registered without Triton functions"
     if transformed():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
     return no_triton(x)
@@ -432,10 +433,8 @@ def check_options(act: Activation, clamp: float | None, linear_offset: float, sa
             raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
     if type(linear_offset) is not float or linear_offset != 0.0:
         check_number("linear_offset", linear_offset)
-        if linear_offset and not act.gated:
-            raise ValueError(f"linear_offset ({linear_offset!r}) needs a gated activation, but activation is {act.name!r}")
-        if linear_offset != linear_offset:
-            raise ValueError("linear_offset must be a number, but is nan")
+        if linear_offset != linear_offset or (linear_offset and not act.gated):
+            raise ValueError(f"linear_offset must be a number, and 0 if not gated, but is {linear_offset!r} for {act.name!r}")
     if save not in SAVES:
         raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
 
@@ -470,9 +469,9 @@ def bias_activation(
     """
     act = _check(x, bias, activation, token_weight, clamp, linear_offset, save)
     clamp = None if clamp is None else float(clamp)
-    if validating() and save == "fp8" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
+    if save == "fp8" and validating() and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
         raise ValueError("x must be finite for save='fp8', which can't hold infinities, but is not")
-    chosen = choose("bias_activation", backend, unsupported(x, bias, activation))
+    chosen = choose("bias_activation", backend, _no_kernels(x, act))
     if chosen not in NATIVE:
         options = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
         result: Tensor = run_other("bias_activation", chosen, x, bias, activation, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,13 +45,18 @@ def no_triton(x: Tensor) -> str | None:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     if not x.is_cuda:
         return f"x is on {x.device.type}"
-    if type(x).__name__ == "DTensor":
+    if type(x) is not Tensor and type(x).__name__ == "DTensor":
         return "x is a DTensor, for which the kernels have no sharding rule"
-    return _no_kernels(x.get_device())
+    index = x.get_device()
+    if index not in _no_kernels and not torch.compiler.is_compiling():
+        _no_kernels[index] = _why_no_kernels(index)
+    return _no_kernels.get(index)
 
 
-@lru_cache
-def _no_kernels(index: int) -> str | None:
+_no_kernels: dict[int, str | None] = {}  # what was found out about each GPU, in a form that the compiler can look up
+
+
+def _why_no_kernels(index: int) -> str | None:
     if torch.version.hip is not None:
         return "the kernels were written for and tried on NVIDIA GPUs only"
     major, minor = torch.cuda.get_device_capability(index)
