@@ -129,7 +129,7 @@ def test_options_follow_an_ops_signature(capsys, monkeypatch):
         return x
 
     monkeypatch.setattr(backend, "OPS", dict(backend.OPS))
-    backend.register_op(project, lambda *args, **kwargs: "no kernel", lambda *args, **kwargs: "")
+    backend.register_op(project, lambda *args, **kwargs: None, lambda *args, **kwargs: "no kernel", lambda *args, **kwargs: "")
     options = "--shape 4,8 --weight 16,8 --residual --fast --limit 3 --eps 0.1 --device cpu"
     status, out, _ = _run(capsys, "explain", "project", *options.split())
     assert status == 0

@@ -1,5 +1,6 @@
 """Each known trap, sprung: its verdict, what it says to do, and the exit status."""
 
+import dataclasses
 import json
 import os
 import pkgutil
@@ -31,8 +32,8 @@ def _triton(version):
     return types.SimpleNamespace(__version__=version)
 
 
-def _only(trap):
-    (check,) = trap()
+def _only(trap, *args):
+    (check,) = trap(*args)
     return check
 
 
@@ -46,8 +47,8 @@ def test_a_machine_where_all_is_well(monkeypatch, capsys):
     assert found["devices"][0]["device"] == "cpu"
     assert found["backends"]["bias_activation"]["cpu"]["torch"] is None
     tested = [check["name"] for check in found["checks"] if check["name"].startswith("self-test")]
-    assert "self-test, torch on cpu" in tested
-    assert lang.INTERPRETED is ("self-test, triton on cpu" in tested)
+    assert "self-test of bias_activation, torch on cpu" in tested
+    assert lang.INTERPRETED is ("self-test of bias_activation, triton on cpu" in tested)
 
 
 def test_what_is_broken_shows_in_the_exit_status(monkeypatch):
@@ -128,9 +129,9 @@ def test_backend_from_the_environment(name, gpus, verdict, monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "verdict"), [((7, 5), "warning"), ((8, 0), "ok"), ((10, 0), "ok")])
-def test_capability(capability, verdict, monkeypatch, gpu):
+def test_capability(capability, verdict, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    check = _only(doctor._capability)
+    check = _only(doctor._capability, GPU)
     assert check.verdict == verdict
     assert f"{capability[0]}.{capability[1]}" in check.found
 
@@ -169,20 +170,19 @@ def test_a_torch_that_sees_no_gpu(monkeypatch):
     assert _only(doctor._driver).verdict == doctor.WARNING
 
 
-def test_addmm_without_out_dtype(monkeypatch):
-    monkeypatch.setattr(doctor, "_gpus", lambda: [torch.device("cpu")])  # where it can't be done either
-    check = _only(doctor._addmm)
+def test_addmm_without_out_dtype():
+    check = _only(doctor._addmm, torch.device("cpu"))  # where it can't be done either
     assert check.verdict == doctor.WARNING
     assert "newer PyTorch" in check.advice
 
 
-def test_wrong_numbers_are_found(monkeypatch):
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_wrong_numbers_are_found(factor, monkeypatch):
     def wrong(x, bias, activation, backend):
-        y = doctor.bias_activation_reference(x, bias, activation=activation)
-        return y * 1.001
+        return doctor.bias_activation_reference(x, bias, activation=activation) * factor
 
-    monkeypatch.setattr(doctor, "bias_activation", wrong)
-    check = doctor._self_test(torch.device("cpu"), "torch")
+    monkeypatch.setattr(backend.OPS["bias_activation"], "function", wrong)
+    check = _only(doctor._self_test, "bias_activation", torch.device("cpu"), "torch")
     assert check.verdict == doctor.BROKEN
     assert "don't train with this" in check.advice
 
@@ -191,15 +191,76 @@ def test_a_self_test_that_raises_is_reported(monkeypatch):
     def raising(*args, **kwargs):
         raise RuntimeError("no kernel image\nand more")
 
-    monkeypatch.setattr(doctor, "bias_activation", raising)
-    check = doctor._self_test(torch.device("cpu"), "torch")
+    monkeypatch.setattr(backend.OPS["bias_activation"], "function", raising)
+    check = next(check for check in doctor.diagnose().checks if check.name == "self-test of bias_activation, torch on cpu")
     assert (check.verdict, check.found) == (doctor.BROKEN, "RuntimeError: no kernel image")
+
+
+def test_every_sample_is_tested(monkeypatch):
+    """An op nobody has thought of, with a tensor that has no gradient."""
+
+    def pick(x: torch.Tensor, index: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+        return x[index]
+
+    def sample(device, dtype):
+        return torch.randn(7, 5, device=device, dtype=dtype), torch.tensor([3, 1], device=device)
+
+    monkeypatch.setattr(backend, "OPS", dict(backend.OPS))
+    backend.register_op(pick, lambda *args: None, lambda *args: "no kernel", lambda *args: "")
+    monkeypatch.setitem(doctor._CALLS, "pick", doctor.Sample(sample, lambda x, index: x[index]))
+    found = doctor.diagnose()
+    verdicts = {check.name: check.verdict for check in found.checks}
+    assert verdicts["self-test of pick, torch on cpu"] == doctor.OK
+    assert "self-test of pick, triton on cpu" not in verdicts
+    assert found.backends["pick"]["cpu"] == {"triton": "no kernel", "torch": None}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_gpu_that_answers_nothing_hides_nothing_else(as_json, monkeypatch, gpu, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+    def tensors(device, dtype, of=doctor._CALLS["bias_activation"].tensors):
+        return broken() if device == GPU else of(device, dtype)
+
+    sample = dataclasses.replace(doctor._CALLS["bias_activation"], tensors=tensors)
+    monkeypatch.setitem(doctor._CALLS, "bias_activation", sample)
+    for name in ("cuda.get_device_properties", "cuda.get_device_capability", "zeros"):
+        monkeypatch.setattr(f"torch.{name}", broken)
+    monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken over lines
+    assert doctor.run(types.SimpleNamespace(json=as_json)) == 1
+    out = capsys.readouterr().out
+    assert "no kernel image" in out
+    assert "Compile with" not in out
+    assert "it does not answer" in out
+    if as_json:
+        found = json.loads(out)
+        assert found["devices"][1] == {"device": "cuda:0", "name": "it does not answer"}
+        assert found["backends"]["bias_activation"] == {"cpu": found["backends"]["bias_activation"]["cpu"], "cuda:0": {}}
+        verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+        assert verdicts["self-test of bias_activation, torch on cpu"] == doctor.OK
+        on_gpu = {name for name in verdicts if name.endswith("cuda:0")}
+        assert {verdicts[name] for name in on_gpu} == {doctor.BROKEN}
+        names = ("properties of", "capability of", "addmm of", "triton for bias_activation on", "torch for bias_activation on")
+        assert {f"{name} cuda:0" for name in names} <= on_gpu
+
+
+def test_a_machine_whose_gpus_cannot_be_counted(monkeypatch):
+    def broken():
+        raise RuntimeError("NVML: driver/library version mismatch")
+
+    monkeypatch.setattr(doctor, "_gpus", broken)
+    found = doctor.diagnose()
+    check = found.checks[0]
+    assert (check.name, check.verdict) == ("GPUs", doctor.BROKEN)
+    assert check.found == "RuntimeError: NVML: driver/library version mismatch"
+    assert [device["device"] for device in found.devices] == ["cpu"]
 
 
 def test_another_packages_backend_is_shown(monkeypatch):
     op = backend.OPS["bias_activation"]
-    monkeypatch.setattr(op, "others", {"theirs": backend.Backend(lambda *args: None, lambda *args: "it has no swiglu")})
-    assert doctor._backends()["bias_activation"]["cpu"]["theirs"] == "it has no swiglu"
+    monkeypatch.setattr(op, "others", {"theirs": backend.Backend(lambda *args: None, lambda *args, **more: "it has no swiglu")})
+    assert doctor._backends([torch.device("cpu")], [])["bias_activation"]["cpu"]["theirs"] == "it has no swiglu"
 
 
 def test_every_op_has_a_sample_call():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import types
 import typing
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 if typing.TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from onepass.runtime.backend import Explanation
@@ -65,17 +63,17 @@ def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
 # ---- explain: a call is described by shapes, and nothing of its size is allocated ----
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _H200_PROCESSORS = 132
 
 
 def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """The op's own keyword options become command line options: what its signature says is what can be asked."""
+    from onepass.bench.options import DTYPES
     from onepass.runtime.backend import OPS
 
     parser.add_argument("op", metavar="OP", help=f"one of {', '.join(sorted(OPS))}; its own options: onepass explain OP --help")
     parser.add_argument("--shape", type=_shape, required=True, help="of the op's first tensor, such as 16384,28672")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of all tensors (%(default)s)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of all tensors (%(default)s)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; a GPU need not be here (default: cuda where there is one, else cpu)")
     op = next((arg for arg in argv if arg in OPS), None)
     if op is not None:
@@ -141,12 +139,13 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from onepass.bench.options import DTYPES, find_device
     from onepass.runtime.backend import explain, find_op
 
     known = find_op(args.op)
-    device = _device(args.device)
+    device = find_device(args.device, pretend=True)
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-    dtype = getattr(torch, _DTYPES[args.dtype])
+    dtype = DTYPES[args.dtype]
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
         x = torch.empty(args.shape, dtype=dtype, device=device)
         options = {
@@ -164,18 +163,6 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     ]
 
 
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    count = torch.cuda.device_count()
-    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"--device must be cuda, cuda:N or cpu, but is {name!r}")
-    device = torch.device(name or ("cuda" if count else "cpu"))
-    if device.type == "cuda" and count and (device.index or 0) >= count:
-        raise ValueError(f"--device must be one of the {count} GPUs here, cuda:0 to cuda:{count - 1}, but is {name}")
-    return device
-
-
 def _fake(x: Tensor, name: str, value: bool | tuple[int, ...]) -> Tensor | None:
     """An optional tensor as ops commonly have it: one number a token, x's shape, or a vector along x's last dimension."""
     if isinstance(value, tuple):
@@ -189,7 +176,7 @@ def _fake(x: Tensor, name: str, value: bool | tuple[int, ...]) -> Tensor | None:
 @contextlib.contextmanager
 def _pretended_gpu() -> Iterator[None]:
     """Tiles follow from the number of multiprocessors; where there is no GPU to ask, take the one we measure on."""
-    properties = types.SimpleNamespace(multi_processor_count=_H200_PROCESSORS)
+    properties = types.SimpleNamespace(multi_processor_count=_H200_PROCESSORS, major=9, minor=0)
     with mock.patch("torch.cuda.get_device_properties", return_value=properties):
         yield
 

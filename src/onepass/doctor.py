@@ -14,19 +14,21 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from onepass.ops.bias_activation import bias_activation, bias_activation_reference
+from onepass.ops.bias_activation import bias_activation_reference
 from onepass.runtime import backend, lang
 from onepass.runtime.lang import triton
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,16 +54,43 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    found = Diagnosis(_versions(), _devices(), _backends())
-    found.checks = [check for trap in _TRAPS for check in trap()] + list(_self_tests())
+    broken: list[Check] = []  # what raised when it was looked at
+    devices = [torch.device("cpu"), *_tried("GPUs", _gpus, broken)]
+    found = Diagnosis(_versions(), _devices(devices, broken), _backends(devices, broken))
+    checks: list[Check] = []
+    for trap in _TRAPS:
+        checks += _tried(_title(trap), trap, checks)
+    for device in devices[1:]:
+        for ask in _GPU_TRAPS:
+            checks += _tried(f"{_title(ask)} of {device}", partial(ask, device), checks)
+    for device in devices:
+        for op in sorted(_CALLS):
+            for name in backend.NATIVE:
+                checks += _tried(f"self-test of {op}, {name} on {device}", partial(_self_test, op, device, name), checks)
+    found.checks = broken + checks
     return found
+
+
+def _tried(name: str, probe: Callable[[], Iterable[T]], checks: list[Check]) -> list[T]:
+    """What a probe finds. Where it raises (of any library below: that is what is to be reported) a check is broken instead."""
+    try:
+        return list(probe())
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        found = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        checks.append(Check(name, BROKEN, found, "if nothing else named here explains it: does plain PyTorch work there?"))
+        return []
+
+
+def _title(trap: Callable[..., Any]) -> str:
+    return trap.__name__.strip("_").replace("_", " ")
 
 
 # ---- what is here ----
 
 
 def _versions() -> dict[str, str]:
-    found = {"onepass": importlib.metadata.version("onepass"), "python": platform.python_version(), "torch": torch.__version__}
+    found = {"onepass": _version("onepass") or "not installed", "python": platform.python_version(), "torch": torch.__version__}
     found["triton"] = triton.__version__ if triton else "none"
     found["numpy"] = _version("numpy") or "none"
     found["cuda"] = torch.version.cuda or "none (a CPU build of PyTorch)"
@@ -79,44 +108,66 @@ def _gpus() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _devices() -> list[dict[str, Any]]:
-    cpu = {"device": "cpu", "name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    return [cpu] + [_gpu(device) for device in _gpus()]
+def _devices(devices: list[torch.device], broken: list[Check]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for device in devices:
+        facts = _tried(f"properties of {device}", partial(_facts, device), broken)
+        found.append({"device": str(device)} | (dict(facts) or {"name": "it does not answer"}))
+    return found
 
 
-def _gpu(device: torch.device) -> dict[str, Any]:
+def _facts(device: torch.device) -> Iterable[tuple[str, Any]]:
+    if device.type == "cpu":
+        return {"name": platform.processor() or platform.machine(), "cores": os.cpu_count()}.items()
     properties = torch.cuda.get_device_properties(device)
     return {
-        "device": str(device),
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-    }
+    }.items()
 
 
-def _sample(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Sample:
+    """A small call of an op: its tensors in their order, its other options, and the formula that takes the same."""
+
+    tensors: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]]
+    formula: Callable[..., Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _bias_activation_tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """x and bias for a swiglu, odd in every way that is allowed."""
     generator = torch.Generator().manual_seed(0)
     x, bias = torch.randn(37, 2 * 203, generator=generator), torch.randn(2 * 203, generator=generator)
     return x.to(device, dtype), bias.to(device, dtype)
 
 
-# A small call of each op, by its name: an op that is not here is shown without its backends.
-_CALLS: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {"bias_activation": lambda device: (*_sample(device), "swiglu")}
+# By the op's name: an op that is not here is shown without its backends, and goes untested.
+_CALLS = {"bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"})}
 
 
-def _backends() -> dict[str, dict[str, dict[str, str | None]]]:
-    return {name: _backends_of(op) for name, op in sorted(backend.OPS.items()) if name in _CALLS}
-
-
-def _backends_of(op: backend.Op) -> dict[str, dict[str, str | None]]:
-    found: dict[str, dict[str, str | None]] = {}
-    for device in (torch.device("cpu"), *_gpus()):
-        args = _CALLS[op.name](device)
-        reasons = {"triton": op.unsupported(*args), "torch": None}
-        found[str(device)] = reasons | {name: other.unsupported(*args) for name, other in op.others.items()}
+def _backends(devices: list[torch.device], broken: list[Check]) -> dict[str, dict[str, dict[str, str | None]]]:
+    """Where a backend can't even be asked, it is not named, and a broken check is."""
+    found: dict[str, dict[str, dict[str, str | None]]] = {}
+    for op in sorted(_CALLS):
+        found[op] = {}
+        for device in devices:
+            names = ("triton", "torch", *backend.OPS[op].others)
+            asked = (_tried(f"{name} for {op} on {device}", partial(_reason, op, device, name), broken) for name in names)
+            found[op][str(device)] = dict(pair for pairs in asked for pair in pairs)
     return found
+
+
+def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str | None]]:
+    known, sample = backend.OPS[op], _CALLS[op]
+    tensors = sample.tensors(device, torch.bfloat16)
+    if name == "torch":
+        yield name, None
+    else:
+        unsupported = known.unsupported if name == "triton" else known.others[name].unsupported
+        yield name, unsupported(*tensors, **sample.options)
 
 
 # ---- known traps ----
@@ -182,14 +233,13 @@ def _chosen_backend() -> Iterator[Check]:
         yield Check("ONEPASS_BACKEND", OK, repr(name))
 
 
-def _capability() -> Iterator[Check]:
-    for device in _gpus():
-        major, minor = torch.cuda.get_device_capability(device)
-        found = f"{device} has compute capability {major}.{minor}"
-        if (major, minor) < (8, 0):
-            yield Check("capability", WARNING, f"{found}, and the kernels want 8.0", "set ONEPASS_BACKEND=torch on this machine")
-        else:
-            yield Check("capability", OK, found)
+def _capability(device: torch.device) -> Iterator[Check]:
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"{device} has compute capability {major}.{minor}"
+    if (major, minor) < (8, 0):
+        yield Check("capability", WARNING, f"{found}, and the kernels want 8.0", "set ONEPASS_BACKEND=torch on this machine")
+    else:
+        yield Check("capability", OK, found)
 
 
 def _driver() -> Iterator[Check]:
@@ -233,67 +283,60 @@ def _writable(directory: Path) -> bool:
         return False
 
 
-def _addmm() -> Iterator[Check]:
+def _addmm(device: torch.device) -> Iterator[Check]:
     """Gradients that a matrix product itself adds to an fp32 main_grad need this, on CUDA only."""
-    for device in _gpus():
-        out, a = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        try:
-            torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-        except (TypeError, RuntimeError) as error:
-            found = f"torch {torch.__version__} can't do it on {device}: {str(error).strip().splitlines()[0]}"
-            yield Check("addmm(out_dtype=)", WARNING, found, "a newer PyTorch: without it a gradient is made before it is added")
-        else:
-            yield Check("addmm(out_dtype=)", OK, f"works on {device}")
+    out, a = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (TypeError, RuntimeError) as error:
+        found = f"torch {torch.__version__} can't do it on {device}: {str(error).strip().splitlines()[0]}"
+        yield Check("addmm(out_dtype=)", WARNING, found, "a newer PyTorch: without it a gradient is made before it is added")
+    else:
+        yield Check("addmm(out_dtype=)", OK, f"works on {device}")
 
 
-_TRAPS = (_triton_version, _driver, _capability, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache, _addmm)
+_TRAPS = (_triton_version, _driver, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache)
+_GPU_TRAPS = (_capability, _addmm)
 
 
 # ---- the self-test: a forward and a backward on each device, by each native backend that can, against fp64 ----
 
 
-def _self_tests() -> Iterator[Check]:
-    for device in (torch.device("cpu"), *_gpus()):
-        for name in backend.NATIVE:
-            call = backend.OPS["bias_activation"]
-            if name == "torch" or call.unsupported(*_CALLS["bias_activation"](device)) is None:
-                yield _self_test(device, name)
+def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
+    if name == "triton":
+        if lang.INTERPRETED and _version("numpy"):
+            import onepass.testing.interpreter  # noqa: F401
+        if any(reason is not None for _, reason in _reason(op, device, name)):
+            return
+    worst = _worst([_excess(op, device, name, dtype) for dtype in (torch.float32, torch.bfloat16)])
+    title, found = f"self-test of {op}, {name} on {device}", f"it and its gradients: {worst:.2f} of the allowed error"
+    if worst <= 1:
+        yield Check(title, OK, found)
+    else:  # NaN too
+        yield Check(title, BROKEN, found, "don't train with this: please report it, with `onepass doctor --json`")
 
 
-def _self_test(device: torch.device, name: str) -> Check:
-    if name == "triton" and lang.INTERPRETED and _version("numpy"):
-        import onepass.testing.interpreter  # noqa: F401
-    title = f"self-test, {name} on {device}"
-    try:
-        worst = max(_excess(device, name, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception as error:  # of any library below: that is what is to be reported
-        lines = str(error).strip().splitlines()
-        return Check(title, BROKEN, f"{type(error).__name__}: {lines[0] if lines else ''}", "run it with the traps above mended")
-    found = f"bias_activation and its gradients: {worst:.2f} of the allowed error"
-    if not worst <= 1:
-        return Check(title, BROKEN, found, "don't train with this: please report it, with `onepass doctor --json`")
-    return Check(title, OK, found)
-
-
-def _excess(device: torch.device, name: str, dtype: torch.dtype) -> float:
-    """The worst error of y and of the gradients, as a fraction of what is allowed."""
-    x, bias = _sample(device, dtype)
-
-    def ours(x: Tensor, bias: Tensor) -> Tensor:
-        return bias_activation(x, bias, "swiglu", backend=name)
-
-    def formula(x: Tensor, bias: Tensor) -> Tensor:
-        return bias_activation_reference(x, bias, activation="swiglu")
-
-    got, baseline, exact = _run(ours, x, bias), _run(formula, x, bias), _run(formula, x.double(), bias.double())
-    return max(_error(g, e) / (1.25 * _error(b, e) + 1e-6) for g, b, e in zip(got, baseline, exact, strict=True))
+def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> float:
+    """The worst error of the result and of the gradients, as a fraction of what is allowed."""
+    sample = _CALLS[op]
+    tensors = sample.tensors(device, dtype)
+    exactly = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+    got = _run(partial(backend.OPS[op].function, **sample.options, backend=name), *tensors)
+    formula = partial(sample.formula, **sample.options)
+    baseline, exact = _run(formula, *tensors), _run(formula, *exactly)
+    fractions = [_error(g, e) / (1.25 * _error(b, e) + 1e-6) for g, b, e in zip(got, baseline, exact, strict=True)]
+    return _worst(fractions)
 
 
 def _run(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
     y = function(*leaves)
     y.sum().backward()
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _worst(fractions: list[float]) -> float:
+    return max(fractions, key=lambda fraction: (fraction != fraction, fraction))  # NaN is: max alone would not say so
 
 
 def _error(got: Tensor, exact: Tensor) -> float:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.bench import accuracy, bias_activation, command, registry, runner
-from onepass.bench.model import Case, Contender
+from onepass.bench import accuracy, bias_activation, command, options, record, registry, runner
+from onepass.bench.model import Case, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 
 
@@ -207,3 +207,35 @@ def test_importing_the_command_loads_no_peer_and_no_rich() -> None:
     loaded = f"import sys, onepass.bench.command; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_picture_marks_what_it_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.39 and 2.08 can't be told apart by their bars: both are marked, and 1.02 is not."""
+    pytest.importorskip("matplotlib")
+    from onepass.bench import picture
+
+    marked: list[float] = []
+    cut = picture._cut
+    monkeypatch.setattr(picture, "_cut", lambda axis, at, limit: (marked.append(at), cut(axis, at, limit)))
+    rows = [Measured("onepass", ours=True, forward_of_copy=1.02, backward_of_copy=0.9)]
+    result = CaseResult(bias_activation._tiny(bias_activation.BENCH.cases(torch.device("cpu"), torch.bfloat16, True)[0]),
+                        Measured("copy", forward_of_copy=1.39, backward_of_copy=2.08), rows)  # fmt: skip
+    ran = record.Run(torch.device("cpu"), torch.bfloat16, True, {}, ceilings.Ceilings(100.0, 1 << 20, None), cases=[result])
+    picture.draw(ran, tmp_path / "run.png")
+    assert [round(at) for at in marked] == [1, 1]
+
+
+@pytest.mark.parametrize(("named", "pretend"), [("tpu", True), ("cuda:x", True), ("cuda:300", False), ("cuda:4", False)])
+def test_a_device_that_is_not_here(named: str, pretend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="--device must be"):
+        options.find_device(named, pretend)
+
+
+def test_a_gpu_that_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert options.find_device("cuda:3", pretend=True) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert options.find_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="one of the 2 GPUs here"):
+        options.find_device("cuda:3", pretend=True)

@@ -16,12 +16,13 @@ import torch
 
 from onepass.bench import record, registry, runner
 from onepass.bench.model import Case, Contender, CpuTimes, OpBench
+from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import Run
 from onepass.runtime.backend import explain
-from onepass.runtime.ceilings import clock_for, copy_bandwidth, default_device, measure_ceilings
+from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
 
 
 class Refused(Exception):
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of inputs and results (bf16)")
+    parser.add_argument("--dtype", choices=_NAMED, default="bf16", help="of inputs and results (bf16)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything measured, the hardware and versions to FILE")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the fractions of the copy bandwidth (.png, .svg, .pdf)")
 
@@ -54,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     for option in ("json", "plot"):
         _writable(option, getattr(args, option))
     device = _device(args.device)
-    dtype = _DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     peers = find_peers()
     skipped = "torch.compile left out of --quick on a CPU" if args.quick and device.type == "cpu" else None
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
@@ -133,16 +134,12 @@ def _writable(option: str, path: Path | None) -> None:
 
 
 def _device(named: str | None) -> torch.device:
+    """With its number, and made the current one."""
     try:
-        device = torch.device(named) if named else default_device()
-    except RuntimeError:
-        raise Refused(f"--device must be cuda, cuda:1, ... or cpu, but is {named!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise Refused(f"--device must be cuda, cuda:1, ... or cpu, but is {named!r}")
+        device = find_device(named)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise Refused(f"--device {named}: PyTorch sees {count} GPUs here")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device

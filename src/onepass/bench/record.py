@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onepass.bench.model import CaseResult, CpuTimes, Measured
+from onepass.bench.options import short
 from onepass.runtime.ceilings import Ceilings
 from onepass.runtime.lang import triton
 
@@ -128,10 +129,6 @@ def _row(result: CaseResult, row: Measured) -> dict[str, Any]:
         "backward_bytes": case.backward_bytes,
         **_rounded_all(asdict(row)),
     }
-
-
-def short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from onepass.bench.model import CaseResult, CpuTimes, Measured
+from onepass.bench.options import short
 from onepass.bench.peers import PACKAGES
-from onepass.bench.record import Run, commit, device_name, short, versions
+from onepass.bench.record import Run, commit, device_name, versions
 
 _PEAK = 6
 _ROOMY = 92  # columns of a terminal that has room for all of them

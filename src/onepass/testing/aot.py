@@ -36,13 +36,13 @@ from torch import Tensor
 
 import onepass.kernels
 import onepass.ops
+from onepass.bench.options import short
 from onepass.kernels.activations import ACTIVATIONS
 from onepass.ops.bias_activation import bias_activation
 from onepass.runtime import launch
 from onepass.runtime.lang import INTERPRETED, triton
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 # ---- which calls cover an op ----
@@ -59,10 +59,12 @@ class Call:
 
 _LARGE = (16384, 16384)
 _SHAPES = ((16384, 14336), (2048, 16384), (600_000, 64), (777, 5000), (131_072, 1408), (37, 1))
+_NARROW = ((37, 1), (60_000, 16), (4096, 96))  # fp8 has a scale a block of columns: here a row is less than one, or few
 
 
 def _bias_activation_calls() -> Iterator[Call]:
-    """All activations at one shape, all shapes and types for one of each kind, all options for swiglu."""
+    """All activations at one shape, all shapes and types for one of each kind, all options for swiglu, all
+    at once where rows are narrow, too."""
     for activation in ACTIVATIONS:
         yield _bias_activation_call(activation, _LARGE)
     for activation in ("gelu", "swiglu"):
@@ -70,6 +72,8 @@ def _bias_activation_calls() -> Iterator[Call]:
             yield _bias_activation_call(activation, shape)
         for dtype in (torch.float16, torch.float32):
             yield _bias_activation_call(activation, _LARGE, dtype)
+        for shape in _NARROW:
+            yield _bias_activation_call(activation, shape, option="everything")
         for option in ("fp8", "token_weight", "no bias", "frozen x"):
             yield _bias_activation_call(activation, _LARGE, option=option)
     for option in ("fp32 bias", "clamp", "everything"):
@@ -87,7 +91,7 @@ def _bias_activation_call(
         x = _meta(rows, wide, dtype=dtype, asked=option != "frozen x")
         bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
         token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
-        clamped = option in ("clamp", "everything")
+        clamped = option in ("clamp", "everything") and ACTIVATIONS[activation].gated
         return bias_activation(
             x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
             linear_offset=1.0 if clamped else 0.0, save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
@@ -147,7 +151,7 @@ def launches(only: str = "") -> list[Launch]:
     found: dict[tuple[Any, ...], Launch] = {}
     for calls in CALLS.values():
         for call in calls():
-            if only in f"{call.label} {_SHORT[call.dtype]}":
+            if only in f"{call.label} {short(call.dtype)}":
                 for launched in _recorded(call):
                     found.setdefault(launched.key, launched)
     return list(found.values())
@@ -218,7 +222,7 @@ class _NoGpu:
 
 def _compile(launched: Launch, arch: int) -> Compiled:
     """Compile for `arch` and read the binary; never raises, as one failure must not hide the others."""
-    row = Compiled(launched.name, launched.call.label, _SHORT[launched.call.dtype], arch)
+    row = Compiled(launched.name, launched.call.label, short(launched.call.dtype), arch)
     try:
         registers, shared, spills = _usage(_binary(launched, arch))
     except Exception as error:  # whatever ptxas or Triton thought of
