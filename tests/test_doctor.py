@@ -228,6 +228,7 @@ def test_a_gpu_that_answers_nothing_hides_nothing_else(as_json, monkeypatch, gpu
     for name in ("cuda.get_device_properties", "cuda.get_device_capability", "zeros"):
         monkeypatch.setattr(f"torch.{name}", broken)
     monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken over lines
+    monkeypatch.setenv("COLUMNS", "300")
     assert doctor.run(types.SimpleNamespace(json=as_json)) == 1
     out = capsys.readouterr().out
     assert "no kernel image" in out
