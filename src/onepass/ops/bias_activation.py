@@ -180,9 +180,9 @@ class _Tiles(NamedTuple):
 def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
     """Eight values a thread where tiles are full or rows short; sixteen where the last tile of each row is partly idle."""
     block_h = min(power_of_two(H), 512)
-    values = 1024 if H <= 64 or H % 512 == 0 or fp8 else 2048  # encoding fp8 takes registers, and whole runs
-    if fp8:
-        block_h = max(block_h, FP8_RUN)
+    values = 1024 if H <= 64 or H % 512 == 0 or fp8 else 2048
+    if fp8 and H <= FP8_RUN:  # encoding takes registers, and whole runs
+        block_h, values = FP8_RUN, 512
     return _Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
 
 
@@ -196,7 +196,7 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
     else:
         block_m, block_h, num_warps, resident, stages = 8, 128, 2, 6, 3
     if fp8:  # decoding takes registers: fewer values a thread
-        block_m, num_warps, stages = block_m // 2, max(num_warps, 4), 2
+        block_m, num_warps, stages = block_m // 2, max(num_warps, 4), 1
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
