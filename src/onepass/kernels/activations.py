@@ -172,6 +172,11 @@ class Activation:
     gated: bool = False
     key: str = ""  # what graphs remember it by: its name may be registered again, and theirs must not change
 
+    @property
+    def parts(self) -> int:
+        """Of a row of x: the gate and the linear half, or one."""
+        return 2 if self.gated else 1
+
 
 def _with_gate(name: str, act: Activation) -> Activation:
     return Activation(name, act.formula, act.forward, act.derivative, True, name)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onepass.runtime.lang import tl
 from onepass.runtime.launch import Bound, kernel
+from onepass.runtime.sizes import ceil_div
 
 BLOCK_S, BLOCK_M = 128, 16  # 6 us for 132 x 4096 on an H200, where PyTorch's sum and cast take 16
 
@@ -35,5 +36,5 @@ def _bound(add: bool) -> Bound:
 def column_sum(partial: Tensor, out: Tensor, add: bool = False) -> Tensor:
     """Sum fp32 partials [S, M] over S, always in the same order, into out [M], or add them to it (a main_grad)."""
     S, M = partial.shape
-    _bound(add)((-(-M // BLOCK_M), 1, 1), partial, out, S, M)
+    _bound(add)((ceil_div(M, BLOCK_M), 1, 1), partial, out, S, M)
     return out

@@ -253,7 +253,7 @@ def _forward(
     act = activation_of(activation)
     W = x.shape[-1]
     M = x.numel() // W
-    H = W // 2 if act.gated else W
+    H = W // act.parts
     if x.is_contiguous() and not act.gated:
         x_row, y = W, torch.empty_like(x)
     else:
@@ -267,7 +267,7 @@ def _forward(
 def _forward_fp8(
     x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, clamp: float | None, offset: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, exponents = fp8_empty(x, 2 if activation_of(activation).gated else 1)
+    codes, exponents = fp8_empty(x, activation_of(activation).parts)
     return _forward(x, bias, weight, activation, clamp, offset, codes, exponents), codes, exponents
 
 
@@ -280,7 +280,7 @@ def _backward(
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     W = x.shape[-1]
-    H = W // 2 if act.gated else W
+    H = W // act.parts
     M = x.numel() // W
     device = x.device
     tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, device)
@@ -310,11 +310,11 @@ def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(x: Tensor, bias: Tensor | None, weight: Tensor | None, activation: str, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if activation_of(activation).gated else x.shape[-1]))
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // activation_of(activation).parts))
 
 
 def _forward_fp8_fake(x: Tensor, bias: Any, weight: Any, activation: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_fake(x, bias, weight, activation), *fp8_empty(x, 2 if activation_of(activation).gated else 1)
+    return _forward_fake(x, bias, weight, activation), *fp8_empty(x, activation_of(activation).parts)
 
 
 def _backward_fake(
@@ -391,12 +391,13 @@ def _no_kernels(x: Tensor, act: Activation) -> str | None:
 
 def variant(x: Tensor, bias: Tensor | None = None, activation: str = "gelu", *, save: str = "input", **options: Any) -> str:
     """Which kernels a call runs, and their tiles."""
-    H = x.shape[-1] // (2 if find_activation(activation).gated else 1)
+    act = find_activation(activation)
+    H = x.shape[-1] // act.parts
     M = x.numel() // max(x.shape[-1], 1)
     if not M * H:
         return "the PyTorch formula, as there is nothing to do"
-    gated, fp8 = find_activation(activation).gated, save == "fp8"
-    forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, gated, fp8, processors(x.device))
+    fp8 = save == "fp8"
+    forward, backward = _forward_tiles(M, H, fp8), _backward_tiles(M, H, act.gated, fp8, processors(x.device))
     return (
         f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
         f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
@@ -478,7 +479,7 @@ def bias_activation(
         return result
     if chosen == "torch" or x.numel() == 0:
         formula = partial(bias_activation_reference, activation=act, clamp=clamp, linear_offset=linear_offset)
-        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=2 if act.gated else 1)
+        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=act.parts)
     offset = float(linear_offset) if linear_offset else None
     if bias is not None:
         bias = bias.contiguous()

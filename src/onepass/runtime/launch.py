@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from onepass.runtime.lang import triton
+from onepass.runtime.lang import SUPPORTED, triton
+from onepass.runtime.sizes import ceil_div
 
 VARYING = ("M", "ROWS", "S")
 _INT32_MAX = 0x7FFFFFFF
-_RUN_TRIED = triton is not None and triton.__version__.startswith(("3.5.", "3.6.", "3.7."))
+_RUN_TRIED = triton is not None and triton.__version__.startswith(SUPPORTED)
 _LAUNCH_TRIED = triton is not None and triton.__version__.startswith("3.6.")  # one Python call less: 1 us
 
 Grid = tuple[int, int, int]
@@ -106,7 +107,7 @@ def grid_of(across: int, down: int) -> Grid:
     A kernel reads its tile as program_id(0), program_id(1) + 65535 * program_id(2), with no division; programs past the end
     must find nothing to do.
     """
-    return across, min(down, 65535), -(-down // 65535)
+    return across, min(down, 65535), ceil_div(down, 65535)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
