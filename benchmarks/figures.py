@@ -16,6 +16,34 @@ def fraction(value):
     return f"{value:.2f}".removeprefix("0")
 
 
+def named(row):
+    return f"{row['variant']} {' x '.join(str(n) for n in row['shape'])}"
+
+
+def of(rows, name):
+    """The row of one contender, and nothing where it isn't there."""
+    return next((row for row in rows if row["contender"] == name), {})
+
+
+def own(rows):
+    return next(row for row in rows if row["ours"])
+
+
+def peers_of(rows):
+    return [row for row in rows if not row["ours"] and row["contender"] != "copy" and row["status"] == "ok"]
+
+
+def line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def header(first, *titles):
+    return [f"| {first}".rstrip() + f" {line(titles)}", "|---" * (len(titles) + 1) + "|"]
+
+
+# ---- what is bound by the memory: fractions of a copy ----
+
+
 def best(rows, direction):
     if not rows:
         return ""
@@ -24,14 +52,67 @@ def best(rows, direction):
 
 
 def case_line(rows):
-    ours = next(row for row in rows if row["ours"])
-    copy = next(row for row in rows if row["contender"] == "copy")
-    peers = [row for row in rows if not row["ours"] and row["contender"] != "copy" and row["status"] == "ok"]
-    cells = [ours["case"].replace("x", " x ")]
+    ours, copy = own(rows), of(rows, "copy")
+    cells = [named(ours)]
     for direction in ("forward", "backward"):
         of_copy = f"{direction}_of_copy"
-        cells += [f"**{fraction(ours[of_copy])}**", best(peers, direction), fraction(copy[of_copy])]
-    return "| " + " | ".join(cells) + " |"
+        cells += [f"**{fraction(ours[of_copy])}**", best(peers_of(rows), direction), fraction(copy[of_copy])]
+    return line(cells)
+
+
+def by_copy(cases):
+    titles = header("rows x columns of y", *("forward", "best peer", "copy"), *("backward", "best peer", "copy"))
+    return [*titles, *(case_line(rows) for rows in cases)]
+
+
+# ---- what is bound by matrix products: time over that of a reference, and memory ----
+
+
+def mib(row, name):
+    return f"{row[name]:.0f}" if row.get(name) is not None else ""
+
+
+def whole(row):
+    return f"{row['both_of_reference']:.3f}"
+
+
+def reference_line(rows):
+    ours = own(rows)
+    reference = of(rows, ours["reference"])
+    peer = min((row for row in peers_of(rows) if row is not reference), key=lambda row: row["both_of_reference"], default=None)
+    cells = [named(ours), f"{ours['forward_ms']:.2f} / {ours['backward_ms']:.2f}", f"**{whole(ours)}**"]
+    cells.append(f"{whole(peer)} {peer['contender']}" if peer else "")
+    cells += [f"{mib(ours, name)} / {mib(reference, name)}" for name in ("kept_mib", "peak_mib")]
+    return line(cells)
+
+
+def by_reference(cases):
+    name = own(cases[0])["reference"]
+    both = f"both, over {name}"
+    sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
+    titles = header("tokens x in x out", "ms, forward / backward", both, "best peer", *sides)
+    said = f"{name} is what the op replaces, one onepass or PyTorch call after the other."
+    return [said, "", *titles, *(reference_line(rows) for rows in cases)]
+
+
+# ---- small cases, and the CPU ----
+
+
+def graph_lines(cases):
+    """GPU time where a launch takes longer than the work: measured in a CUDA graph. Nothing where nobody was."""
+    small = [rows for rows in cases if any(row.get("forward_graph_us") is not None for row in rows)]
+    if not small:
+        return []
+    names = list(dict.fromkeys(row["contender"] for rows in small for row in rows if row["contender"] != "copy"))
+    lines = ["", "GPU time in a CUDA graph, microseconds, forward / backward:", "", *header("", *names)]
+    for rows in small:
+        cells = [pair(of(rows, name), "forward_graph_us", "backward_graph_us", ".1f") for name in names]
+        lines.append(line([named(rows[0]), *cells]))
+    return lines
+
+
+def pair(row, first, second, digits):
+    return "" if row.get(first) is None else f"{row[first]:{digits}} / {row[second]:{digits}}"
 
 
 def cpu_names(cpu_time):
@@ -41,8 +122,7 @@ def cpu_names(cpu_time):
 
 def cpu_line(times, names):
     found = times["contenders"] | times["references"]
-    cells = [f"{found[name]['forward_us']:.0f} / {found[name]['both_us']:.0f}" if name in found else "" for name in names]
-    return f"| {times['variant']} | " + " | ".join(cells) + " |"
+    return line([times["variant"], *(pair(found.get(name, {}), "forward_us", "both_us", ".0f") for name in names)])
 
 
 def table(op, results):
@@ -54,9 +134,16 @@ def table(op, results):
     wrong = [row["case"] for row in results["rows"] if row["ours"] and row["status"] != "ok"]
     if wrong:
         raise ValueError(f"{op}.json: ours is wrong, or raised, in {', '.join(wrong)}")
+    alone = [row["case"] for row in results["rows"] if row["ours"] and row.get("reference") and not row["both_of_reference"]]
+    if alone:
+        raise ValueError(f"{op}.json: what ours is set against is missing in {', '.join(alone)}")
     names = cpu_names(results["cpu_time"])
     versions, peers = results["versions"], results["versions"]["peers"]
-    cases = dict.fromkeys(row["case"] for row in results["rows"])
+    by_case = {}
+    for row in results["rows"]:
+        by_case.setdefault(row["case"], []).append(row)
+    cases = list(by_case.values())
+    bound_by_memory = own(cases[0]).get("reference") is None
     measured = f"torch {versions['torch']}, triton {versions['triton']}, " + ", ".join(f"{n} {v}" for n, v in peers.items())
     return "\n".join(
         [
@@ -65,14 +152,12 @@ def table(op, results):
             f"One {results['hardware']['name']}, {results['dtype']}, copy {results['ceilings']['copy_gbs'] / 1000:.2f} TB/s; "
             f"{measured}; commit {results['commit']}.",
             "",
-            "| rows x columns of y | forward | best peer | copy | backward | best peer | copy |",
-            "|---|---|---|---|---|---|---|",
-            *(case_line([row for row in results["rows"] if row["case"] == case]) for case in cases),
+            *(by_copy(cases) if bound_by_memory else by_reference(cases)),
+            *graph_lines(cases),
             "",
             "What a tiny call costs the CPU, microseconds, forward / forward and backward:",
             "",
-            f"| | {' | '.join(names)} |",
-            "|---" * (len(names) + 1) + "|",
+            *header("", *names),
             *(cpu_line(times, names) for times in results["cpu_time"]),
         ]
     )

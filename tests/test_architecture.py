@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "onepass"
 _BELOW_GPT = {"nn", "ops", "parallel", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
-    "": {"nn", "ops", "kernels", "runtime", "parallel", "fusion", "profiling"},
+    "": {"nn", "integrations", "ops", "kernels", "runtime", "parallel", "fusion", "profiling"},
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
     "parallel": {"parallel", "runtime"},
@@ -37,6 +37,13 @@ ALLOWED = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPS = sorted(path.stem for path in (PACKAGE / "ops").iterdir() if path.stem != "__init__" and path.suffix == ".py")
 OPS += sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
+
+
+def _functions(room):
+    """The public functions of a room: norm holds two."""
+    files = [PACKAGE / "ops" / f"{room}.py", *(PACKAGE / "ops" / room).glob("*.py")]
+    sources = [path.read_text() for path in files if path.exists()]
+    return [name for source in sources for name in re.findall(r"^register_op\((\w+),", source, re.MULTILINE)]
 
 
 def _name(path):
@@ -107,7 +114,9 @@ def test_an_op_has_its_five_places(op):
     assert (PACKAGE / "bench" / f"{op}.py").exists()
     notes = [note.read_text() for note in (ROOT / "docs" / "notes").glob("[0-9][0-9][0-9][0-9]-*.md")]
     assert any(op in note for note in notes)
-    assert re.search(rf"\b{op}\b", (PACKAGE / "__init__.py").read_text())
+    assert _functions(op)
+    for name in _functions(op):
+        assert re.search(rf'"{name}"', (PACKAGE / "__init__.py").read_text())
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -135,17 +144,17 @@ def test_the_sections_of_a_room_are_in_order(op):
     ]
     registered = [number for number, line in enumerate(source.splitlines(), 1) if re.match(r"_\w+ = registered\(", line)]
     sections = [
-        [lines[f"{op}_reference"]],
+        [lines[f"{name}_reference"] for name in _functions(op)],
         kernels,
         registered,
         autograd,
         [lines["unsupported"]],
-        [lines[op]],
+        [lines[name] for name in _functions(op)],
     ]
     found = [section for section in sections if section]
     assert all(max(above) < min(below) for above, below in pairwise(found)), sections
-    public = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == op)
-    assert ast.get_docstring(public)
+    public = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}  # the last of overloaded ones
+    assert all(ast.get_docstring(public[name]) for name in _functions(op))
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

@@ -48,6 +48,53 @@ def test_other_peers_or_none_make_a_table_too(kept):
     assert "| | onepass | Apex | F.rms_norm(x) |" in figures.table("layer_norm", kept)
 
 
+def test_graph_times_have_a_table_of_their_own(kept):
+    small = next(row["case"] for row in kept["rows"])
+    assert "CUDA graph" not in figures.table("norm", kept)
+    for row in kept["rows"]:
+        if row["case"] == small and row["contender"] in ("onepass", "eager"):
+            row |= {"forward_graph_us": 4.04, "backward_graph_us": 11.26}
+    made = figures.table("norm", kept)
+    assert "GPU time in a CUDA graph" in made
+    assert "| gelu 16384 x 16384 | 4.0 / 11.3 | 4.0 / 11.3 |  |" in made  # who couldn't be captured has an empty place
+
+
+def set_against(kept, name):
+    """The same result, as that of an op with a reference."""
+    for case in {row["case"]: None for row in kept["rows"]}:
+        rows = [row for row in kept["rows"] if row["case"] == case]
+        whole = next(row["forward_ms"] + row["backward_ms"] for row in rows if row["contender"] == name)
+        for row in rows:
+            copy = row["contender"] == "copy"
+            row |= {"reference": name, "both_of_reference": None if copy else (row["forward_ms"] + row["backward_ms"]) / whole}
+            row |= {"kept_mib": None if copy else 128.3 if row["ours"] else 256.0}
+    return kept
+
+
+def test_an_op_of_matrix_products_is_set_against_its_reference(kept):
+    made = figures.table("norm_linear", set_against(kept, "eager"))
+    assert "| tokens x in x out | ms, forward / backward | both, over eager | best peer |" in made
+    line = next(line for line in made.splitlines() if line.startswith("| gelu 16384 x 16384 |"))
+    ours = next(row for row in kept["rows"] if row["ours"])
+    assert f"**{ours['both_of_reference']:.3f}**" in line
+    assert "| 128 / 256 |" in line
+    assert "eager" not in line  # it's no peer of its own
+    assert "of copy" not in made
+
+
+def test_without_its_reference_it_is_no_figure(kept):
+    rows = set_against(kept, "eager")["rows"]
+    next(row for row in rows if row["ours"])["both_of_reference"] = None
+    with pytest.raises(ValueError, match="what ours is set against is missing in gelu"):
+        figures.table("norm_linear", kept)
+
+
+def test_cases_keep_their_order(kept):
+    made = figures.table("norm", kept)
+    names = [f"| {row['variant']} {' x '.join(map(str, row['shape']))} |" for row in kept["rows"] if row["ours"]]
+    assert sorted(names, key=made.index) == names
+
+
 def test_without_a_commit_it_is_no_figure(kept):
     with pytest.raises(ValueError, match=r"rope\.json has no commit"):
         figures.table("rope", kept | {"commit": None})

@@ -2,11 +2,16 @@
 
 from importlib.metadata import version as _version
 
-from onepass import nn
+from onepass import nn, parallel
+from onepass.integrations import norm_backends as _norm_backends
 from onepass.kernels.activations import register_activation
 from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
+from onepass.ops.norm import layer_norm, rms_norm
+from onepass.ops.norm_linear import norm_linear
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.validation import validate
+
+_norm_backends.register()  # by name, never by "auto"; loads none of those packages
 
 __version__ = _version("onepass")
 __all__ = [
@@ -16,9 +21,13 @@ __all__ = [
     "bias_quick_geglu",
     "bias_swiglu",
     "explain",
+    "layer_norm",
     "nn",
+    "norm_linear",
+    "parallel",
     "register_activation",
     "register_backend",
+    "rms_norm",
     "use_backend",
     "validate",
 ]

@@ -176,7 +176,9 @@ def _fake(x: Tensor, name: str, value: bool | tuple[int, ...]) -> Tensor | None:
 @contextlib.contextmanager
 def _pretended_gpu() -> Iterator[None]:
     """Tiles follow from the number of multiprocessors; where there is no GPU to ask, take the one we measure on."""
-    properties = types.SimpleNamespace(multi_processor_count=_H200_PROCESSORS, major=9, minor=0)
+    properties = types.SimpleNamespace(
+        multi_processor_count=_H200_PROCESSORS, shared_memory_per_block_optin=232448, major=9, minor=0
+    )
     with mock.patch("torch.cuda.get_device_properties", return_value=properties):
         yield
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from onepass.ops.bias_activation import bias_activation_reference
+from onepass.ops.norm import layer_norm_reference, rms_norm_reference
+from onepass.ops.norm_linear import norm_linear_reference
 from onepass.runtime import backend, lang
 from onepass.runtime.lang import triton
 
@@ -133,7 +135,7 @@ class Sample:
     """A small call of an op: its tensors in their order, its other options, and the formula that takes the same."""
 
     tensors: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]]
-    formula: Callable[..., Tensor]
+    formula: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -144,8 +146,27 @@ def _bias_activation_tensors(device: torch.device, dtype: torch.dtype) -> tuple[
     return x.to(device, dtype), bias.to(device, dtype)
 
 
+def _norm_tensors(vectors: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, and a weight or weight and bias along its rows."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(37, 203, generator=generator), *torch.randn(vectors, 203, generator=generator)
+    return tuple(tensor.to(device, dtype) for tensor in tensors)
+
+
+def _norm_linear_tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, the norm's weight and the linear layer's."""
+    generator = torch.Generator().manual_seed(0)
+    x, norm_weight, weight = (torch.randn(*shape, generator=generator) for shape in ((37, 203), (203,), (29, 203)))
+    return x.to(device, dtype), norm_weight.to(device, dtype), weight.to(device, dtype)
+
+
 # By the op's name: an op that is not here is shown without its backends, and goes untested.
-_CALLS = {"bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"})}
+_CALLS = {
+    "bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"}),
+    "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
+    "norm_linear": Sample(_norm_linear_tensors, norm_linear_reference),
+    "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),
+}
 
 
 def _backends(devices: list[torch.device], broken: list[Check]) -> dict[str, dict[str, dict[str, str | None]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -14,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench.benching import bench
 from torch import Tensor
 
 import onepass
-from onepass.bench import accuracy, bias_activation, command, options, record, registry, runner
+from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
 from onepass.bench.model import Case, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 
@@ -31,12 +31,6 @@ def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, cases=lambda *_: [case]))
     with onepass.use_backend("torch"):
         yield
-
-
-def bench(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([*arguments, "--quick", "--device", "cpu"]))
 
 
 def with_contenders(monkeypatch: pytest.MonkeyPatch, *more: Contender) -> None:
@@ -66,7 +60,8 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(ours["errors"]) == {"y", "dx", "dbias"}
     for key in ("forward_ms", "backward_ms", "forward_of_copy", "backward_of_copy", "cpu_forward_us", "cpu_both_us"):
         assert ours[key] > 0, key
-    assert ours["peak_mib"] is None  # nobody counts it on a CPU
+    assert ours["peak_mib"] is ours["kept_mib"] is ours["forward_graph_us"] is None  # a GPU's
+    assert ours["reference"] is ours["both_of_reference"] is None  # a copy is what it is set against
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr()
     assert "swiglu 33 x 40" in said.out
@@ -90,7 +85,7 @@ def test_what_is_wrong_or_raises_has_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_contenders(monkeypatch, Contender("a bit off", _another_formula), Contender("broken", _not_here))
-    assert bench("--json", str(tmp_path / "run.json")) == 0  # peers' faults are no fault of ours
+    assert bench("bias_activation", "--json", str(tmp_path / "run.json")) == 0  # peers' faults are no fault of ours
     rows = rows_of(tmp_path / "run.json")
     assert rows["a bit off"]["status"] == "wrong"
     assert rows["broken"]["status"] == "error"
@@ -107,7 +102,7 @@ def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: 
     """Eager rounds its intermediates: fine for a peer, not for us."""
     eager = Contender("onepass", bias_activation._eager, ours=True)
     monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [eager]))
-    assert bench() == 1
+    assert bench("bias_activation") == 1
     assert "onepass is wrong, or raised, in swiglu 33x40" in capsys.readouterr().out
 
 
@@ -141,7 +136,7 @@ def test_interrupting_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "_measure_case", interrupted)
-    assert bench("--json", str(tmp_path / "run.json")) == 130
+    assert bench("bias_activation", "--json", str(tmp_path / "run.json")) == 130
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["cpu_time"]
     assert found["rows"] == []
@@ -156,7 +151,7 @@ def test_every_case_file_fits_the_runner(op: str, device: str, quick: bool) -> N
     assert found.op == op
     assert len({case.name for case in cases}) == len(cases) > 0
     for case in cases:
-        assert 0 < case.forward_bytes < case.backward_bytes
+        assert 0 < case.forward_bytes <= case.backward_bytes
         assert sum(contender.ours for contender in found.contenders(case)) == 1
 
 
@@ -197,13 +192,13 @@ def test_a_lost_device_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with_contenders(monkeypatch, Contender("broken", breaks))
     monkeypatch.setattr(ceilings.CpuClock, "synchronize", synchronize)
-    assert bench("--json", str(tmp_path / "run.json")) == 1
+    assert bench("bias_activation", "--json", str(tmp_path / "run.json")) == 1
     assert "broken left cpu unusable" in capsys.readouterr().out
     assert (tmp_path / "run.json").exists()
 
 
 def test_importing_the_command_loads_no_peer_and_no_rich() -> None:
-    unwanted = "{'rich', 'matplotlib', 'liger_kernel', 'megatron'}"
+    unwanted = "{'rich', 'matplotlib', 'liger_kernel', 'megatron', 'quack', 'apex', 'transformer_engine'}"
     loaded = f"import sys, onepass.bench.command; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -239,3 +234,49 @@ def test_a_gpu_that_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.find_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="one of the 2 GPUs here"):
         options.find_device("cuda:3", pretend=True)
+
+
+def _replayed(monkeypatch: pytest.MonkeyPatch, *times: float | Exception) -> Measured:
+    left = list(times)
+
+    def replay(call: Callable[[], object], clock: ceilings.Clock) -> float:
+        time = left.pop(0)
+        if isinstance(time, Exception):
+            raise time
+        return time
+
+    monkeypatch.setattr(gpu, "replay_us", replay)
+    row = Measured("onepass")
+    case = bias_activation._case("gelu", 4, 8, torch.bfloat16)
+    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
+    lane = runner._lane("onepass", bias_activation._eager(case), inputs)
+    runner._replay(row, lane, ceilings.clock_for(torch.device("cpu")))
+    return row
+
+
+def test_backward_in_a_graph_is_both_less_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = _replayed(monkeypatch, 5.0, 16.0)
+    assert (row.forward_graph_us, row.backward_graph_us) == (5.0, 11.0)
+    row = _replayed(monkeypatch, 5.0, RuntimeError("operation not permitted when stream is capturing"))
+    assert row.forward_graph_us is row.backward_graph_us is None
+    assert row.status == "ok"
+
+
+def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator would otherwise wait for its end, and refuse to empty its cache."""
+    done: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: tuple[int, int]) -> None:
+            done.append("begin")
+
+        def capture_end(self) -> None:
+            done.append("end")
+            raise RuntimeError("capture invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *to: done.append(f"told {to}"), raising=False)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        gpu._captured(lambda: None, torch.device("cuda", 3))
+    assert done == ["begin", "end", "end", "told (3, (0, 1))"]

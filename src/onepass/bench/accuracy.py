@@ -1,8 +1,9 @@
 """Is it right? Every output against fp64, on inputs nobody has seen, before anything is timed.
 
 All rows are compared, in chunks that fit in memory. Ours must be as good as the formula in fp32 rounded once (1.25 x its
-relative RMS error + 1e-6); a peer may round as eager code does. Where memory is handed out again, it holds NaN before the
-call, so an element that was never written is not right by accident.
+relative RMS error + 1e-6); with matrix products, whose operands have the storage type, as good as a baseline that rounds those
+too. A peer may round as eager code does. Where memory is handed out again, it holds NaN before the call, so an element that was
+never written is not right by accident.
 """
 
 from __future__ import annotations
@@ -12,9 +13,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Inputs
+from onepass.bench.model import Call, Case, Inputs, OpBench, outputs_of
 
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # elements of fp64 at a time; the formula needs a dozen such
+
+
+def judged(
+    bench: OpBench, case: Case, inputs: Inputs, got: dict[str, Tensor], ours: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The errors of what a contender got, and how large they may be."""
+    formula = bench.formula(case)
+    found, baseline = errors(formula, inputs, got, with_baseline=ours and bench.baseline is None)
+    if not ours:
+        return found, dict.fromkeys(found, allowed_to_peers(case.dtype))
+    if bench.baseline is not None:
+        baseline, _ = errors(formula, inputs, outputs(bench.baseline(case), inputs), with_baseline=False)
+    return found, {name: 1.25 * baseline[name] + 1e-6 for name in found}
 
 
 def allowed_to_peers(dtype: torch.dtype) -> float:
@@ -41,13 +55,13 @@ class _Difference:
 def errors(
     formula: Call, inputs: Inputs, got: dict[str, Tensor], with_baseline: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The relative RMS error of y and of each gradient, by name; and the same of the baseline, or nothing."""
+    """The relative RMS error of each output and gradient, by name; and the same of the formula in fp32, or nothing."""
     ours, baseline = _Difference(), _Difference()
     exact_sums: dict[str, Tensor] = {}
     baseline_sums: dict[str, Tensor] = {}
-    by_row = [inputs.dy, *(inputs.tensors[name] for name in inputs.by_row)]
-    rows = inputs.dy.shape[0]
-    chunk = max(1, _CHUNK[inputs.dy.device.type] // max(tensor[0].numel() for tensor in by_row))
+    by_row = [*inputs.grads.values(), *(inputs.tensors[name] for name in inputs.by_row)]
+    rows = by_row[0].shape[0]
+    chunk = max(1, _CHUNK[by_row[0].device.type] // max(tensor[0].numel() for tensor in by_row))
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         exact = _formula_on(formula, inputs, part, torch.float64)
@@ -69,32 +83,36 @@ def errors(
 
 
 def _summed(name: str, inputs: Inputs) -> bool:
-    return name != "y" and name.removeprefix("d") not in inputs.by_row
+    return name not in inputs.grads and name.removeprefix("d") not in inputs.by_row
 
 
 def _formula_on(formula: Call, inputs: Inputs, part: slice, dtype: torch.dtype) -> dict[str, Tensor]:
-    """y and the gradients of some rows, computed in `dtype` from the values the contender was given."""
+    """The outputs and gradients of some rows, computed in `dtype` from the values the contender was given."""
     tensors = {}
     for name, tensor in inputs.tensors.items():
         value = tensor.detach()[part] if name in inputs.by_row else tensor.detach()
         tensors[name] = value.to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else value
-    y = formula(*tensors.values())
-    asked = [tensors[name] for name in inputs.asked]
-    grads = torch.autograd.grad(y, asked, inputs.dy[part].to(dtype))
-    return {"y": y.detach(), **{f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}}
+    return _by_name(formula, inputs, tensors, [grad[part].to(dtype) for grad in inputs.grads.values()])
 
 
 def outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
-    """y and the gradients, as the contender gives them, in memory that held NaN."""
+    """The outputs and gradients, as the contender gives them, in memory that held NaN."""
+    incoming = inputs.fresh_grads()
     poison(inputs)
-    y = call(*inputs.tensors.values())
-    grads = torch.autograd.grad(y, list(inputs.asked.values()), inputs.dy)
-    return {"y": y.detach(), **{f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}}
+    return _by_name(call, inputs, inputs.tensors, incoming)
+
+
+def _by_name(call: Call, inputs: Inputs, tensors: dict[str, Tensor], incoming: list[Tensor]) -> dict[str, Tensor]:
+    results = outputs_of(call(*tensors.values()))
+    grads = torch.autograd.grad(results, [tensors[name] for name in inputs.asked], incoming)
+    found = {name: result.detach() for name, result in zip(inputs.grads, results, strict=True)}
+    return found | {f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}
 
 
 def poison(inputs: Inputs) -> None:
     """Leave NaN in the blocks that PyTorch will hand out for results of these sizes."""
-    blocks = [torch.full_like(tensor.detach(), float("nan")) for tensor in (inputs.dy, *inputs.asked.values()) for _ in range(2)]
+    like = [*inputs.grads.values(), *inputs.asked.values()]
+    blocks = [torch.full_like(tensor.detach(), float("nan")) for tensor in like for _ in range(2)]
     del blocks
 
 

@@ -6,7 +6,8 @@ Peers     eager and torch.compile: the two lines people write.
           in one tensor (swiglu only) as a contender of its own.
           Megatron-core: the function its configuration takes; for quick_geglu that is the one for experts, whose token weight
           is 1 here. It sums the bias gradient from a rounded tensor and is allowed to, as eager is.
-          QuACK and Apex fuse activations into matrix products only.
+          QuACK and Apex fuse activations into matrix products only; Transformer Engine has activations without a bias, and
+          with one only inside its MLP.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported
 from onepass.kernels.activations import find_activation
 from onepass.ops.bias_activation import bias_activation, bias_activation_reference
+from onepass.runtime.backend import explain
 
 OP = "bias_activation"
 _GATED = ("swiglu", "geglu", "quick_geglu")
@@ -61,7 +63,7 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
         return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
 
     x, bias, dy = random(rows, wide), random(wide), random(rows, width)
-    return Inputs({"x": x.requires_grad_(), "bias": bias.requires_grad_()}, frozenset({"x"}), dy)
+    return Inputs({"x": x.requires_grad_(), "bias": bias.requires_grad_()}, frozenset({"x"}), {"y": dy})
 
 
 def _formula(case: Case) -> Call:
@@ -132,7 +134,7 @@ def _megatron(case: Case) -> Call:
         return function
     ones: list[Tensor] = []  # made once: a router's weights are there already
 
-    def with_ones(x: Tensor, bias: Tensor) -> Tensor:
+    def with_ones(x: Tensor, bias: Tensor) -> Result:
         if not ones:
             ones.append(torch.ones(x.shape[0], 1, device=x.device))  # fp32, as routers give it
         return function(x, bias, ones[0])
@@ -154,5 +156,12 @@ def _contenders(case: Case) -> list[Contender]:
     return found
 
 
+def _backend(case: Case, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values(), activation=case.variant).backend
+
+
 _IN_PRODUCTS = "has activations in matrix products only"
-BENCH = OpBench(OP, _cases, _inputs, _contenders, _formula, _tiny, {"QuACK": _IN_PRODUCTS, "Apex": _IN_PRODUCTS})
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={"QuACK": _IN_PRODUCTS, "Apex": _IN_PRODUCTS, "Transformer Engine": "fuses a bias into its MLP's gelu only"},
+)  # fmt: skip

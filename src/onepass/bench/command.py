@@ -19,7 +19,6 @@ from onepass.bench.model import Case, Contender, CpuTimes, OpBench
 from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import Run
-from onepass.runtime.backend import explain
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
 
 _NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
@@ -66,8 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     report = Report()
     clock = clock_for(device)
     result = Run(device, dtype, args.quick, peers, measure_ceilings(device, clock))
-    without = {name: why for plan in plans for name, why in plan.bench.without.items()}
-    report.header(result, _ours_runs_as(plans[0], device), without, skipped)
+    report.header(result, _ours_runs_as(plans[0], device), _without(plans), skipped)
     stopped: int | None = None
     with report.ticking(sum(plan.steps() for plan in plans)) as tick:
         try:
@@ -97,7 +95,9 @@ def _finish(args: argparse.Namespace, result: Run, say: Callable[[str], None], s
     if args.json:
         record.save(result, args.json)
         say(f"rows in {args.json}")
-    if args.plot and result.cases:
+    if args.plot and not result.bound_by_memory():
+        say("no picture: none of these cases is measured against a copy")
+    elif args.plot:
         from onepass.bench.picture import draw
 
         draw(result, args.plot)
@@ -183,5 +183,13 @@ def _contender_names(pairs: list[tuple[OpBench, Case]]) -> list[str]:
 
 def _ours_runs_as(plan: runner.Plan, device: torch.device) -> str:
     case = plan.bench.tiny(plan.cases[0])
-    inputs = plan.bench.inputs(case, device, torch.Generator(device=device))
-    return explain(plan.bench.op, *inputs.tensors.values()).backend
+    return plan.bench.backend(case, plan.bench.inputs(case, device, torch.Generator(device=device)))
+
+
+def _without(plans: list[runner.Plan]) -> dict[str, str]:
+    """Which packages have nothing to compare, in which of these ops, and why."""
+    found: dict[str, list[str]] = {}
+    for plan in plans:
+        for name, why in plan.bench.without.items():
+            found.setdefault(name, []).append(why if len(plans) == 1 else f"{plan.bench.op}: {why}")
+    return {name: "; ".join(reasons) for name, reasons in found.items()}

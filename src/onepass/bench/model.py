@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Call = Callable[..., Tensor]  # takes the case's tensors in their order
+Result = Tensor | tuple[Tensor, ...]
+Call = Callable[..., Result]  # takes the case's tensors in their order
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,23 @@ class Case:
 
 @dataclass
 class Inputs:
-    """The tensors of one call, in its order, and the gradient that comes back."""
+    """The tensors of one call, in its order, and the gradients that come back."""
 
     tensors: dict[str, Tensor]  # those that require a gradient are differentiated
-    by_row: frozenset[str]  # have a row for each row of the output; the others are whole, their gradients summed over rows
-    dy: Tensor
+    by_row: frozenset[str]  # have a row for each row of the outputs; the others are whole, their gradients summed over rows
+    grads: dict[str, Tensor]  # for each output, by its name and in its order, the gradient that comes back
 
     @property
     def asked(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+    def fresh_grads(self) -> list[Tensor]:
+        """For one backward: some write their results over the gradients they are given."""
+        return [grad.clone() for grad in self.grads.values()]
+
+
+def outputs_of(result: Result) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,10 @@ class OpBench:
     contenders: Callable[[Case], list[Contender]]
     formula: Callable[[Case], Call]  # generic over types: exact in fp64, the baseline in fp32
     tiny: Callable[[Case], Case]  # the same variant, so small that only the CPU's time counts
+    backend: Callable[[Case, Inputs], str]  # which of our backends takes such a call
     without: dict[str, str] = field(default_factory=dict)  # packages with nothing to compare, and why
+    baseline: Callable[[Case], Call] | None = None  # in the case's own type: for matrix products, whose operands have it
+    reference: str | None = None  # the contender whose time the others' is set against, where a copy says nothing
 
 
 @dataclass
@@ -78,8 +90,12 @@ class Measured:
     backward_of_copy: float | None = None
     cpu_forward_us: float | None = None
     cpu_both_us: float | None = None
+    forward_graph_us: float | None = None  # the GPU's time of a call among others in a CUDA graph
+    backward_graph_us: float | None = None
+    both_of_reference: float | None = None  # forward and backward, over the same of the op's reference
     peak_mib: float | None = None
-    errors: dict[str, float] = field(default_factory=dict)  # relative RMS against fp64, of y and each gradient
+    kept_mib: float | None = None  # what forward leaves allocated beyond inputs and outputs: saved for backward
+    errors: dict[str, float] = field(default_factory=dict)  # relative RMS against fp64, of each output and gradient
     allowed: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -93,6 +109,7 @@ class CaseResult:
     case: Case
     copy: Measured  # plain copies of as many bytes as the case moves
     rows: list[Measured]
+    reference: str | None = None  # as the op's OpBench names it
 
 
 @dataclass

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ PACKAGES = {
     "Megatron-core": Package("megatron.core", "megatron-core"),
     "QuACK": Package("quack", "quack-kernels"),
     "Apex": Package("apex", "apex"),
+    "Transformer Engine": Package("transformer_engine", "transformer-engine"),
 }
 
 
@@ -52,6 +54,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """As a user with fixed shapes compiles it."""
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False)
     return wrapped
+
+
+def with_parameters(module: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A peer's module as a function of its input and of its parameters, which become those it is given."""
+    held: list[Tensor] = []
+
+    def call(x: Tensor, *parameters: Tensor) -> Any:
+        if not held or held[0] is not parameters[0]:
+            held[:] = parameters
+            for name, parameter in zip(names, parameters, strict=True):
+                setattr(module, name, parameter)
+        return module(x)
+
+    return call
 
 
 def forget_compiled() -> None:

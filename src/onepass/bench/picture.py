@@ -23,14 +23,16 @@ _CUT = (0.94, 0.97)  # where, as a part of that
 def draw(run: Run, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    lines = _lines(run.cases)
+    cases = run.bound_by_memory()
+    ops = list(dict.fromkeys(result.case.op for result in cases))
+    lines = _lines(cases)
     across = max(len(line) for line in lines)
     cell = 2.9 if across > 2 else 7.4 / across
     heights = [_ROW * (len(line[0].rows) + 1) for line in lines]
     width = _LABELS + across * (cell + _GAP) + 0.1
     height = _TOP + sum(heights) + _TITLE * len(lines) + _BOTTOM
     figure = Figure(figsize=(width, height), facecolor="white")
-    farthest = max([1.0, *(f for result in run.cases for row in (*result.rows, result.copy) for f in _fractions(row))])
+    farthest = max([1.0, *(f for result in cases for row in (*result.rows, result.copy) for f in _fractions(row))])
     limit = min(farthest, _FARTHEST) * 1.02
     top = height - _TOP
     for line, tall in zip(lines, heights, strict=True):
@@ -39,9 +41,10 @@ def draw(run: Run, path: Path) -> None:
             left = _LABELS + i * (cell + _GAP)
             axis = figure.add_axes((left / width, (top - tall) / height, cell / width, tall / height))
             _case(axis, result, limit, first=i == 0)
-        figure.text(0.2 / width, (top + 6 / 72) / height, line[0].case.variant, fontsize=11.5, weight="bold", color=_INK)
+        name = line[0].case.variant if len(ops) == 1 else f"{line[0].case.op}: {line[0].case.variant}"
+        figure.text(0.2 / width, (top + 6 / 72) / height, name, fontsize=11.5, weight="bold", color=_INK)
         top -= tall
-    _heading(figure, run, width, height, cut=farthest > limit)
+    _heading(figure, run, ", ".join(ops), width, height, cut=farthest > limit)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -106,11 +109,10 @@ def _fractions(row: Measured) -> list[float]:
     return [f for f in (row.forward_of_copy, row.backward_of_copy) if f is not None]
 
 
-def _heading(figure: Any, run: Run, width: float, height: float, cut: bool) -> None:
+def _heading(figure: Any, run: Run, ops: str, width: float, height: float, cut: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    ops = ", ".join(dict.fromkeys(result.case.op for result in run.cases))
     has, at = versions(), commit()
     made = f"onepass {has['onepass']}" + (f" at {at}" if at else "")
     small = f"{device_name(run.device)}; copy {run.ceilings.copy_gbs:,.0f} GB/s; torch {has['torch']}; {made}; {run.date[:10]}"

@@ -40,6 +40,10 @@ class Run:
         """Where ours is wrong, or raised."""
         return [result.case.name for result in self.cases for row in result.rows if row.ours and row.status != "ok"]
 
+    def bound_by_memory(self) -> list[CaseResult]:
+        """Those of whose time a copy's is a part: a picture of the rest would show nothing."""
+        return [result for result in self.cases if result.reference is None]
+
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
@@ -127,6 +131,7 @@ def _row(result: CaseResult, row: Measured) -> dict[str, Any]:
         "dtype": short(case.dtype),
         "forward_bytes": case.forward_bytes,
         "backward_bytes": case.backward_bytes,
+        "reference": result.reference,
         **_rounded_all(asdict(row)),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
@@ -18,20 +19,17 @@ from onepass.bench.options import short
 from onepass.bench.peers import PACKAGES
 from onepass.bench.record import Run, commit, device_name, versions
 
-_PEAK = 6
-_ROOMY = 92  # columns of a terminal that has room for all of them
 _WIDTH = 118  # of a log that is no terminal
 _OURS, _BEST = "bold cyan", "bold green"
-_COLUMNS = (  # title, width
-    ("", 19),
-    ("forward us", 10),
-    ("of copy", 7),
-    ("backward us", 11),
-    ("of copy", 7),
-    ("CPU us f / f+b", 14),
-    ("peak MiB", 8),
-    ("error", 7),
-)
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    cell: Callable[[Measured], str]
+    fastest: str | None = None  # green where this figure is the best
+    dispensable: int = 0  # the higher, the sooner it leaves where there is no room for all
 
 
 class Report:
@@ -98,7 +96,8 @@ class Report:
 
     def cpu_times(self, times: CpuTimes) -> None:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
-        table.title = f"[bold]{times.case.variant}: CPU time of a call[/], {_shape(times.case.shape)}, microseconds"
+        case = times.case
+        table.title = f"[dim]{case.op}[/]  [bold]{case.variant}: CPU time of a call[/], {_shape(case.shape)}, microseconds"
         table.add_column("", min_width=18)
         for title, width in (("forward", 9), ("forward + backward", 18), ("onepass against it", 18)):
             table.add_column(title, min_width=width, justify="right", no_wrap=True)
@@ -116,16 +115,16 @@ class Report:
         case = result.case
         table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
         moved = f"{_bytes(case.forward_bytes)} forward, {_bytes(case.backward_bytes)} backward"
-        table.title = f"[bold]{case.variant} {_shape(case.shape)}[/] {short(case.dtype)}  [dim]{moved}[/]"
-        hidden = self._hidden(result)
-        for i, (title, width) in enumerate(_COLUMNS):
-            if i != hidden:
-                narrow = not i and self.console.width < _ROOMY
-                table.add_column(title, min_width=0 if narrow else width, justify="right" if i else "left", no_wrap=True)
-        best = {name: _fastest(result.rows, name) for name in ("forward_ms", "backward_ms")}
+        table.title = f"[dim]{case.op}[/]  [bold]{case.variant} {_shape(case.shape)}[/] {short(case.dtype)}  [dim]{moved}[/]"
+        columns = _fitting(_columns(result), self.console.width)
+        table.add_column("", min_width=_NAME if _taken(columns) <= self.console.width else 0, no_wrap=True)
+        for column in columns:
+            table.add_column(column.title, min_width=column.width, justify="right", no_wrap=True)
+        best = {column.fastest: _fastest(result.rows, column.fastest) for column in columns if column.fastest}
         for row in (*result.rows, result.copy):
-            cells = [cell for i, cell in enumerate(self._cells(row, best)) if i != hidden]
-            table.add_row(*cells, style=_OURS if row.ours else "dim" if row is result.copy else "")
+            cells = [_styled(column.cell(row), _BEST if best.get(column.fastest or "") is row else "") for column in columns]
+            style = _OURS if row.ours else "dim" if row is result.copy else ""
+            table.add_row(self._name(row.contender, row.ours), *cells, style=style)
         verdict = against_best(result)
         with self._aside():
             self.console.print(table)
@@ -134,28 +133,69 @@ class Report:
                     self.console.print(f"  [red]{escape(row.contender)}: {escape(row.message)}[/]")
             self.console.print(f"  [dim]{verdict}[/]\n" if verdict else "")
 
-    def _hidden(self, result: CaseResult) -> int | None:
-        """The column of the peak memory, where there is none, or no room for it."""
-        known = any(row.peak_mib is not None for row in result.rows)
-        return None if known and self.console.width >= _ROOMY else _PEAK
-
-    def _cells(self, row: Measured, best: dict[str, Measured | None]) -> list[str]:
-        if row.status != "ok":
-            return [self._name(row.contender, row.ours), f"[red]{row.status}[/]", "", "", "", "", "", _error(row)]
-        marks = [_BEST if best.get(name) is row else "" for name in ("forward_ms", "backward_ms")]
-        speeds = []
-        for mark, ms, fraction in zip(
-            marks, (row.forward_ms, row.backward_ms), (row.forward_of_copy, row.backward_of_copy), strict=True
-        ):
-            speeds += [_styled(_us(ms), mark), _styled("" if fraction is None else f"{fraction:.2f}", mark)]
-        host = ""
-        if row.cpu_forward_us is not None and row.cpu_both_us is not None:
-            host = f"{row.cpu_forward_us:.0f} / {row.cpu_both_us:.0f}"
-        peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
-        return [self._name(row.contender, row.ours), *speeds, host, peak, _error(row)]
-
     def _name(self, name: str, ours: bool) -> str:
         return ("> " if ours else "  ") + escape(name)
+
+
+# ---- the columns of a case's table ----
+
+_NAME = 19  # the width of the first, which names the contender
+
+
+def _columns(result: CaseResult) -> list[_Column]:
+    """A column where anybody has its figure. Where a copy says nothing the times are set against the op's reference."""
+    found = []
+    for direction in ("forward", "backward"):
+        name = f"{direction}_ms"
+        found.append(_Column(f"{direction} us", len(direction) + 3, _time(name), name))
+        if result.reference is None:
+            found.append(_Column("of copy", 7, _number(f"{direction}_of_copy", ".2f"), name))
+    if _known(result, "both_of_reference"):
+        found.append(_Column(f"f+b vs {result.reference}", 8, _number("both_of_reference", ".3f"), "both_of_reference"))
+    if _known(result, "forward_graph_us"):
+        found.append(_Column("graph us f / b", 14, _pair("forward_graph_us", "backward_graph_us", ".1f"), dispensable=1))
+    found.append(_Column("CPU us f / f+b", 14, _pair("cpu_forward_us", "cpu_both_us", ".0f")))
+    if _known(result, "peak_mib"):
+        found.append(_Column("peak MiB", 8, _number("peak_mib", ".0f"), dispensable=2))
+        found.append(_Column("kept MiB", 8, _number("kept_mib", ".1f"), dispensable=3))
+    return [*found, _Column("error", 7, _error)]
+
+
+def _known(result: CaseResult, name: str) -> bool:
+    return any(getattr(row, name) is not None for row in result.rows)
+
+
+def _fitting(columns: list[_Column], width: int) -> list[_Column]:
+    while _taken(columns) > width and any(column.dispensable for column in columns):
+        columns = [column for column in columns if column is not max(columns, key=lambda column: column.dispensable)]
+    return columns
+
+
+def _taken(columns: list[_Column]) -> int:
+    return _NAME + 1 + sum(max(column.width, len(column.title)) + 1 for column in columns)
+
+
+def _number(name: str, digits: str) -> Callable[[Measured], str]:
+    return lambda row: "" if (value := getattr(row, name)) is None else format(value, digits)
+
+
+def _pair(first: str, second: str, digits: str) -> Callable[[Measured], str]:
+    def cell(row: Measured) -> str:
+        values = getattr(row, first), getattr(row, second)
+        return "" if None in values else " / ".join(format(value, digits) for value in values)
+
+    return cell
+
+
+def _time(name: str) -> Callable[[Measured], str]:
+    """Where there is none because the row failed, how."""
+
+    def cell(row: Measured) -> str:
+        if row.status != "ok":
+            return f"[red]{row.status}[/]" if name == "forward_ms" else ""
+        return _us(getattr(row, name))
+
+    return cell
 
 
 def against_best(result: CaseResult) -> str | None:

@@ -30,6 +30,22 @@ def load_vector(vector_ptr, columns, inside):
 
 
 @device_function
+def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
+    """A norm's weight in fp32, or 1 + it where it is kept as its distance from 1; ones where there is none."""
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        return weight + 1.0 if CENTERED else weight
+    else:
+        return tl.full(columns.shape, 1.0, tl.float32)
+
+
+@device_function
+def load_block(x_ptr, rows, columns, ROW, inside):
+    """A block of rows that lie ROW apart, in fp32, zeros outside."""
+    return tl.load(x_ptr + rows[:, None] * ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@device_function
 def load_rows(
     x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
     PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,

@@ -1,7 +1,13 @@
-"""Column sums that need no second kernel: each program sums its strip of rows, the last to arrive sums the strips."""
+"""Column sums that need no second kernel: each program sums its strip of rows, the last to arrive sum the strips.
+
+One program alone sums what belongs to its tile of columns (`arrive`, `sum_strips`). Where programs own whole rows, the last few
+to arrive share the columns between them (`join`, `share_strips`, `leave`), or all do, where all run at the same time. Those who
+wait are few enough (`some_helpers`) that there is room on the GPU for the ones they wait for.
+"""
 
 from __future__ import annotations
 
+from onepass.kernels import meeting
 from onepass.runtime.lang import device_function, tl
 
 
@@ -22,3 +28,58 @@ def sum_strips(partial_ptr, out_ptr, columns, WIDTH, inside, BLOCK_S: tl.constex
         at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
         total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
     tl.store(out_ptr + columns, tl.sum(total, 0), mask=inside)
+
+
+@device_function
+def some_helpers():
+    """How many of the programs share the last sums: at most half, so that two kernels at their ends leave each other room."""
+    return tl.maximum(1, tl.minimum(128, tl.num_programs(0) // 2))
+
+
+@device_function
+def join(arrived_ptr, helpers):
+    """After storing its partials: this program's number among the helpers (the last to arrive), once all have; else negative."""
+    programs = tl.num_programs(0)
+    tl.debug_barrier()  # all of this program's partials are written before it counts itself in
+    helper = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") - (programs - helpers)
+    if helper >= 0:
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < programs:
+            meeting.others_go_on()
+    return helper
+
+
+@device_function
+def share_strips(
+    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """This helper's share of the H columns of out, each the sum of its STRIPS partials (rows of WIDTH) in their order."""
+    if STRIPS <= 8:  # few rows: what is idle for want of strips takes columns
+        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, 8, BLOCK_S * BLOCK_H // 8)
+    else:
+        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def _share(
+    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
+        columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+        for first in range(0, STRIPS, BLOCK_S):
+            strips = first + tl.arange(0, BLOCK_S)
+            mask = (strips < STRIPS)[:, None] & (columns < H)[None, :]
+            at = partial_ptr + strips[:, None].to(tl.int64) * WIDTH + columns[None, :]
+            total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
+
+
+@device_function
+def leave(arrived_ptr, helpers):
+    """Whether this helper is the last to leave, when the two counters have been set back to zero."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel") == helpers - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+        tl.store(arrived_ptr + 1, 0)
+    return last

@@ -475,11 +475,11 @@ def bias_activation(
     chosen = choose("bias_activation", backend, _no_kernels(x, act))
     if chosen not in NATIVE:
         options = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
-        result: Tensor = run_other("bias_activation", chosen, x, bias, activation, **options)
-        return result
+        return run_other("bias_activation", chosen, x, bias, activation, **options)  # type: ignore[no-any-return]
     if chosen == "torch" or x.numel() == 0:
         formula = partial(bias_activation_reference, activation=act, clamp=clamp, linear_offset=linear_offset)
-        return run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=act.parts)
+        result: Tensor = run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=act.parts)
+        return result
     offset = float(linear_offset) if linear_offset else None
     if bias is not None:
         bias = bias.contiguous()

@@ -56,7 +56,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend} ({self.why})", f"  runs   {self.variant}"]
-        lines += [f"  {name:6} {'can run this' if reason is None else 'no: ' + reason}" for name, reason in self.reasons.items()]
+        width = max(6, *map(len, self.reasons))
+        said = {name: "can run this" if reason is None else f"no: {reason}" for name, reason in self.reasons.items()}
+        lines += [f"  {name:{width}} {what}" for name, what in said.items()]
         return "\n".join(lines)
 
 

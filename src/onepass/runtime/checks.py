@@ -33,6 +33,23 @@ def check_vector(name: str, value: Tensor, x: Tensor) -> None:
     check_device(name, value, x)
 
 
+def check_same_shape(name: str, value: Tensor, x: Tensor) -> None:
+    check_floating(name, value, optional=True)
+    if value.shape != x.shape:
+        raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, but has {tuple(value.shape)}")
+    check_device(name, value, x)
+
+
+def check_norm(x: Tensor, eps: float) -> None:
+    """There is something to take a mean of, and something to keep its root from 0."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of at least 1, but has shape {tuple(x.shape)}")
+    if type(eps) is not float:
+        check_number("eps", eps)
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"eps must be above 0, but is {eps!r}")
+
+
 def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
     """One number a row of x, with or without a last dimension of 1, on its device."""
     check_floating(name, value, optional=True)

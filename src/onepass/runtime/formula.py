@@ -8,7 +8,7 @@ It can be differentiated as often as one likes where x is kept exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor
 from onepass.runtime import saved
 from onepass.runtime.dispatch import last_derivative, needs_grad, transformed
 
-Formula = Callable[..., Tensor]  # of x, then the shared tensors, then those with something for each row
+Formula = Callable[..., Any]  # of x, then the shared tensors, then those with something for each row: a tensor or a tuple of them
 Tensors = tuple[Tensor | None, ...]
 _BLOCK = 1 << 17  # elements: about a MiB of cache with a formula's intermediates
 
 
 def run_formula(
     formula: Formula, save: str, x: Tensor, *, shared: Tensors = (), per_row: Tensors = (), parts: int = 1
-) -> Tensor:
+) -> Any:
     """formula(x, *shared, *per_row), whose rows are independent, keeping for backward its arguments only.
 
     `shared` serve every row (a bias); `per_row` have x's leading dimensions (a token's weight). x is kept as `save` says,
@@ -34,47 +34,59 @@ def run_formula(
         return _watched(formula, save, x, (*shared, *per_row), parts)
     if not needs_grad(x, *shared, *per_row):
         return _forward(formula, x, shared, per_row)
-    result: Tensor = _Formula.apply(formula, saved.describe(x, save, parts), len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
-    return result
+    return _Formula.apply(formula, saved.describe(x, save, parts), len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
 
 
 class _Formula(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, formula: Formula, stored: saved.Stored, split: int, x: Tensor, *rest: Tensor | None) -> Tensor:
+    def forward(ctx: Any, formula: Formula, stored: saved.Stored, split: int, x: Tensor, *rest: Tensor | None) -> Any:
         kept = saved.pack(x, stored)
         ctx.call = formula, split, len(kept), stored
         ctx.save_for_backward(*kept, *rest)
         return _forward(formula, x, rest[:split], rest[split:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         formula, split, parts, stored = ctx.call
         tensors = ctx.saved_tensors
         x, rest = saved.unpack(tensors[:parts], stored), tensors[parts:]
         needs = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
-            return None, None, None, *_backward(formula, dy, x, rest[:split], rest[split:], needs)
+            return None, None, None, *_backward(formula, dys, x, rest[:split], rest[split:], needs)
         if x is not tensors[0]:  # create_graph=True: this backward will itself be differentiated, but x is not the x it had
             with torch.no_grad():
-                grads = _backward(formula, dy, x, rest[:split], rest[split:], needs)
+                grads = _backward(formula, dys, x, rest[:split], rest[split:], needs)
             return last_derivative((None, None, None, *grads))  # type: ignore[no-any-return]
         asked = [t for t, need in zip((x, *rest), needs, strict=True) if need]
-        found = iter(torch.autograd.grad(formula(x, *rest), asked, dy, create_graph=True))
+        found = iter(_gradients(formula(x, *rest), asked, dys, create_graph=True))
         return None, None, None, *(next(found) if need else None for need in needs)
 
 
 # ---- over blocks of rows ----
 
 
-def _forward(formula: Formula, x: Tensor, shared: Tensors, per_row: Tensors) -> Tensor:
+def _outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _gradients(result: Any, asked: list[Tensor], dys: Iterable[Tensor], create_graph: bool = False) -> tuple[Tensor, ...]:
+    """Those of what is asked for, through the outputs that depend on it."""
+    pairs = [(y, dy) for y, dy in zip(_outputs(result), dys, strict=True) if y.requires_grad]
+    outputs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, asked, grads, create_graph=create_graph)
+
+
+def _forward(formula: Formula, x: Tensor, shared: Tensors, per_row: Tensors) -> Any:
     if _block_rows(x) is None:
         return formula(x, *shared, *per_row)
     blocks = [formula(rows, *shared, *others) for rows, *others in _blocks(x, per_row)]
+    if isinstance(blocks[0], tuple):
+        return tuple(torch.cat(each).view(*x.shape[:-1], -1) for each in zip(*blocks, strict=True))
     return torch.cat(blocks).view(*x.shape[:-1], -1)
 
 
 def _backward(
-    formula: Formula, dy: Tensor, x: Tensor, shared: Tensors, per_row: Tensors, needs: tuple[bool, ...]
+    formula: Formula, dys: tuple[Tensor, ...], x: Tensor, shared: Tensors, per_row: Tensors, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The gradients of x, shared and per_row; those of shared tensors summed in fp32 over all rows and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -82,12 +94,13 @@ def _backward(
     leaves = _leaves(shared, needs[1:split], wide)
     own: list[list[Tensor]] = [[] for _ in (x, *per_row)]
     total: list[Tensor | None] = [None if t is None else torch.zeros_like(t) for t in leaves]
-    for rows, dy_rows, *others in _blocks(x, (dy, *per_row)):
+    for rows, *others in _blocks(x, (*dys, *per_row)):
+        dy_rows, others = others[: len(dys)], others[len(dys) :]
         pieces = _leaves((rows, *others), (needs[0], *needs[split:]))
         with torch.enable_grad():
             y = formula(pieces[0], *leaves, *pieces[1:])
         asked = [t for t in (*pieces, *leaves) if t is not None and t.requires_grad]
-        grads = iter(torch.autograd.grad(y, asked, dy_rows))
+        grads = iter(_gradients(y, asked, dy_rows))
         for gathered, piece in zip(own, pieces, strict=True):
             if piece is not None and piece.requires_grad:
                 gathered.append(next(grads))
@@ -126,7 +139,7 @@ def _blocks(x: Tensor, per_row: Tensors) -> Iterator[list[Any]]:
 # ---- under a compiler or a transform ----
 
 
-def _watched(formula: Formula, save: str, x: Tensor, rest: Tensors, parts: int) -> Tensor:
+def _watched(formula: Formula, save: str, x: Tensor, rest: Tensors, parts: int) -> Any:
     if save != "fp8" or not needs_grad(x, *rest):
         return formula(x, *rest)
     kept: Tensor = _ThroughFp8.apply(x, parts)  # type: ignore[no-untyped-call]

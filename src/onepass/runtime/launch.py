@@ -46,16 +46,19 @@ class Kernel:
         order = [2 - name.endswith("_ptr") * 2 if name not in VARYING else 1 for name in names]
         assert order == sorted(order), f"{names}: tensors first, then {VARYING}, then what is bound"
 
-    def bind(self, *fixed: Any, num_warps: int = 4) -> Bound:
-        return Bound(self, fixed, num_warps)
+    def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False) -> Bound:
+        """`together`: all programs run at the same time, or the launch fails: they may wait for each other."""
+        options = {"launch_cooperative_grid": True} if together else {}
+        return Bound(self, fixed, {"num_warps": num_warps, **options})
 
 
 class Bound:
     """A kernel with all that is compiled in but types and alignment, and its plans: what was compiled for those."""
 
-    def __init__(self, kernel: Kernel, fixed: tuple[Any, ...], num_warps: int) -> None:
-        self.kernel, self.fixed, self.num_warps = kernel, fixed, num_warps
+    def __init__(self, kernel: Kernel, fixed: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.kernel, self.fixed, self.options = kernel, fixed, options
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.room: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         device = args[0].get_device()
@@ -88,8 +91,18 @@ class Bound:
             parts.append(size > _INT32_MAX)  # i64 rather than i32
         return tuple(parts), addresses
 
+    def most_at_once(self, *args: Any) -> int:
+        """How many programs of this kernel fit on the GPU at the same time: no more can be launched `together`."""
+        device = args[0].get_device()
+        if device < 0:
+            return 1 << 16  # the interpreter's: any number
+        kind, _ = self.kind(device, args)
+        if kind not in self.room:
+            self.room[kind] = _room(self.kernel.jit.warmup(*args, *self.fixed, grid=(1,), **self.options), device)
+        return self.room[kind]
+
     def first(self, kind: tuple[Any, ...], grid: Grid, args: tuple[Any, ...]) -> None:
-        compiled = self.kernel.jit[grid](*args, *self.fixed, num_warps=self.num_warps)
+        compiled = self.kernel.jit[grid](*args, *self.fixed, **self.options)
         if compiled is None or not _RUN_TRIED:
             return
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -99,6 +112,19 @@ class Bound:
             self.plans[kind] = run.launch, (function, *flags, metadata, *hooks)
         else:
             self.plans[kind] = run, (function, metadata, *hooks)
+
+
+def _room(compiled: Any, device: int) -> int:
+    """How often a GPU's registers, shared memory and threads suffice for a compiled kernel."""
+    compiled._init_handles()
+    gpu: Any = torch.cuda.get_device_properties(device)  # PyTorch's types know not all of it
+    threads = 32 * compiled.metadata.num_warps
+    most = min(
+        gpu.regs_per_multiprocessor // (ceil_div(compiled.n_regs, 8) * 8 * threads),
+        gpu.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024),  # each program's own, and the driver's
+        gpu.max_threads_per_multi_processor // threads,
+    )
+    return int(most * gpu.multi_processor_count)
 
 
 def grid_of(across: int, down: int) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -20,3 +21,12 @@ def power_of_two(n: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program of a GPU may have; elsewhere those of a Hopper GPU."""
+    if device.type != "cuda":
+        return 232448
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types know not all of it
+    return int(properties.shared_memory_per_block_optin)

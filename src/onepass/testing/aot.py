@@ -39,6 +39,8 @@ import onepass.ops
 from onepass.bench.options import short
 from onepass.kernels.activations import ACTIVATIONS
 from onepass.ops.bias_activation import bias_activation
+from onepass.ops.norm import layer_norm, rms_norm
+from onepass.ops.norm_linear import NORMS, norm_linear
 from onepass.runtime import launch
 from onepass.runtime.lang import INTERPRETED, triton
 
@@ -100,7 +102,61 @@ def _bias_activation_call(
     return Call(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
 
 
-CALLS: dict[str, Callable[[], Iterator[Call]]] = {"bias_activation": _bias_activation_calls}
+_WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
+
+
+def _norm_calls() -> Iterator[Call]:
+    """Both norms at all widths, all types and options at one width of each kernel."""
+    for norm in ("rms_norm", "layer_norm"):
+        for width in _WIDTHS:
+            yield _norm_call(norm, width)
+        for width in (128, 4096, 12288, 32768):
+            yield _norm_call(norm, width, torch.float32)
+            for option in ("residual", "memory_efficient", "no weight", "frozen x", "frozen weight"):
+                yield _norm_call(norm, width, option=option)
+            yield _norm_call(norm, width, torch.float32, "residual")
+
+
+def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
+        vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
+        residual = _meta(2048, width, dtype=dtype) if option == "residual" else None
+        function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
+        y = function(
+            x, *([] if option == "no weight" else vectors), residual=residual,
+            memory_efficient=option == "memory_efficient", backend="triton",
+        )  # fmt: skip
+        result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
+        return result
+
+    return Call(" ".join(filter(None, (norm, f"2048x{width}", option))), dtype, run)
+
+
+def _norm_linear_calls() -> Iterator[Call]:
+    """The norms' kernels are covered; here they also rebuild y."""
+    for norm in NORMS:
+        for width in (4096, 12288, 32768):
+            yield _norm_linear_call(norm, width)
+
+
+def _norm_linear_call(norm: str, width: int) -> Call:
+    dtype = torch.bfloat16
+
+    def run() -> Tensor:
+        norm_bias = _meta(width, dtype=dtype) if norm == "layer_norm" else None
+        x, norm_weight, weight = _meta(2048, width, dtype=dtype), _meta(width, dtype=dtype), _meta(64, width, dtype=dtype)
+        y: Tensor = norm_linear(x, norm_weight, weight, norm=norm, norm_bias=norm_bias, backend="triton")
+        return y
+
+    return Call(f"norm_linear {norm} 2048x{width}", dtype, run)
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    "bias_activation": _bias_activation_calls,
+    "norm": _norm_calls,
+    "norm_linear": _norm_linear_calls,
+}
 
 
 def _meta(*shape: int, dtype: torch.dtype, asked: bool = True) -> Tensor:
@@ -116,7 +172,7 @@ class Launch:
 
     kernel: launch.Kernel
     args: tuple[Any, ...]
-    num_warps: int
+    options: tuple[tuple[str, Any], ...]  # num_warps and the like
     call: Call
 
     @property
@@ -128,7 +184,7 @@ class Launch:
     def key(self) -> tuple[Any, ...]:
         """Equal where Triton would find the kernel compiled already."""
         parameters = signature(self.kernel.jit.fn).parameters.values()
-        return self.kernel, self.num_warps, *map(_specialisation, parameters, self.args)
+        return self.kernel, self.options, *map(_specialisation, parameters, self.args)
 
 
 def _specialisation(parameter: Parameter, value: Any) -> Any:
@@ -163,7 +219,7 @@ def _recorded(call: Call) -> list[Launch]:
 
     def record(bound: launch.Bound, grid: launch.Grid, *args: Any) -> None:
         types = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-        found.append(Launch(bound.kernel, (*types, *bound.fixed), bound.num_warps, call))
+        found.append(Launch(bound.kernel, (*types, *bound.fixed), tuple(bound.options.items()), call))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
@@ -238,7 +294,7 @@ def _binary(launched: Launch, arch: int) -> Any:
     jit = launched.kernel.jit
     jit.device_caches.clear()  # they remember the target of the last compilation
     mocked = (triton.runtime.jit.MockTensor(arg) if isinstance(arg, torch.dtype) else arg for arg in launched.args)
-    return jit.warmup(*mocked, grid=(1,), num_warps=launched.num_warps)
+    return jit.warmup(*mocked, grid=(1,), **dict(launched.options))
 
 
 def _usage(compiled: Any) -> tuple[int, int, int]:

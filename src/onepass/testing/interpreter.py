@@ -11,6 +11,8 @@ As Triton 3.6 ships it, the interpreter fails in silence on these counts, which 
 - `range(runtime_argument)` raises under numpy >= 2.4.
 - numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
 - Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch.
+- Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
+  (`kernels/meeting.py`), and programs that wait for what never comes raise.
 - @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
 
 Not repaired: libdevice, inline assembly, bf16 atomics, `tl.dot_scaled`; reads out of bounds pass unseen, and `tl.maximum` keeps
@@ -19,13 +21,18 @@ the NaN that a GPU drops. A program costs about the same whatever its block size
 
 from __future__ import annotations
 
+import inspect
+import threading
 import types
 import warnings
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from onepass.kernels import meeting
 from onepass.runtime.lang import INTERPRETED, tl, triton
 
 if triton is None:
@@ -141,9 +148,103 @@ _stock_launch = interpreter.GridExecutor.__call__
 
 
 def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
-        _stock_launch(self, *args, **kwargs)
+    function = self.fn
+    self.fn = _Launched(function)
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
+            _stock_launch(self, *args, **kwargs)
+    finally:
+        self.fn = function
+
+
+# ---- programs that wait for each other ----
+
+_running: Any = None  # the program that has the turn
+
+
+class _Launched:
+    """Stands for a kernel's function: gathers the programs of a launch, and with the last of them runs all, turn by turn."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.programs = function, []  # type: ignore[var-annotated]
+        self.__name__, self.__signature__ = function.__name__, inspect.signature(function)  # Triton looks at both
+
+    def __call__(self, **arguments: Any) -> None:
+        builder = interpreter.interpreter_builder
+        self.programs.append(_Program(self.function, arguments, builder.grid_idx))
+        if builder.grid_idx == tuple(size - 1 for size in builder.grid_dim):
+            _take_turns(self.programs)
+
+
+class _Program:
+    """A program in a thread of its own, which runs only while it has the turn."""
+
+    def __init__(self, function: Any, arguments: dict[str, Any], place: tuple[int, ...]) -> None:
+        self.function, self.arguments, self.place = function, arguments, place
+        self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.failure: BaseException | None = None
+        self.given_up = False
+        self.thread: threading.Thread | None = None
+
+    def go_on(self) -> bool:
+        """Give it the turn until it ends or waits; whether it has ended."""
+        global _running
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+        _running = self
+        interpreter.interpreter_builder.grid_idx = self.place
+        self.turn.release()
+        self.back.acquire()
+        return self.function is None
+
+    def _run(self) -> None:
+        self.turn.acquire()
+        try:
+            with np.errstate(all="ignore"):  # numpy's is each thread's own
+                self.function(**self.arguments)
+        except BaseException as failure:
+            self.failure = failure
+        self.function = None
+        self.back.release()
+
+    def wait(self) -> None:
+        self.back.release()
+        self.turn.acquire()
+        if self.given_up:
+            raise SystemExit
+
+
+def _take_turns(programs: list[_Program]) -> None:
+    waiting, in_vain = deque(programs), 0
+    while waiting:
+        program = waiting.popleft()
+        ended = program.go_on()
+        if program.failure is not None:
+            _give_up(waiting)
+            raise program.failure
+        if not ended:
+            waiting.append(program)
+        in_vain = 0 if ended else in_vain + 1
+        if in_vain > _PATIENCE * (len(waiting) + 1):
+            _give_up(waiting)
+            raise RuntimeError(f"{len(waiting)} programs wait for each other, or for what never comes")
+
+
+_PATIENCE = 200  # turns around all waiting programs in which none ended: each that is served goes on to its next wait
+
+
+def _give_up(waiting: Iterable[_Program]) -> None:
+    for program in waiting:
+        program.given_up = True
+        if program.thread is not None:
+            program.turn.release()
+
+
+def _others_go_on() -> int:
+    _running.wait()
+    return 0
 
 
 class _NoDriver:
@@ -171,6 +272,7 @@ def _repair() -> None:
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
         interpreter._patch_lang = _patch_once
     interpreter.GridExecutor.__call__ = _launch_quietly
+    meeting.others_go_on = _others_go_on
     if not torch.cuda.is_available():
         triton.runtime.driver.set_active(_NoDriver())
 

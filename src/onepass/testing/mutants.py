@@ -26,6 +26,7 @@ from onepass.runtime import dispatch
 
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
+_MEETING = "onepass.kernels.meeting"
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
@@ -74,7 +75,10 @@ def mutate(module: ModuleType, old: str, new: str, *, room: ModuleType | None = 
     finder = _Substitutes(files)
     sys.meta_path.insert(0, finder)
     try:
-        return importlib.import_module((room or module).__name__)
+        copy = importlib.import_module((room or module).__name__)
+        if _MEETING in sys.modules and _MEETING in real:  # how the interpreter's programs wait is not the mutant's affair
+            vars(sys.modules[_MEETING])["others_go_on"] = vars(real[_MEETING])["others_go_on"]
+        return copy
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if _ours(name)]:

@@ -1,0 +1,154 @@
+"""norm_linear against the two calls it replaces: a norm, and the matrix product that follows.
+
+Time      is the products', so a copy says nothing: forward and backward are set against those of `separate`, which is our norm
+          and then F.linear. What is to be won is memory: the norm's output is not kept (see what is kept and the peak).
+Bytes     forward reads x and the weight and writes y; backward reads dy, x and the weight, and writes dx and dweight.
+Asked for the gradients of x, the norm's weight (and bias) and the product's weight.
+Peers     eager and torch.compile: F.rms_norm or F.layer_norm, then F.linear.
+          Transformer Engine: its LayerNormLinear, given the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.peers import compiled, imported, with_parameters
+from onepass.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from onepass.ops.norm_linear import norm_linear, norm_linear_reference
+from onepass.runtime.backend import explain
+
+OP = "norm_linear"
+_EPS = 1e-5
+_FULL = [("rms", 16384, 4096, 6144), ("rms", 16384, 4096, 28672), ("layer", 16384, 4096, 6144)]
+_SMALL = [("rms", 2048, 4096, 6144), ("layer", 2048, 4096, 6144)]
+_CPU = [("rms", 256, 512, 768), ("layer", 256, 512, 768)]  # many a CPU multiplies bf16 at 1 GFLOP/s
+_CPU_SMALL = [("rms", 128, 128, 192)]
+
+
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+    x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
+    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
+    return [_case(*shape, dtype) for shape in shapes]
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, 64, 128, 128, case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    tokens, inner, outer = case.shape
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
+
+    tensors = {"x": random(tokens, inner).requires_grad_(), "norm_weight": Parameter(random(inner))}
+    tensors["weight"] = Parameter(random(outer, inner).mul_(inner**-0.5))
+    if case.variant == "layer":
+        tensors["norm_bias"] = Parameter(random(inner))
+    return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)})
+
+
+def _options(case: Case) -> dict[str, Any]:
+    return {"norm": f"{case.variant}_norm", "eps": _EPS}
+
+
+def _formula(case: Case) -> Call:
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
+        return norm_linear_reference(x, norm_weight, weight, None, norm_bias, zero_centered_gamma=False, **_options(case))
+
+    return call
+
+
+def _baseline(case: Case) -> Call:
+    """The norm in fp32, rounded once, and products of what is stored."""
+    formula: Callable[..., Any] = rms_norm_reference if case.variant == "rms" else layer_norm_reference
+    norm = partial(formula, residual=None, eps=_EPS, zero_centered_gamma=False)
+
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
+        y = norm(x.float(), norm_weight.float(), *(bias.float() for bias in norm_bias))
+        return F.linear(y.to(x.dtype), weight)
+
+    return call
+
+
+# ---- ours, and as people write it ----
+
+
+def _ours(case: Case) -> Call:
+    options = _options(case)
+
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
+        result: Result = norm_linear(x, norm_weight, weight, norm_bias=norm_bias, **options)
+        return result
+
+    return call
+
+
+def _separate(case: Case) -> Call:
+    function: Callable[..., Any] = rms_norm if case.variant == "rms" else layer_norm
+
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
+        return F.linear(function(x, norm_weight, *norm_bias, _EPS), weight)
+
+    return call
+
+
+def _eager(case: Case) -> Call:
+    function: Callable[..., Any] = F.rms_norm if case.variant == "rms" else F.layer_norm
+    inner = case.shape[1:2]
+
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
+        return F.linear(function(x, inner, norm_weight, *norm_bias, _EPS), weight)
+
+    return call
+
+
+def _compiled(case: Case) -> Call:
+    return compiled(_eager(case))
+
+
+# ---- a peer's own module ----
+
+
+def _transformer_engine(case: Case) -> Call:
+    _, inner, outer = case.shape
+    kind = "RMSNorm" if case.variant == "rms" else "LayerNorm"
+    make = imported("transformer_engine.pytorch", "LayerNormLinear")
+    module = make(inner, outer, eps=_EPS, normalization=kind, bias=False, params_dtype=case.dtype)
+    names = ("layer_norm_weight", "weight") + (("layer_norm_bias",) if case.variant == "layer" else ())
+    return with_parameters(module, names)
+
+
+def _contenders(case: Case) -> list[Contender]:
+    return [
+        Contender("onepass", _ours, ours=True),
+        Contender("separate", _separate),
+        Contender("eager", _eager),
+        Contender("torch.compile", _compiled, compiles=True),
+        Contender("Transformer Engine", _transformer_engine, "Transformer Engine"),
+    ]
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    x, norm_weight, weight = (inputs.tensors[name] for name in ("x", "norm_weight", "weight"))
+    return explain(OP, x, norm_weight, weight, norm_bias=inputs.tensors.get("norm_bias"), **_options(case)).backend
+
+
+_APART = "has no norm with the product that follows"
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={"Liger": _APART, "QuACK": _APART, "Apex": _APART, "Megatron-core": "takes its own from Transformer Engine"},
+    baseline=_baseline, reference="separate",
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Where onepass meets other packages. Nothing of theirs is imported before it is used."""

@@ -1,0 +1,267 @@
+"""rms_norm and layer_norm by Liger's, Apex's and Transformer Engine's kernels, where those are installed: backends to be named.
+
+Written for Liger 0.8, Apex's master of 2025 and Transformer Engine 2. What a package's kernels can't do as our ops mean it is
+refused with the reason; none of them is ever taken unless it is named. What stays their own:
+  Liger               asked for fp32 arithmetic (its "gemma") and to leave the incoming gradient alone (its default writes it);
+                      a derivative of its gradients is lost in silence
+  Apex                rounds the normalised value to y's type before it multiplies by the weight
+  Transformer Engine  its own kernels or cuDNN's, as its environment variables say
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.norm import layer_norm, rms_norm
+from onepass.runtime.backend import Reason, register_backend
+from onepass.runtime.dispatch import once
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LIGER_WIDEST = 65536
+_APEX_MOST = 2**31 - 1  # its kernels count elements in 32 bits
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """A call of either op, by what it is given."""
+
+    layer: bool
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    residual: Tensor | None
+    centered: bool
+    memory_efficient: bool
+
+
+@dataclass(frozen=True)
+class Package:
+    """Somebody else's norms. `refuses` says why its kernels can't do a call that is on a GPU, or None."""
+
+    name: str  # the backend's
+    title: str
+    modules: tuple[str, ...]  # that must be there, top-level ones: looking for those imports nothing
+    install: str
+    refuses: Callable[[NormCall], Reason]
+    run: Callable[[NormCall], Any]
+
+
+def _rms_call(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+) -> NormCall:  # fmt: skip
+    return NormCall(False, x, weight, None, float(eps), residual, zero_centered_gamma, memory_efficient)
+
+
+def _layer_call(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+) -> NormCall:  # fmt: skip
+    return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient)
+
+
+# ---- what holds for each of them ----
+
+
+def _unsupported(package: Package, make: Callable[..., NormCall], *args: Any, **options: Any) -> Reason:
+    call = make(*args, **options)
+    missing = next((module for module in package.modules if not _installed(module)), None)
+    if missing is not None:
+        return f"{package.title} is not installed: there is no module {missing} ({package.install})"
+    if not _on_gpu(call.x):
+        return f"x is on {call.x.device.type}, and {package.title} needs a CUDA device"
+    if call.x.dtype not in _TYPES:
+        return f"x is {call.x.dtype}"
+    if type(call.x) is not Tensor and type(call.x).__name__ == "DTensor":
+        return "x is a DTensor, for which these kernels have no sharding rule"
+    if call.x.numel() == 0:
+        return "x has no rows"
+    if call.memory_efficient:
+        return f"memory_efficient keeps no statistics, and {package.title} keeps them"
+    return package.refuses(call)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # it is half there
+        return False
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _run(package: Package, make: Callable[..., NormCall], *args: Any, **options: Any) -> Any:
+    call = make(*args, **options)
+    with torch.cuda.device_of(call.x):  # some of them launch on the device that is current
+        return package.run(call)
+
+
+def _parameters(call: NormCall) -> list[tuple[str, Tensor]]:
+    given = ("weight", call.weight), ("bias", call.bias)
+    return [(name, tensor) for name, tensor in given if tensor is not None]
+
+
+def _mixed_types(call: NormCall, title: str) -> Reason:
+    for name, tensor in _parameters(call):
+        if tensor.dtype != call.x.dtype:
+            return f"{name} is {tensor.dtype} and x {call.x.dtype}, and {title} takes one type"
+    return None
+
+
+# ---- Liger ----
+
+
+def _liger_refuses(call: NormCall) -> Reason:
+    for name, tensor in _parameters(call):
+        if tensor.dtype not in _TYPES:
+            return f"{name} is {tensor.dtype}"
+    if call.x.shape[-1] > _LIGER_WIDEST:
+        return f"rows of {call.x.shape[-1]} are longer than Liger's {_LIGER_WIDEST}"
+    return _liger_layer_refuses(call) if call.layer else _liger_rms_refuses(call)
+
+
+def _liger_layer_refuses(call: NormCall) -> Reason:
+    if call.weight is None or call.bias is None:
+        return "Liger's layer norm needs a weight and a bias"
+    if call.centered:
+        return "Liger's layer norm has no zero_centered_gamma"
+    return "Liger's layer norm takes no residual" if call.residual is not None else None
+
+
+def _liger_rms_refuses(call: NormCall) -> Reason:
+    if call.residual is None:
+        return None
+    if call.weight is None:
+        return "Liger's norm with a residual needs a weight"
+    if call.residual.dtype != call.x.dtype:  # it would take the norm of the sum before it is rounded
+        return f"residual is {call.residual.dtype} and x {call.x.dtype}, and Liger takes one type"
+    return None
+
+
+def _liger(call: NormCall) -> Any:
+    offset, in_place = float(call.centered), False
+    if call.layer:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return LigerLayerNormFunction.apply(call.x, call.weight, call.bias, call.eps)
+    if call.residual is not None:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+        return LigerFusedAddRMSNormFunction.apply(call.x, call.residual, call.weight, call.eps, offset, "gemma", in_place)
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(call.x, call.weight, call.eps, offset, "gemma", in_place)
+
+
+# ---- Apex ----
+
+
+def _apex_refuses(call: NormCall) -> Reason:
+    if call.residual is not None:
+        return "Apex takes no residual"
+    if call.centered:
+        return "Apex has no zero_centered_gamma"
+    if call.layer and (call.weight is None) != (call.bias is None):
+        return "Apex's layer norm needs weight and bias, or neither"
+    if call.x.numel() > _APEX_MOST:
+        return f"x has {call.x.numel()} elements, and Apex counts to {_APEX_MOST}"
+    return _mixed_types(call, "Apex")  # it has a function for mixed types, whose y has the weight's
+
+
+def _apex(call: NormCall) -> Any:
+    from apex.normalization import fused_layer_norm as apex
+
+    shape = (call.x.shape[-1],)
+    with torch.autocast("cuda", enabled=False):  # it would round x and the weights, which our ops never do
+        if call.layer and call.weight is not None:
+            return apex.fused_layer_norm_affine(call.x, call.weight, call.bias, shape, call.eps)
+        if call.layer:
+            return apex.fused_layer_norm(call.x, shape, call.eps)
+        if call.weight is not None:
+            return apex.fused_rms_norm_affine(call.x, call.weight, shape, call.eps)
+        return apex.fused_rms_norm(call.x, shape, call.eps)
+
+
+# ---- Transformer Engine: the functions that its modules call, as the modules own their parameters ----
+
+
+def _te_refuses(call: NormCall) -> Reason:
+    if call.residual is not None:
+        return "Transformer Engine takes no residual"
+    if call.weight is None or (call.layer and call.bias is None):
+        return f"Transformer Engine needs a weight{' and a bias' if call.layer else ''}"
+    return _mixed_types(call, "Transformer Engine")
+
+
+class _TENorm(torch.autograd.Function):
+    """x has two dimensions here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+        tex, types = _te()
+        x, weight = x.contiguous(), weight.contiguous()
+        end = eps, None, None, types[x.dtype], 0, centered  # no output given, no quantizer, all multiprocessors
+        if bias is None:
+            y, mean, rstd = tex.rmsnorm_fwd(x, weight, *end)
+        else:
+            y, mean, rstd = tex.layernorm_fwd(x, weight, bias.contiguous(), *end)
+        ctx.layer, ctx.centered = bias is not None, centered
+        ctx.save_for_backward(x, weight, mean, rstd)
+        done: Tensor = y
+        return done
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        tex, _ = _te()
+        x, weight, mean, rstd = ctx.saved_tensors
+        dy, dbias = dy.contiguous(), None
+        if ctx.layer:
+            dx, dweight, dbias = tex.layernorm_bwd(dy, x, mean, rstd, weight, 0, ctx.centered)
+        else:
+            dx, dweight = tex.rmsnorm_bwd(dy, x, rstd, weight, 0, ctx.centered)
+        return dx, dweight, dbias, None, None
+
+
+def _te() -> tuple[Any, Any]:
+    """Its compiled functions, which there are once its Python is imported, and its names of types."""
+    from transformer_engine.pytorch.constants import TE_DType
+
+    return importlib.import_module("transformer_engine_torch"), TE_DType
+
+
+def _transformer_engine(call: NormCall) -> Any:
+    y: Tensor = _TENorm.apply(  # type: ignore[no-untyped-call]
+        call.x.reshape(-1, call.x.shape[-1]), call.weight, call.bias, call.eps, call.centered
+    )
+    return y.view(call.x.shape)
+
+
+PACKAGES = (
+    Package("liger", "Liger", ("liger_kernel",), "pip install liger-kernel", _liger_refuses, _liger),
+    Package(
+        "apex", "Apex", ("apex", "fused_layer_norm_cuda"),
+        "build github.com/NVIDIA/apex with its CUDA extensions; the apex of PyPI is something else", _apex_refuses, _apex,
+    ),
+    Package(
+        "transformer_engine", "Transformer Engine", ("transformer_engine",),
+        "pip install 'transformer-engine[pytorch]'", _te_refuses, _transformer_engine,
+    ),
+)  # fmt: skip
+
+
+def register() -> None:
+    """Make them known to rms_norm, layer_norm and `explain`: called once, when onepass is imported."""
+    for package in PACKAGES:
+        for op, make in ((rms_norm, _rms_call), (layer_norm, _layer_call)):
+            register_backend(op.__name__, package.name, partial(_run, package, make), partial(_unsupported, package, make))

@@ -1,0 +1,125 @@
+"""Both norms' kernels as their ops call them: as registered ops where somebody watches, directly where nobody does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.kernels import norm_backward as backward
+from onepass.kernels import norm_forward as forward
+from onepass.runtime.dispatch import registered, transformed, watched
+from onepass.runtime.lang import no_triton
+
+WIDEST = 262144
+
+Maybe = Tensor | None
+
+
+def norm_forward(
+    x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, layer: bool, centered: bool, keep: bool
+) -> tuple[Tensor, Maybe, Maybe, Maybe]:
+    """y, and h where there is a residual, and the rows' mean (of LayerNorm) and 1 / deviation where they are to be kept."""
+    if not watched(x, residual, weight, bias):
+        return forward.norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
+    y, h, mean, rstd = _forward_op(x, residual, weight, bias, eps, layer, centered, keep)
+    return y, h if residual is not None else None, mean if keep and layer else None, rstd if keep else None
+
+
+def norm_backward(
+    dy: Tensor, dh: Maybe, x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: Maybe,
+    eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
+    rebuild: bool = False, into_dy: bool = False,
+) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
+    """dx (of x and of the residual alike), dweight, dbias; and y again where `rebuild` asks for it. dx may take dy's place."""
+    call = dy, dh, x, weight, bias, mean, rstd, eps, layer, centered, need_dx, need_dweight, need_dbias, dx_type, rebuild
+    if not watched(dy, dh, x, weight, bias):
+        return backward.norm_backward(*call, into_dy=into_dy)
+    found = _backward_op(*call)
+    needs = need_dx, need_dweight, need_dbias, rebuild
+    dx, dweight, dbias, y = (t if need else None for t, need in zip(found, needs, strict=True))
+    return dx, dweight, dbias, y
+
+
+# ---- registered: opaque to the compiler, visible to checkpointing; they return tensors only, empty ones for what there is not
+
+
+def _forward_all(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(t if t is not None else x.new_empty(0) for t in forward.norm_forward(x, *args))
+
+
+def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    found = backward.norm_backward(dy, *args, keep_scratch=False)  # graphs want to own what they allocate
+    return tuple(t if t is not None else dy.new_empty(0) for t in found)
+
+
+def _forward_fake(
+    x: Tensor, residual: Maybe, weight: Any, bias: Any, eps: float, layer: bool, centered: bool, keep: bool
+) -> tuple[Tensor, ...]:
+    rows = x.numel() // x.shape[-1]
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0 if residual is None else x.shape),
+        x.new_empty(rows, dtype=torch.float32) if keep and layer else x.new_empty(0),
+        x.new_empty(rows, dtype=torch.float32) if keep else x.new_empty(0),
+    )
+
+
+def _backward_fake(dy: Tensor, dh: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
+    need_dx, need_dweight, need_dbias, dx_type, rebuild = rest[-5:]
+    return (
+        dy.new_empty(x.shape, dtype=dx_type) if need_dx else dy.new_empty(0),
+        weight.new_empty(weight.shape) if need_dweight else dy.new_empty(0),
+        bias.new_empty(bias.shape) if need_dbias else dy.new_empty(0),
+        x.new_empty(x.shape) if rebuild else dy.new_empty(0),
+    )
+
+
+_forward_op = registered(
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool layer, bool centered, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _forward_all,
+    _forward_fake,
+)
+_backward_op = registered(
+    "norm_backward(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, float eps, "
+    "bool layer, bool centered, bool need_dx, bool need_dweight, bool need_dbias, ScalarType dx_type, bool rebuild) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_all,
+    _backward_fake,
+)
+
+
+# ---- what can be said of a call ----
+
+
+def norm_unsupported(x: Tensor) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"x is {x.dtype}"
+    if x.shape[-1] > WIDEST:
+        return f"rows of {x.shape[-1]} are longer than {WIDEST}"
+    if transformed():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
+    return no_triton(x)
+
+
+def norm_variant(x: Tensor, layer: bool, residual: bool, memory_efficient: bool) -> str:
+    """Which kernels a call runs, and their tiles."""
+    H = x.shape[-1]
+    if not x.numel():
+        return "the PyTorch formula, as there is nothing to do"
+    ahead = forward.forward_tiles(H, layer, x.dtype is torch.float32)
+    back = backward.tiles_for(x, layer, 3 if residual else 2)
+    if ahead.short:
+        said = f"forward with {ahead.block_m} rows a program, in registers"
+    else:
+        said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
+    if back.shared:
+        said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
+    else:
+        said += f"; backward with {back.block_m} rows at a time a program, in registers"
+        said += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
+    said += f", {back.resident} programs a multiprocessor, {back.stages - 1} rows on their way"
+    return f"{said}; " + ("keeps x only" if memory_efficient else "keeps x and its rows' statistics")

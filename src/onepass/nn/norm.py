@@ -1,0 +1,215 @@
+"""LayerNorm and RMSNorm: torch's modules with our kernels, and with a residual where one is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.ops.norm import layer_norm, rms_norm
+from onepass.runtime.checks import check_number
+
+
+def checked_eps(eps: float) -> float:
+    check_number("eps", eps)
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps must be above 0, but is {eps!r}")
+    return eps
+
+
+class MarkedParameters(nn.Module):
+    """A module whose norm parameters carry `sequence_parallel`, as Megatron marks them.
+
+    `onepass.parallel.reduce_sequence_parallel_grads` finds them by it. Leaving the meta device, being copied and a state dict
+    that is assigned make new parameters, which are marked again.
+    """
+
+    sequence_parallel: bool
+    _marked: tuple[str, ...]  # the parameters' names
+
+    def mark_parameters(self) -> None:
+        for name in self._marked:
+            parameter = getattr(self, name)
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.mark_parameters()
+        return applied
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.mark_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark_parameters()
+
+
+class _Norm(MarkedParameters):
+    """What both norms hold: the options, and a weight."""
+
+    weight: nn.Parameter | None
+    eps: float | None
+    _marked: tuple[str, ...] = ("weight",)
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None,
+        elementwise_affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        memory_efficient: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        if zero_centered_gamma and not elementwise_affine:
+            raise ValueError("zero_centered_gamma says how weight is kept, but elementwise_affine=False leaves none")
+        self.normalized_shape = (_one_size(normalized_shape),)
+        self.eps = None if eps is None else checked_eps(eps)
+        self.elementwise_affine = elementwise_affine
+        self.zero_centered_gamma, self.memory_efficient = zero_centered_gamma, memory_efficient
+        self.sequence_parallel = sequence_parallel
+        weight = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def _check(self, x: Tensor) -> None:
+        """With a weight the op itself sees a wrong size."""
+        if self.weight is None and x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"x's last dimension must be {self.normalized_shape[0]}, but x has shape {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        said = [f"{self.normalized_shape}", f"eps={self.eps}", f"elementwise_affine={self.elementwise_affine}"]
+        options = ("zero_centered_gamma", "memory_efficient", "sequence_parallel")
+        return ", ".join(said + [f"{name}=True" for name in options if getattr(self, name)])
+
+
+class LayerNorm(_Norm):
+    """torch.nn.LayerNorm over the last dimension, by `onepass.layer_norm`: the same arguments and the same state dict.
+
+    Args:
+        normalized_shape: the size of x's last dimension, as a number or as a shape of one.
+        eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
+        zero_centered_gamma: keep weight as its distance from 1: it starts at 0. A state dict means what its module says it means.
+        memory_efficient: as in `onepass.layer_norm`.
+        sequence_parallel: mark the parameters as Megatron does: their gradients are parts, to be summed over the ranks of a
+            sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
+    """
+
+    bias: nn.Parameter | None
+    eps: float
+    _marked = ("weight", "bias")
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        memory_efficient: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        options = zero_centered_gamma, memory_efficient, sequence_parallel
+        super().__init__(normalized_shape, checked_eps(eps), elementwise_affine, device, dtype, *options)
+        start = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine and bias else None
+        self.register_parameter("bias", None if start is None else nn.Parameter(start))
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """The norm of x; with a residual (y, h), where h is x + residual and y the norm of that."""
+        self._check(x)
+        return layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            zero_centered_gamma=self.zero_centered_gamma,
+            memory_efficient=self.memory_efficient,
+        )
+
+    def extra_repr(self) -> str:
+        without = self.elementwise_affine and self.bias is None
+        return super().extra_repr() + (", bias=False" if without else "")
+
+
+class RMSNorm(_Norm):
+    """torch.nn.RMSNorm over the last dimension, by `onepass.rms_norm`: the same state dict, and the same arguments but for eps.
+
+    Args:
+        normalized_shape: the size of x's last dimension, as a number or as a shape of one.
+        eps: 1e-6 where it isn't given; None is torch's default: the machine epsilon of the type of the arithmetic, so of fp32
+            unless x is fp64.
+        elementwise_affine, device, dtype: as torch.nn.RMSNorm has them.
+        zero_centered_gamma: keep weight as its distance from 1: it starts at 0. A state dict means what its module says it means.
+        memory_efficient: as in `onepass.rms_norm`.
+        sequence_parallel: mark weight as Megatron does: its gradient is a part, to be summed over the ranks of a sequence
+            (`onepass.parallel.reduce_sequence_parallel_grads`).
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-6,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        memory_efficient: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        options = zero_centered_gamma, memory_efficient, sequence_parallel
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *options)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """The norm of x; with a residual (y, h), where h is x + residual and y the norm of that."""
+        self._check(x)
+        return rms_norm(
+            x,
+            self.weight,
+            _machine_epsilon(x) if self.eps is None else self.eps,
+            residual=residual,
+            zero_centered_gamma=self.zero_centered_gamma,
+            memory_efficient=self.memory_efficient,
+        )
+
+
+def _machine_epsilon(x: Tensor) -> float:
+    return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+
+
+def _one_size(shape: int | Sequence[int]) -> int:
+    sizes = [shape] if isinstance(shape, Integral) else list(shape) if isinstance(shape, Sequence) else []
+    if len(sizes) > 1:
+        raise ValueError(f"normalized_shape must be one size, the last dimension's, but is {shape!r}: flatten x's others into it")
+    if len(sizes) != 1 or not is_size(sizes[0]):
+        raise ValueError(f"normalized_shape must be a size of at least 1, but is {shape!r}")
+    return int(sizes[0])
+
+
+def is_size(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1

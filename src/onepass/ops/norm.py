@@ -1,0 +1,249 @@
+"""norm: layer_norm and rms_norm, alone or after adding a residual.
+
+Formula  h = x + residual, rounded to x's type (without a residual h is x);
+         RMSNorm: y = h / sqrt(mean(h^2) + eps) * weight;  LayerNorm: the same of h - mean(h), and + bias.
+         zero_centered_gamma: weight + 1 in the place of weight. fp32 all the way, y rounded once, where it is stored.
+Shapes   x and residual [..., H], weight and bias [H]; y and h are x's shape and type. M rows, H up to 262144.
+Saves    h, weight and for each row 1 / deviation (and the mean) in fp32; with memory_efficient not even these.
+Bytes    forward reads x and writes y, with a residual reads x and residual and writes h and y; backward reads dy and h (and
+         h's own gradient) and writes dx, which is the residual's gradient too. dweight and dbias in the same pass.
+Kernels  kernels/norm.py and what it names: norm_linear shares them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.norm import norm_backward, norm_forward, norm_unsupported, norm_variant
+from onepass.kernels.norm_formula import add_rounded, norm_formula
+from onepass.runtime.backend import NATIVE, choose, register_op, run_other
+from onepass.runtime.checks import check_floating, check_norm, check_same_shape, check_vector
+from onepass.runtime.dispatch import bare_apply, needs_grad, once
+from onepass.runtime.formula import run_formula
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
+    stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The formula, for every type: y, or (y, h). `stored` is the type that h is rounded to, x's own unless said otherwise."""
+    return _reference(x, weight, None, residual, layer=False, eps=eps, centered=zero_centered_gamma, stored=stored)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+    stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The formula, for every type: y, or (y, h). `stored` is the type that h is rounded to, x's own unless said otherwise."""
+    return _reference(x, weight, bias, residual, layer=True, eps=eps, centered=zero_centered_gamma, stored=stored)
+
+
+def _reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    *, layer: bool, eps: float, centered: bool, stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    h = x if residual is None else add_rounded(x, residual, stored or x.dtype)
+    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
+    return y if residual is None else (y, h.to(x.dtype))
+
+
+# ---- autograd ----
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        eps: float, layer: bool, centered: bool, keep: bool,
+    ) -> Any:  # fmt: skip
+        y, h, mean, rstd = norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
+        ctx.call = eps, layer, centered, x.dtype, None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)  # y or h may have been used alone
+        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
+        return y if residual is None else (y, h)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        eps, layer, centered, x_type, residual_type = ctx.call
+        need_x, need_residual, need_dweight, need_dbias = ctx.needs_input_grad[:4]
+        if dy is None:
+            dx, dweight, dbias = dh, None, None
+        else:
+            dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
+            needs = need_x or need_residual, need_dweight, need_dbias
+            dx, dweight, dbias, _ = norm_backward(dy, dh, x, weight, bias, mean, rstd, eps, layer, centered, *needs, dx_type)
+        return (
+            dx.to(x_type) if need_x and dx is not None else None,
+            dx.to(residual_type) if need_residual and dx is not None else None,
+            dweight, dbias, None, None, None, None,
+        )  # fmt: skip
+
+
+_apply = bare_apply(_Norm)
+
+
+# ---- the public face: say what is wrong, choose who does it, return ----
+
+
+def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    return norm_unsupported(x)
+
+
+def _rms_variant(
+    x: Tensor, weight: Any = None, eps: float = 1e-6, *, residual: Tensor | None = None, memory_efficient: bool = False, **_: Any
+) -> str:
+    return norm_variant(x, False, residual is not None, memory_efficient)
+
+
+def _layer_variant(
+    x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    *, residual: Tensor | None = None, memory_efficient: bool = False, **_: Any,
+) -> str:  # fmt: skip
+    return norm_variant(x, True, residual is not None, memory_efficient)
+
+
+def _check_rms(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+) -> None:  # fmt: skip
+    _check_layer(x, weight, None, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+
+
+def _check_layer(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+) -> None:  # fmt: skip
+    check_floating("x", x)
+    check_norm(x, eps)
+    if weight is not None:
+        check_vector("weight", weight, x)
+    elif zero_centered_gamma:
+        raise ValueError("zero_centered_gamma says how weight is kept, but there is no weight")
+    if bias is not None:
+        check_vector("bias", bias, x)
+    if residual is not None:
+        check_same_shape("residual", residual, x)
+
+
+def _norm(
+    name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float, layer: bool, centered: bool, keep: bool, backend: str | None,
+) -> Any:  # fmt: skip
+    chosen = choose(name, backend, norm_unsupported(x))
+    if chosen not in NATIVE:
+        options = {"residual": residual, "zero_centered_gamma": centered, "memory_efficient": not keep}
+        return run_other(name, chosen, x, weight, *((bias,) if layer else ()), eps, **options)
+    eps = float(eps)
+    if chosen == "torch" or x.numel() == 0:
+        formula = partial(_formula, layer=layer, eps=eps, centered=centered)
+        return run_formula(formula, "input", x, shared=(weight, bias), per_row=(residual,))
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if not needs_grad(x, residual, weight, bias):
+        y, h, _, _ = norm_forward(x, residual, weight, bias, eps, layer, centered, False)
+        return y if residual is None else (y, h)
+    return _apply(x, residual, weight, bias, eps, layer, centered, keep)
+
+
+def _formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, **options: Any) -> Any:
+    return _reference(x, weight, bias, residual, **options)
+
+
+# What comes back depends on whether there is a residual: type checkers are told.
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """RMSNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
+
+    Args:
+        x: ``[..., H]``, H from 1 to 262144 on a GPU.
+        weight: ``[H]``, of any floating-point type, or None.
+        eps: added to the mean of the squares; above 0.
+        residual: of x's shape: added to x before.
+        zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
+        memory_efficient: keep no statistics for backward, which computes them again; the gradients are the same.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+    """
+    _check_rms(x, weight, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+    return _norm("rms_norm", x, residual, weight, None, eps, False, zero_centered_gamma, not memory_efficient, backend)
+
+
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """LayerNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
+
+    Args:
+        x: ``[..., H]``, H from 1 to 262144 on a GPU.
+        weight, bias: ``[H]``, of any floating-point type, or None.
+        eps: added to the variance; above 0.
+        residual: of x's shape: added to x before.
+        zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
+        memory_efficient: keep no statistics for backward, which computes them again; the gradients are the same.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+    """
+    _check_layer(x, weight, bias, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+    return _norm("layer_norm", x, residual, weight, bias, eps, True, zero_centered_gamma, not memory_efficient, backend)
+
+
+register_op(rms_norm, _check_rms, unsupported, _rms_variant)
+register_op(layer_norm, _check_layer, unsupported, _layer_variant)

@@ -1,0 +1,44 @@
+"""What the tests of `onepass bench` share: runs in seconds, and peers that stand in for packages that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from onepass.bench import accuracy, command
+from onepass.bench.model import Call, Case, Inputs
+
+
+def bench(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([*arguments, "--quick", "--device", "cpu"]))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, room: ModuleType, *cases: Case, **more: Any) -> None:
+    """Let a case file have these cases only."""
+    monkeypatch.setattr(room, "BENCH", dataclasses.replace(room.BENCH, cases=lambda *_: list(cases), **more))
+
+
+def wrong(room: ModuleType, case: Case, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
+    """Which outputs and gradients of a contender are too far off."""
+    found, allowed = accuracy.judged(room.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
+    return accuracy.too_far(found, allowed)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    """Put modules that hold these where imports find them."""
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            above = ".".join(parts[:i])
+            if above not in modules:
+                monkeypatch.setitem(sys.modules, above, ModuleType(above))
+        monkeypatch.setitem(sys.modules, name, module)

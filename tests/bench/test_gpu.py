@@ -1,0 +1,76 @@
+"""What `onepass bench` asks of a GPU: memory, and time under a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.bench import gpu, norm, runner
+from onepass.bench.model import Case, Contender
+from onepass.runtime.ceilings import Ceilings, clock_for
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_what_is_kept_is_neither_input_nor_output() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = norm._case("rms+residual", 1024, 4096, torch.bfloat16)  # 8 MiB a tensor
+    inputs = norm._inputs(case, device, torch.Generator(device))
+
+    def keeps_a_copy(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + residual
+        return F.gelu(F.rms_norm(h, (4096,), weight)), h  # gelu saves the norm
+
+    peak, kept = gpu.memory_mib(keeps_a_copy, inputs, device)
+    assert 8 <= kept < 9
+    assert peak > kept + 2 * 8
+    _, kept = gpu.memory_mib(norm._ours(case), inputs, device)
+    assert 0 <= kept < 0.1
+
+
+def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
+    clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
+    case = norm._case("rms", 256, 4096, torch.bfloat16)
+
+    def asks_the_gpu(case: Case):  # type: ignore[no-untyped-def]
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            assert x.sum().item() == x.sum().item()
+            return norm.rms_norm(x, weight)
+
+        return call
+
+    contenders = [
+        Contender("waits", asks_the_gpu),
+        Contender("onepass", norm._ours, ours=True),
+        Contender("eager", norm._eager),
+        Contender("torch.compile", norm._compiled),
+    ]
+    plan = runner.Plan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
+    seeds = torch.Generator(clock.device)
+    result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
+    rows = {row.contender: row for row in result.rows}
+    assert all(row.status == "ok" for row in rows.values())
+    assert rows["waits"].forward_graph_us is rows["waits"].backward_graph_us is None
+    torch.cuda.empty_cache()  # refused while anybody captures
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    for name in ("onepass", "eager", "torch.compile"):
+        forward, backward = rows[name].forward_graph_us, rows[name].backward_graph_us
+        assert forward is not None and 0.5 < forward < 100, name
+        assert backward is not None and 0.5 < backward < 200, name
+
+
+def test_large_cases_are_not_timed_in_a_graph() -> None:
+    clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
+    case = norm._case("rms", 4096, 4096, torch.bfloat16)
+    plan = runner.Plan(
+        dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender("onepass", norm._ours, ours=True)]),
+        [case],
+        lambda _: True,
+    )
+    seeds = torch.Generator(clock.device)
+    result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
+    assert result.rows[0].forward_graph_us is None

@@ -1,0 +1,302 @@
+"""The oracle of layer_norm and rms_norm: one function that says whether a room computes a case within the budget.
+
+The real room must pass every case, and each of the mutants must fail one.
+"""
+
+import contextlib
+import types
+from dataclasses import dataclass, replace
+
+import torch
+from ops.bias_activation_oracle import laid_out
+
+from onepass.ops import norm as real
+from onepass.testing.budget import Finding, Report, compare, run
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `path` names the tiles that are put in the place of the real ones, "" none."""
+
+    layer: bool = False
+    path: str = ""
+    lead: tuple[int, ...] = (37,)
+    H: int = 100
+    dtype: torch.dtype = FP32
+    weight: torch.dtype | None = FP32
+    bias: torch.dtype | None = None
+    residual: torch.dtype | None = None
+    centered: bool = False
+    frugal: bool = False  # memory_efficient
+    eps: float = 1e-5
+    mean: float = 0.0  # of x's rows, in standard deviations
+    scale: float = 1.0  # of x
+    gamma: float = 1.0  # the size of the weight
+    uses: str = "both"  # which of y and h get a gradient
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+
+    def __str__(self) -> str:
+        parts = ["layer" if self.layer else "rms", self.path or "real", "x".join(map(str, (*self.lead, self.H))), str(self.dtype)]
+        parts += [f"{name}={value}" for name in ("weight", "bias", "residual") if (value := getattr(self, name))]
+        parts += [name for name in ("centered", "frugal") if getattr(self, name)]
+        plain = Case()
+        for name in ("eps", "mean", "scale", "gamma", "uses", "layout", "dy_layout"):
+            parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
+        return "-".join(part.replace("torch.", "") for part in parts)
+
+
+def draw(case: Case, seed: int = 0):
+    """x, weight, bias and residual, and the gradients of the outputs: drawn on the CPU, so the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    shape = (*case.lead, case.H)
+    x = (case.scale * (randn(*shape) + case.mean)).to(case.dtype)
+    weight = bias = residual = None
+    if case.weight is not None:
+        weight = case.gamma * randn(case.H)
+        weight = (weight - 0.75 if case.centered else weight).to(case.weight).to(DEVICE)
+    if case.bias is not None:
+        bias = randn(case.H).to(case.bias).to(DEVICE)
+    if case.residual is not None:
+        residual = laid_out((case.scale * randn(*shape)).to(case.residual).to(DEVICE), case.dy_layout)
+    x = laid_out(x.to(DEVICE), case.layout)
+    dy, dh = (laid_out(randn(*shape).to(case.dtype).to(DEVICE), case.dy_layout) for _ in range(2))
+    inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    return inputs, dy if case.residual is None else (dy, dh if case.uses == "both" else None)
+
+
+# ---- tiles so small that there are several of each kind, and the last ends inside ----
+
+# forward: pieces of a row, or None: several rows a program, in registers
+# backward: shared, rows at a time, columns, warps, programs a multiprocessor
+PATHS = {
+    "rows": (None, (False, 4, 0, 4, 2)),
+    "single": (None, (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
+    "chunks": (32, (False, 2, 64, 4, 1)),
+    "fold": (128, (False, 2, 256, 1, 1)),
+    "shared": (16, (True, 1, 16, 2, 4)),
+    "crowd": (16, (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
+}
+MULTIPROCESSORS = 3
+
+
+def modules_of(room) -> dict[str, dict]:
+    """The globals of a room and of all it is made of, by their names: a mutant's are not those that can be imported."""
+    found, queue = {}, [vars(room)]
+    while queue:
+        names = queue.pop()
+        if names["__name__"] in found or not names["__name__"].startswith("onepass."):
+            continue
+        found[names["__name__"]] = names
+        for value in names.values():
+            value = getattr(value, "jit", value) if type(value).__name__ == "Kernel" else value
+            value = value.fn if type(value).__name__ in ("InterpretedFunction", "JITFunction") else value
+            value = getattr(value, "__wrapped__", value) if callable(value) and not isinstance(value, type) else value
+            queue += [vars(value)] if isinstance(value, types.ModuleType) else []
+            queue += [value.__globals__] if isinstance(value, types.FunctionType) else []
+    return found
+
+
+class Counters:
+    """A GPU keeps counters and words from call to call: so these are kept, and one left behind, or one past them, is seen."""
+
+    def __init__(self):
+        self.words, self.taken = torch.full((1 << 14,), 7, dtype=torch.int32, device=DEVICE), 0
+
+    def take(self, count):
+        if count > self.taken:
+            self.words[self.taken : count] = 0
+            self.taken = count
+        return self.words[:count]
+
+    def clean(self):
+        return not self.words[: self.taken].any() and bool((self.words[self.taken :] == 7).all())
+
+
+@contextlib.contextmanager
+def small_tiles(room, path: str):
+    """The room with the tiles of a path on a GPU of three multiprocessors; gives the counters, which must stay zeros.
+
+    A room that is a mutant has modules of its own, which are found from its functions.
+    """
+    modules = modules_of(room)
+    backward, forward = (modules[f"onepass.kernels.norm_{way}"] for way in ("backward", "forward"))
+    if DEVICE == "cpu":  # the interpreter's repairs reach the real `meeting`: a mutant's has the one that waits for ever
+        from onepass.testing import interpreter
+
+        modules["onepass.kernels.meeting"]["others_go_on"] = interpreter._others_go_on
+    counters = Counters()
+
+    def scratch(floats, count, device):
+        return torch.empty(floats, dtype=torch.float32, device=device), counters.take(count)
+
+    changes = [(backward, "kept_scratch", scratch)]
+    if path:
+        piece, (shared, block_m, block_h, warps, resident) = PATHS[path]
+
+        def tiles_on(H, *_):
+            width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
+            return backward["Tiles"](shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident)
+
+        changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
+        if piece:
+            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", lambda *_: forward["Tiles"](False, 1, piece, 1))]
+    caches = backward["_bind"], forward["_bind"], forward["_forward_plan"]
+    before = [(place, name, place[name]) for place, name, _ in changes]
+    for place, name, value in changes:
+        place[name] = value
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield counters
+    finally:
+        for place, name, value in before:
+            place[name] = value
+        for cache in caches:
+            cache.cache_clear()
+
+
+# ---- the oracle ----
+
+
+def call(room, case: Case, backend: str = "triton"):
+    options = {"zero_centered_gamma": case.centered, "memory_efficient": case.frugal, "backend": backend}
+
+    def op(x, weight, bias, residual):
+        if case.layer:
+            return room.layer_norm(x, weight, bias, case.eps, residual=residual, **options)
+        return room.rms_norm(x, weight, case.eps, residual=residual, **options)
+
+    return op
+
+
+def formula(case: Case):
+    options = {"eps": case.eps, "zero_centered_gamma": case.centered, "stored": case.dtype}
+
+    def reference(x, weight, bias, residual):
+        if case.layer:
+            return real.layer_norm_reference(x, weight, bias, residual, **options)
+        return real.rms_norm_reference(x, weight, residual, **options)
+
+    return reference
+
+
+def judge_case(room, case: Case, backend: str = "triton") -> Report:
+    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    trials = []
+    seeds = range(4 if case.H < 32 else 1)  # few numbers: pooled
+    with small_tiles(room, case.path) as counters:
+        for seed in seeds:
+            inputs, dy = draw(case, seed)
+            dys = dict(zip(("dy", "dh"), dy if isinstance(dy, tuple) else (dy,), strict=False))
+            try:
+                with poisoned(), unchanged(**inputs, **dys):
+                    ours = run(call(room, case, backend), inputs, dy)
+                    assert counters.clean(), "a counter or a word was not set back, or one past them was set"
+            except AssertionError as error:
+                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+            types = [(name, t.dtype) for name, t in inputs.items() if t is not None]
+            assert all(ours[f"d{name}"].dtype == dtype for name, dtype in types)
+            trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))
+    return compare(trials, case.dtype)
+
+
+# ---- the cases ----
+
+
+def small_cases() -> list[Case]:
+    """Every kernel with every feature, in tiles so small that there are several of each kind: what the mutants are tried on."""
+    layer = Case(True, bias=FP32)
+    rms = Case()
+    mixed = {"dtype": BF16, "weight": FP32, "residual": BF16}
+    cases = []
+    for path, M, H in (("rows", 37, 100), ("chunks", 13, 100), ("fold", 13, 300), ("shared", 21, 45)):
+        few = M * 2 // 3
+        cases += [
+            replace(layer, path=path, lead=(M,), H=H, residual=FP32),
+            replace(rms, path=path, lead=(M,), H=H, centered=True),
+            replace(rms, path=path, lead=(M,), H=H, residual=FP32, frugal=True, layout="sliced"),
+            replace(layer, path=path, lead=(M,), H=H, frugal=True, mean=3.0, weight=FP16, dy_layout="sliced"),
+            replace(layer, path=path, lead=(M,), H=H, **mixed, centered=True, uses="y"),
+            replace(rms, path=path, lead=(M,), H=H, **mixed, layout="transposed"),
+            replace(layer, path=path, lead=(few,), H=H, weight=None, bias=BF16),
+            replace(rms, path=path, lead=(2, few // 2), H=H, weight=None, dtype=FP16),
+        ]
+    cases += [
+        replace(layer, path="single", lead=(43,)),
+        replace(rms, path="single", lead=(43,), dtype=BF16, weight=BF16),
+        replace(layer, path="crowd", lead=(18,), H=45),
+        replace(rms, path="crowd", lead=(19,), H=45, dtype=BF16, weight=BF16),
+        replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),
+        replace(rms, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,), frugal=True),
+        replace(rms, path="chunks", lead=(11,), H=128, eps=0.5, scale=0.5, frugal=True),
+        replace(layer, path="rows", H=64, lead=(2, 3, 4), layout="swapped", eps=0.5, scale=0.5),
+    ]
+    return cases
+
+
+def real_cases() -> list[Case]:
+    """The real tiles: sizes short and long, of few rows as the interpreter has time for few."""
+    layer = Case(True, weight=FP32, bias=FP32)
+    heads = Case(lead=(3, 2, 4), H=64, dtype=BF16, weight=BF16)
+    cases = [
+        Case(H=1, lead=(5,), eps=0.25),
+        Case(True, H=1, lead=(5,), bias=FP32),
+        Case(H=1, lead=(1,), eps=0.25),
+        Case(H=2),
+        Case(H=33, lead=()),
+        Case(True, H=3, lead=(2, 3), bias=FP32),
+        Case(H=1000, lead=(5,), dtype=FP16, weight=FP32),
+        replace(layer, H=1024, lead=(3,)),
+        heads,
+        replace(heads, H=128, layer=True, bias=BF16),
+        replace(heads, layout="swapped"),
+        replace(heads, layout="sliced"),
+        replace(layer, H=1500, lead=(3,)),
+        Case(H=1025, lead=(3,), dtype=BF16, weight=BF16, frugal=True),
+        Case(H=4097, lead=(2,), residual=FP32),
+        replace(layer, H=8191, lead=(2,), dtype=BF16, residual=BF16),
+        Case(H=12300, lead=(5,), dtype=BF16, weight=BF16),
+        replace(layer, path="shared", H=512, lead=(6,), mean=100.0),
+        Case(H=12300, lead=(3,), residual=FP32, frugal=True),
+    ]
+    for layout in LAYOUTS:
+        cases.append(replace(layer, H=40, lead=(4, 3), layout=layout, dy_layout=layout, residual=FP32))
+    # numbers made to break it
+    for path in ("rows", "chunks", "fold"):
+        M, H = (9, 300) if path == "fold" else (11, 100)
+        cases += [
+            replace(layer, path=path, lead=(M,), H=H, mean=100.0),
+            replace(layer, path=path, lead=(M,), H=H, mean=100.0, frugal=True),
+            Case(path=path, lead=(M,), H=H, scale=1e-20),
+            Case(path=path, lead=(M,), H=H, scale=1e15),
+            replace(layer, path=path, lead=(M,), H=H, scale=1e15),
+            Case(path=path, lead=(M,), H=H, gamma=1e-7, frugal=True),
+            replace(layer, path=path, lead=(M,), H=H, gamma=1e-7, frugal=True),
+            Case(path=path, lead=(M,), H=H, dtype=FP16, weight=FP16, scale=1e4),
+            Case(path=path, lead=(M,), H=H, eps=1e-12, scale=1e-5),
+        ]
+    cases += [
+        Case(path="shared", H=40, lead=(18,), scale=1e15),
+        Case(path="shared", H=40, lead=(18,), gamma=1e-7, frugal=True),
+        Case(path="shared", H=40, lead=(18,), scale=1e-20),
+        replace(layer, path="shared", H=40, lead=(18,), gamma=1e-7, frugal=True),
+        replace(layer, path="shared", H=40, lead=(18,), scale=1e15, frugal=True),
+        replace(layer, path="shared", H=40, lead=(18,), mean=3.0, dtype=BF16),
+        Case(path="shared", H=40, lead=(1,)),
+        Case(path="shared", H=33, lead=(2,)),
+        replace(layer, path="shared", H=32, lead=(9,)),
+        Case(dtype=BF16, weight=FP16, residual=FP32),
+        Case(dtype=FP32, weight=BF16, residual=BF16),
+        replace(layer, dtype=FP16, residual=FP32, path="chunks", lead=(9,)),
+    ]
+    return cases

@@ -1,0 +1,492 @@
+"""What layer_norm and rms_norm are, and how they behave under autograd, the compiler and whatever else people do to an op."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.bias_activation_oracle import laid_out
+from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case, small_tiles
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.norm as room
+from onepass.kernels import norm as kernels
+from onepass.runtime.lang import triton
+from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
+
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
+frugals = pytest.mark.parametrize("frugal", (False, True), ids=("", "memory_efficient"))
+paths = pytest.mark.parametrize("path", ("rows", "chunks", "shared"))
+
+
+def tensors(lead=(3, 2), H=40, dtype=FP32, layer=True):
+    """x, weight, bias (of layer_norm) and residual, all of which ask for a gradient."""
+    x, residual = (torch.randn(*lead, H, device=DEVICE, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(H, device=DEVICE, dtype=dtype) for _ in range(2))
+    return [t if t is None else t.requires_grad_() for t in (x, weight, bias if layer else None, residual)]
+
+
+def op(layer=True, **options):
+    def norm(x, weight=None, bias=None, residual=None):
+        if layer:
+            return onepass.layer_norm(x, weight, bias, residual=residual, **options)
+        return onepass.rms_norm(x, weight, residual=residual, **options)
+
+    return norm
+
+
+def outputs(returned):
+    return (returned,) if isinstance(returned, torch.Tensor) else tuple(returned)
+
+
+def gradients(function, inputs):
+    """The outputs and the gradients of inputs that ask for one, on fresh leaves."""
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    ys = outputs(function(*leaves))
+    dys = [torch.linspace(-1, 2 + i, y.numel(), device=y.device).view(y.shape).to(y.dtype) for i, y in enumerate(ys)]
+    torch.autograd.backward(ys, dys)
+    return [*(y.detach() for y in ys), *(t.grad for t in leaves if t is not None and t.requires_grad)]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---- what it computes ----
+
+
+@backends
+def test_the_formulas_by_hand(backend):
+    x, weight, bias, eps = [1.0, -2.0, 4.0, 0.5], [0.5, 1.0, -1.0, 2.0], [0.0, 1.0, 0.25, -1.0], 0.25
+    mean = sum(x) / 4
+    rms = math.sqrt(sum(a * a for a in x) / 4 + eps)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in x) / 4 + eps)
+    given = [torch.tensor(t, device=DEVICE) for t in (x, weight, bias)]
+    for centered in (0, 1):
+        options = {"zero_centered_gamma": bool(centered), "backend": backend}
+        expected = torch.tensor([a / rms * (w + centered) for a, w in zip(x, weight, strict=True)], device=DEVICE)
+        torch.testing.assert_close(onepass.rms_norm(*given[:2], eps, **options), expected)
+        expected = [(a - mean) / deviation * (w + centered) + b for a, w, b in zip(x, weight, bias, strict=True)]
+        torch.testing.assert_close(onepass.layer_norm(*given, eps, **options), torch.tensor(expected, device=DEVICE))
+    torch.testing.assert_close(onepass.layer_norm(given[0], backend=backend), F.layer_norm(given[0], (4,)))
+    torch.testing.assert_close(onepass.rms_norm(given[0], backend=backend), F.rms_norm(given[0], (4,), eps=1e-6))
+
+
+@backends
+@kinds
+def test_the_sum_is_rounded_once_and_then_normalised(layer, backend):
+    x, weight, bias, residual = tensors(dtype=BF16, layer=layer)
+    y, h = op(layer, backend=backend)(x, weight, bias, residual)
+    assert torch.equal(h, x + residual) and torch.equal(y, op(layer, backend=backend)(h, weight, bias))
+
+
+@needs_triton
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_and_type(data):
+    draw = data.draw
+    dtypes, layer = st.sampled_from((FP32, FP16, BF16)), draw(st.booleans())
+    weight = draw(st.none() | dtypes)
+    case = Case(
+        layer, draw(st.sampled_from(("", "rows", "chunks", "fold", "shared"))),
+        tuple(draw(st.lists(st.integers(1, 3), max_size=3))),
+        draw(st.integers(1, 50)), draw(dtypes), weight, draw(st.none() | dtypes) if layer else None, draw(st.none() | dtypes),
+        weight is not None and draw(st.booleans()), draw(st.booleans()), 0.5, uses=draw(st.sampled_from(("both", "y"))),
+        layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
+    )  # fmt: skip
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 8), (0, 2000)])
+def test_no_rows_give_nothing_and_zero_gradients(shape, layer, backend):
+    inputs = tensors(shape[:-1], shape[-1], layer=layer)
+    for some in (inputs, [*inputs[:3], None]):
+        results = gradients(op(layer, backend=backend), some)
+        count = len(results) - sum(t is not None for t in some)
+        assert all(y.shape == shape for y in results[:count])
+        assert [g.shape for g in results[count:]] == [t.shape for t in some if t is not None]
+        assert not any(g.any() for g in results[count:])
+
+
+@needs_triton
+@kinds
+@paths
+@frugals
+def test_nan_and_infinities_stay_in_their_rows(layer, path, frugal):
+    inputs = tensors((5,), layer=layer)
+    for value in (float("nan"), float("inf")):
+        with torch.no_grad():
+            inputs[0][2, 3] = value
+        with small_tiles(room, path):
+            y, h, dx, *_ = gradients(op(layer, backend="triton", memory_efficient=frugal), inputs)
+        for t in (y, dx):
+            rows = t.isfinite().all(-1)
+            assert not rows[2] and rows.sum() == 4
+            if value != value:
+                assert t[2].isnan().all()
+        assert h.isfinite().sum() == h.numel() - 1
+
+
+@backends
+@kinds
+def test_outputs_are_tensors_of_their_own(layer, backend):
+    x, weight, bias, residual = (t if t is None else t.detach() for t in tensors((4, 3), layer=layer))
+    for layout in LAYOUTS:
+        for some in (residual, None, x):
+            given = laid_out(x, layout)
+            y, *h = outputs(op(layer, backend=backend)(given, weight, bias, some))
+            for out in (y, *h):
+                assert out._base is None and out.untyped_storage().nbytes() == out.nbytes
+                assert out.is_contiguous() or backend == "torch"
+                inside = {t.untyped_storage().data_ptr() for t in (given, x, weight, bias, residual) if t is not None}
+                assert out.untyped_storage().data_ptr() not in inside
+            assert not h or y.data_ptr() != h[0].data_ptr()
+
+
+# ---- autograd ----
+
+
+@backends
+@kinds
+@frugals
+@pytest.mark.parametrize("frozen", range(1, 16))
+def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, frugal, backend):
+    inputs = tensors(layer=layer)
+    call = op(layer, backend=backend, memory_efficient=frugal)
+    everything = dict(zip((i for i in range(4) if inputs[i] is not None), gradients(call, inputs)[2:], strict=True))
+    for i, t in enumerate(inputs):
+        if t is not None:
+            t.requires_grad_(not frozen & 1 << i)
+    if not any(t is not None and t.requires_grad for t in inputs):
+        assert not any(t.requires_grad for t in call(*inputs))
+        return
+    grads = gradients(call, inputs)[2:]
+    assert equal(grads, [grad for i, grad in everything.items() if not frozen & 1 << i])
+
+
+@needs_triton
+@paths
+def test_a_kernel_is_asked_for_no_gradient_that_nobody_wants(path, monkeypatch):
+    calls = []
+    stock = room.norm_backward
+    with small_tiles(room, path):
+        monkeypatch.setattr(room, "norm_backward", lambda *args: calls.append(args[10:13]) or stock(*args))
+        for frozen in range(7):
+            inputs = tensors()[:3]
+            for i, t in enumerate(inputs):
+                t.requires_grad_(not frozen & 1 << i)
+            gradients(op(True), inputs)
+            assert calls.pop() == tuple(not frozen & 1 << i for i in range(3)) and not calls
+
+
+@backends
+@kinds
+@frugals
+def test_one_output_used_alone(layer, frugal, backend):
+    inputs = tensors(layer=layer)
+    call = op(layer, backend=backend, memory_efficient=frugal)
+    grads = {}
+    for used in ("y", "h"):
+        leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
+        y, h = call(*leaves)
+        (y if used == "y" else h).sum().backward()
+        grads[used] = [t.grad for t in leaves if t is not None]
+    assert torch.equal(grads["h"][0], torch.ones_like(inputs[0])) and torch.equal(grads["h"][-1], grads["h"][0])
+    assert all(g is None or not g.any() for g in grads["h"][1:-1])
+    x = (inputs[0] + inputs[3]).detach().requires_grad_()
+    alone = [x, *(t if t is None else t.detach().requires_grad_() for t in inputs[1:3])]
+    call(*alone).sum().backward()
+    expected = [t.grad for t in alone if t is not None]
+    assert equal(grads["y"], [*expected, expected[0]])
+
+
+@backends
+@kinds
+def test_x_is_the_residual_too(layer, backend):
+    x, weight, bias, _ = tensors(layer=layer)
+    y, h = op(layer, backend=backend)(x, weight, bias, x)
+    assert torch.equal(h, 2 * x)
+    (dx,) = torch.autograd.grad((y * 3).sum() + h.square().sum(), x)
+    twice = (2 * x).detach().requires_grad_()
+    z = op(layer, backend=backend)(twice, weight, bias)
+    (expected,) = torch.autograd.grad((z * 3).sum() + twice.square().sum(), twice)
+    torch.testing.assert_close(dx, 2 * expected)
+
+
+@backends
+@kinds
+def test_x_and_the_residual_get_gradients_of_their_own(layer, backend):
+    inputs = tensors(layer=layer)
+    y, h = op(layer, backend=backend)(*inputs)
+    dh = torch.randn_like(h)
+    with unchanged(dh=dh):
+        torch.autograd.backward((y, h), (torch.ones_like(y), dh))
+        inputs[3].grad.zero_()  # as optimisers and clipping do
+    assert inputs[0].grad.any()
+    y, h = op(layer, backend=backend)(*inputs)
+    with unchanged(dh=dh):
+        h.backward(dh)
+        inputs[0].grad.zero_()
+    assert torch.equal(inputs[3].grad, dh)
+
+
+@backends
+@kinds
+@paths
+def test_twice_over_a_retained_graph_and_called_again(layer, path, backend):
+    inputs = tensors((7,), 36, layer=layer)
+    given = {name: t for name, t in zip(("x", "weight", "bias", "residual"), inputs, strict=True) if t is not None}
+    call = op(layer, backend=backend)
+    with small_tiles(room, path):
+        ys = call(*inputs)
+        dys = [torch.randn_like(y) for y in ys]
+        with unchanged(**given, dy=dys[0], dh=dys[1], y=ys[0], h=ys[1]):
+            asked = list(given.values())
+            first = torch.autograd.grad(ys, asked, dys, retain_graph=True)
+            again = torch.autograd.grad(ys, asked, dys)
+            anew = torch.autograd.grad(call(*inputs), asked, dys)
+    assert equal(first, again) and equal(first, anew)
+
+
+@backends
+@kinds
+@frugals
+def test_saved_tensors_are_not_written(layer, frugal, backend):
+    inputs = tensors(layer=layer)
+    with saved_tensors() as kept:
+        y, h = op(layer, backend=backend, memory_efficient=frugal)(*inputs)
+    with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
+        (y.sum() + h.square().sum()).backward()
+
+
+@needs_triton
+@kinds
+def test_what_is_kept(layer):
+    for residual in (False, True):
+        x, weight, bias, other = tensors((9, 4), 100, BF16, layer)
+        for frugal in (False, True):
+            with saved_tensors() as kept:
+                call = op(layer, backend="triton", memory_efficient=frugal)
+                h = outputs(call(x, weight, bias, other if residual else None))[1:]
+            statistics = 0 if frugal else 36 * 4 * (2 if layer else 1)
+            assert bytes_kept(kept, x, weight, bias, *h) == statistics
+            assert (x.data_ptr() in {t.data_ptr() for t in kept}) != residual  # h is kept in the place of x
+            assert len(kept) == (3 if layer else 2) + (0 if frugal else 2 if layer else 1)
+
+
+@needs_triton
+@kinds
+@paths
+@pytest.mark.parametrize("gamma", (1.0, 1e-7))
+def test_memory_efficient_gives_the_same(layer, path, gamma):
+    inputs = tensors((9,), 44, layer=layer)
+    with torch.no_grad():
+        inputs[1].mul_(gamma)
+    with small_tiles(room, path):
+        kept, again = (gradients(op(layer, backend="triton", memory_efficient=frugal), inputs) for frugal in (False, True))
+    if path == "shared":  # the same kernel finds the statistics both times
+        assert equal(kept, again)
+    for a, b in zip(kept, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+@backends
+@kinds
+def test_nothing_is_kept_where_nothing_asks(layer, backend):
+    inputs = tensors(layer=layer)
+    with saved_tensors() as kept, torch.no_grad():
+        first = op(layer, backend=backend)(*inputs)
+    with saved_tensors() as kept_frozen:
+        frozen = op(layer, backend=backend)(*(t if t is None else t.detach() for t in inputs))
+    assert not kept and not kept_frozen and equal(first, frozen) and not frozen[0].requires_grad
+
+
+@needs_triton
+@kinds
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_second_derivative_raises_on_triton(layer, constant):
+    x, weight, bias, residual = tensors(layer=layer)
+    for some in (None, residual):
+        y = outputs(op(layer, backend="triton")(x, weight, bias, some))[0]
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y, requires_grad=not constant), create_graph=True)
+        with pytest.raises(RuntimeError, match="once"):
+            dx.square().sum().backward()
+
+
+@kinds
+@pytest.mark.parametrize("residual", (False, True))
+def test_the_torch_backend_is_differentiable_often(layer, residual):
+    inputs = [t if t is None else t.detach().double().requires_grad_() for t in tensors((2,), 3, layer=layer)]
+    inputs = inputs if residual else inputs[:3]
+    call = op(layer, backend="torch", eps=0.1)
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
+@kinds
+def test_transforms_take_the_formula_or_raise(layer):
+    x, weight, bias, _ = (t if t is None else t.detach() for t in tensors((5,), layer=layer))
+    tangent = torch.randn_like(x)
+    call = lambda t: op(layer, eps=1e-5)(t, weight, bias)  # noqa: E731
+    stock = lambda t: F.layer_norm(t, (40,), weight, bias) if layer else F.rms_norm(t, (40,), weight, 1e-5)  # noqa: E731
+    expected = torch.func.jvp(stock, (x,), (tangent,))
+    torch.testing.assert_close(torch.func.jvp(call, (x,), (tangent,)), expected)
+    torch.testing.assert_close(torch.func.vmap(call)(x), stock(x))
+    ours, theirs = (torch.func.grad(lambda t, f=f: f(t).square().sum()) for f in (call, stock))
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(call(dual)).tangent, expected[1])
+        if triton is not None:
+            with pytest.raises(RuntimeError, match="forward-mode"):
+                op(layer, backend="triton")(dual, weight, bias)
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@kinds
+@frugals
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same(reentrant, layer, frugal, backend):
+    inputs = tensors(layer=layer)
+
+    def block(x, weight, bias, residual):
+        return op(layer, backend=backend, memory_efficient=frugal)(x * 2, weight, bias, residual)
+
+    assert equal(gradients(block, inputs), gradients(lambda *t: checkpoint(block, *t, use_reentrant=reentrant), inputs))
+
+
+@backends
+@kinds
+@frugals
+def test_compiling_gives_the_same(layer, frugal, backend):
+    inputs = tensors(dtype=BF16, layer=layer)
+    call = op(layer, backend=backend, memory_efficient=frugal)
+
+    def block(x, weight, bias, residual):
+        return tuple(t * 2 for t in outputs(call(x, weight, bias, residual)))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for some in (inputs, [*inputs[:3], None], [inputs[0], None, None, None]):
+        assert equal(gradients(block, some), gradients(compiled, some))
+
+
+@needs_triton
+@kinds
+def test_compiling_for_any_number_of_rows(layer):
+    torch._dynamo.reset()
+    compiled = torch.compile(op(layer, backend="triton"), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7):
+        inputs = tensors((rows, 2), layer=layer)
+        assert equal(gradients(op(layer, backend="triton"), inputs), gradients(compiled, inputs))
+
+
+@needs_triton
+@kinds
+@pytest.mark.parametrize("layout", ("contiguous", "sliced", "transposed", "expanded"))
+def test_registered_ops_are_what_they_say(layer, layout):
+    x, weight, bias, residual = (t if t is None else t.detach() for t in tensors((4, 3), layer=layer))
+    x, residual = laid_out(x, layout), laid_out(residual, layout)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for some, keep in ((residual, True), (None, True), (residual, False)):
+        torch.library.opcheck(kernels._forward_op, (x, some, weight, bias, 1e-5, layer, False, keep), test_utils=tests)
+    _, h, mean, rstd = kernels._forward_op(x, residual, weight, bias, 1e-5, layer, True, True)
+    mean, dy = mean if layer else None, laid_out(torch.randn_like(h), layout)
+    for needs in ((True, True, layer), (False, True, False), (True, False, False)):
+        for statistics in ((mean, rstd), (None, None)):
+            args = dy, h, h, weight, bias, *statistics, 1e-5, layer, True, *needs, FP32, needs[1]
+            torch.library.opcheck(kernels._backward_op, args, test_utils=tests)
+
+
+@backends
+@kinds
+def test_under_autocast(layer, backend):
+    inputs = tensors(layer=layer)
+    plain = gradients(op(layer, backend=backend), inputs)
+    with torch.autocast(DEVICE, BF16):
+        assert equal(plain, gradients(op(layer, backend=backend), inputs))
+        hidden = F.linear(inputs[0], torch.ones(40, 40, device=DEVICE))
+        y = op(layer, backend=backend)(hidden, inputs[1], inputs[2])
+    assert hidden.dtype == y.dtype == BF16
+    y.sum().backward()
+
+
+@backends
+@kinds
+def test_in_inference_mode_and_on_parameters(layer, backend):
+    x, weight, bias, residual = tensors(layer=layer)
+    with torch.inference_mode():
+        y, h = op(layer, backend=backend)(x, weight, bias, residual)
+    again = op(layer, backend=backend)(x, torch.nn.Parameter(weight.detach()), bias, residual)
+    assert equal((y, h), [t.detach() for t in again])
+
+
+@needs_triton
+@kinds
+def test_views_that_start_anywhere(layer):
+    flat, scale = torch.randn(24 * 48 + 1, device=DEVICE).bfloat16(), torch.randn(49, device=DEVICE).bfloat16()
+    for at, weight_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
+        x, weight = flat[at : at + 24 * 48].view(24, 48), scale[weight_at : weight_at + 48]
+        assert torch.equal(op(layer, backend="triton")(x, weight), op(layer, backend="triton")(x.clone(), weight.clone()))
+
+
+@backends
+@kinds
+def test_per_head_norms_without_a_copy(layer, backend):
+    qkv = torch.randn(3, 2, 4, 3, 64, device=DEVICE, dtype=BF16)
+    weight = torch.randn(64, device=DEVICE, dtype=BF16)
+    for i in range(3):
+        heads = qkv[..., i, :]
+        assert torch.equal(op(layer, backend=backend)(heads, weight), op(layer, backend=backend)(heads.clone(), weight))
+
+
+@backends
+@kinds
+def test_half_the_rows_of_a_step_at_a_time_is_the_same_step(layer, backend):
+    inputs = tensors((8,), layer=layer)[:3]
+    whole = _at_ones(op(layer, backend=backend), inputs)
+    halves = [_at_ones(op(layer, backend=backend), [inputs[0][i], *inputs[1:]]) for i in (slice(4), slice(4, 8))]
+    assert torch.equal(whole[0], torch.cat([half[0] for half in halves]))
+    for total, *parts in zip(whole[1:], *(half[1:] for half in halves), strict=True):
+        torch.testing.assert_close(total, parts[0] + parts[1])
+
+
+def _at_ones(call, inputs):
+    leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    call(*leaves).backward(torch.ones_like(leaves[0]))
+    return [t.grad for t in leaves if t is not None]
+
+
+# ---- what is said of a call ----
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "H", "words"),
+    [
+        ("rms_norm", 64, ("forward with", "rows a program, in registers", "rows at a time a program, in registers")),
+        ("layer_norm", 512, ("forward with", "rows a program, in registers", "rows at a time a program")),
+        ("rms_norm", 4096, ("forward with one row a program, in pieces of", "chunks of")),
+        ("layer_norm", 12288, ("forward with one row a program", "chunks of")),
+        ("rms_norm", 12289, ("forward with one row a program", "programs a row, tiles of")),
+        ("layer_norm", 262144, ("forward with one row a program", "programs a row, tiles of")),
+    ],
+)
+def test_explain_names_the_kernels(name, H, words):
+    x = torch.empty(16, H, device=DEVICE, dtype=BF16)
+    said = onepass.explain(name, x, backend="triton")
+    assert all(word in said.variant for word in (*words, "keeps x and its rows' statistics")), said.variant
+    assert "keeps x only" in onepass.explain(name, x, backend="triton", memory_efficient=True).variant
+    assert "nothing to do" in onepass.explain(name, x[:0], backend="triton").variant

@@ -1,0 +1,124 @@
+"""What two processes do together, each in its own; what they found is saved for the test that asked."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onepass
+from onepass.nn import LayerNorm
+from onepass.parallel import reduce_sequence_parallel_grads
+
+RANKS = 2
+_FOUND = {}
+
+
+def run(rank, folder):
+    """What a spawned process runs: every scenario, in one order."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    with onepass.use_backend("torch"):
+        for scenario in (split_sequence, kinds, main_grads, groups, agreement):
+            _FOUND[scenario.__name__] = scenario(rank)
+    torch.save(_FOUND, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def whole_sequence():
+    """A layer norm, its linear layer, a sequence and the gradients of what comes out."""
+    generator = torch.Generator().manual_seed(0)
+    block = nn.Sequential(LayerNorm(16, sequence_parallel=True), nn.Linear(16, 16))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return block, torch.randn(10, 3, 16, generator=generator), torch.randn(10, 3, 16, generator=generator)
+
+
+def split_sequence(rank):
+    """Parts of unequal length, two microbatches."""
+    block, x, dy = whole_sequence()
+    part = slice(0, 4) if rank == 0 else slice(4, 10)
+    for _ in range(2):
+        block(x[part]).backward(dy[part])
+    before = block[1].weight.grad.clone()
+    reduce_sequence_parallel_grads(block)
+    return {"norm": [p.grad for p in block[0].parameters()], "linear": [block[1].weight.grad, before]}
+
+
+def marked(grad, **attributes):
+    parameter = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    parameter.grad, parameter.sequence_parallel = grad, True
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def kinds(rank):
+    """Several types and shapes, in turn, strided, tied and without a gradient: how many all-reduces, and what comes out."""
+    grads = [torch.full((5,), rank + 1.0), torch.full((2, 3), rank + 10.0).bfloat16(), torch.full((4, 3), rank + 100.0).t()]
+    grads += [torch.full((2,), rank + 0.25).bfloat16(), torch.full((1,), rank + 7.0).double()]
+    parameters = [marked(grad) for grad in grads]
+    without = nn.Parameter(torch.zeros(3))
+    without.sequence_parallel = True
+    kept = [parameter.grad for parameter in parameters]
+    with counted() as calls:
+        reduce_sequence_parallel_grads(iter([*parameters, without, parameters[0]]))
+    same = all(was is parameter.grad for was, parameter in zip(kept, parameters, strict=True))
+    return {"grads": kept, "calls": calls, "same": same, "without": without.grad}
+
+
+def main_grads(rank):
+    """main_grad, not grad, where it is a tensor."""
+    with_one = marked(torch.ones(3), main_grad=torch.full((3,), rank + 1.0))
+    with_none = marked(torch.full((3,), rank + 1.0), main_grad=None)
+    reduce_sequence_parallel_grads([with_one, with_none])
+    return [with_one.main_grad, with_one.grad, with_none.grad]
+
+
+def groups(rank):
+    """In a group of one nothing is done."""
+    alone = [dist.new_group([each]) for each in range(RANKS)][rank]
+    parameter = marked(torch.full((3,), rank + 1.0))
+    with counted() as calls:
+        reduce_sequence_parallel_grads([parameter], alone)
+    was = parameter.grad.clone()
+    reduce_sequence_parallel_grads([parameter], dist.group.WORLD)
+    return {"calls": calls, "alone": was, "together": parameter.grad}
+
+
+def agreement(rank):
+    """Under validate() ranks that differ are told, all of them, and nothing is changed."""
+    said = []
+    one, two = marked(torch.ones(3)), marked(torch.ones(2))
+    if rank == 1:
+        two.grad = None
+    for params in ([one, two], nn.ParameterDict({"one": one, "two": two}), [marked(torch.ones(3 + rank))]):
+        with onepass.validate():
+            try:
+                reduce_sequence_parallel_grads(params)
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+    changed = not torch.equal(one.grad, torch.ones(3))
+    with onepass.validate():
+        reduce_sequence_parallel_grads([one])
+    return {"said": said, "changed": changed, "agreeing": one.grad}
+
+
+class counted:
+    """The number of elements of each all-reduce in the block."""
+
+    def __enter__(self):
+        self.real, calls = dist.all_reduce, []
+
+        def all_reduce(tensor, *args, **options):
+            calls.append(tensor.numel())
+            return self.real(tensor, *args, **options)
+
+        dist.all_reduce = all_reduce
+        return calls
+
+    def __exit__(self, *exception):
+        dist.all_reduce = self.real
