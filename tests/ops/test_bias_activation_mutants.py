@@ -12,7 +12,11 @@ from onepass.testing.mutants import mutate
 
 CASES = main_cases()
 MUTANTS = {  # name: module, what is there, what stands there instead[, how often it is there]
-    "bias rounded to bf16 before the add": (rows, "other=0.0).to(tl.float32)", "other=0.0).to(tl.bfloat16).to(tl.float32)"),
+    "bias rounded to bf16 before the add": (
+        rows,
+        "return tl.load(vector_ptr + columns, mask=inside, other=0.0)",
+        "return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.bfloat16)",
+    ),
     "x rounded to bf16": (rows, "return x.to(tl.float32)", "return x.to(tl.bfloat16).to(tl.float32)"),
     "linear half's bias in backward is the gate's": (
         room,

@@ -548,9 +548,13 @@ def test_bad_input(what):
 
 MUTANTS = {
     "no norm_bias": ("x, None, norm_weight, norm_bias, eps, layer", "x, None, norm_weight, None, eps, layer", "values"),
-    "the weight's gradient of x itself": ("weight_gradient(rows, normed.reshape", "weight_gradient(rows, x.reshape", "values"),
+    "the weight's gradient of x itself": (
+        "normed = normed.to(ctx.product).reshape(",
+        "normed = x.to(ctx.product).reshape(",
+        "values",
+    ),
     "d norm(x) forgotten": ("torch.addmm(dnormed.reshape(-1, weight.shape[1]), rows, weight)", "(rows @ weight)", "values"),
-    "dx over the caller's gradient": ("into_dy = rows is not None", "into_dy = True", "writes"),
+    "dx over the caller's gradient": ("into_dy = rows is not None and x.dtype == ctx.product", "into_dy = True", "writes"),
     "norm(x) kept in the place of x": ("save_for_backward(x, norm_weight", "save_for_backward(normed, norm_weight", "values"),
 }
 
@@ -568,3 +572,23 @@ def test_a_broken_copy_is_caught(name):
     dy = torch.randn_like(y)
     with pytest.raises(AssertionError, match="dy"), unchanged(dy=dy):
         y.backward(dy)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
+    x = torch.randn(5, 16, device=DEVICE).to(dtype).requires_grad_()
+    norm_weight, bias = (torch.randn(n, device=DEVICE, requires_grad=True) for n in (16, 8))
+    weight = torch.nn.Parameter(torch.randn(8, 16, device=DEVICE))
+    weight.main_grad = torch.zeros(8, 16, device=DEVICE)
+    with torch.autocast(DEVICE, BF16):
+        y = room.norm_linear(x, norm_weight, weight, bias, backend=backend)
+    assert y.dtype is BF16
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    exact = [t.detach().double().requires_grad_() for t in (x, norm_weight, weight, bias)]
+    room.norm_linear_reference(*exact).backward(dy.double())
+    for got, true in zip((x.grad, norm_weight.grad, weight.main_grad, bias.grad), exact, strict=True):
+        assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
+    assert x.grad.dtype is dtype
+    assert bias.grad.dtype is torch.float32

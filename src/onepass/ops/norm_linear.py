@@ -6,7 +6,8 @@ Saves    x, norm_weight, weight, and for each row 1 / deviation (and the mean) i
 Bytes    beside the products: forward reads x and writes norm(x), which is let go; backward reads d norm(x) and x and writes
          norm(x) again, for the weight's gradient, and dx over d norm(x): one kernel, with the gradients of the norm's own
          parameters. So M K elements fewer are kept than by a norm and a linear one after the other.
-Products cuBLAS, through PyTorch; the weight's gradient goes into `weight.main_grad` where there is one (runtime/main_grad.py).
+Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(x) and weight are rounded to it. The
+         weight's gradient goes into `weight.main_grad` where there is one (runtime/main_grad.py).
 """
 
 from __future__ import annotations
@@ -90,16 +91,17 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-        call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool,
+        call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype,
     ) -> Any:  # fmt: skip
         normed, mean, rstd = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call)
         assert normed is not None
-        ctx.call, ctx.kernels = call, kernels
+        normed = normed.to(product)
+        ctx.call, ctx.kernels, ctx.product = call, kernels, product
         # kept apart from the saved tensors: it is written to between forward and backward
         ctx.weight, ctx.main_grad = weight, main_grad_of(weight)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, mean, rstd)
-        y = F.linear(normed, weight, bias)
+        y = F.linear(normed, weight.to(product), None if bias is None else bias.to(product))
         return (y, normed) if return_norm_output else y
 
     @staticmethod
@@ -112,12 +114,12 @@ class _NormLinear(torch.autograd.Function):
         through_norm = need_dx or need_dnorm_weight or need_dnorm_bias
         normed = None
         if through_norm:
-            dnormed = _through_linear(rows, weight, dnormed, x)
+            dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
         if dnormed is not None and (through_norm or need_dweight):
             backward: Callable[..., Any] = norm_backward if ctx.kernels else _backward_by_formula
             needs = need_dx, need_dnorm_weight, need_dnorm_bias
             rebuild = need_dweight and rows is not None
-            into_dy = rows is not None  # then it is ours, and dx may take its place
+            into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
             dx, dnorm_weight, dnorm_bias, normed = backward(
                 dnormed, None, x, norm_weight, norm_bias, mean, rstd, *ctx.call, *needs, x.dtype, rebuild, into_dy
             )
@@ -128,8 +130,9 @@ class _NormLinear(torch.autograd.Function):
                 dbias = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(bias.dtype)
             if need_dweight:
                 assert normed is not None
-                dweight = weight_gradient(rows, normed.reshape(-1, weight.shape[1]), ctx.weight, ctx.main_grad)
-        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None
+                normed = normed.to(ctx.product).reshape(-1, weight.shape[1])
+                dweight = weight_gradient(rows, normed, ctx.weight, ctx.main_grad)
+        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
 
 
 def _through_linear(rows: Tensor | None, weight: Tensor, dnormed: Tensor | None, x: Tensor) -> Tensor | None:
@@ -157,6 +160,12 @@ def variant(x: Tensor, norm_weight: Any, weight: Tensor, bias: Any = None, *, no
     return f"{norm_variant(x, norm == 'layer_norm', False, False)}; products by cuBLAS; norm(x) is rebuilt in backward"
 
 
+def _product_type(x: Tensor) -> torch.dtype:
+    """What the linear layer's operands are rounded to."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def _check(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
@@ -177,14 +186,15 @@ def _check(
     check_floating("weight", weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must have shape (N, {x.shape[-1]}), with x's last dimension, but has {tuple(weight.shape)}")
-    if weight.dtype != x.dtype:
+    cast = torch.is_autocast_enabled(x.device.type)
+    if weight.dtype != x.dtype and not cast:
         raise TypeError(f"weight must have x's type {x.dtype}, but is {weight.dtype}")
     check_device("weight", weight, x)
     if bias is not None:
         check_floating("bias", bias, optional=True)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
-        if bias.dtype != x.dtype:
+        if bias.dtype != x.dtype and not cast:
             raise TypeError(f"bias must have x's type {x.dtype}, but is {bias.dtype}")
         check_device("bias", bias, x)
 
@@ -229,7 +239,7 @@ def norm_linear(
     norm_bias = None if norm_bias is None else norm_bias.contiguous()
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
-    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output)
+    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, _product_type(x))
 
 
 register_op(norm_linear, _check, unsupported, variant)

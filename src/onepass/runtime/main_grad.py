@@ -39,7 +39,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | N
     `weight` is the parameter itself: what comes back for autograd depends on its attributes.
     """
     if main_grad is None:
-        return dy.t() @ x
+        return (dy.t() @ x).to(weight.dtype)
     if watched(dy, x, main_grad):
         _add_op(main_grad, dy, x)
     else:
