@@ -160,10 +160,10 @@ def variant(x: Tensor, norm_weight: Any, weight: Tensor, bias: Any = None, *, no
     return f"{norm_variant(x, norm == 'layer_norm', False, False)}; products by cuBLAS; norm(x) is rebuilt in backward"
 
 
-def _product_type(x: Tensor) -> torch.dtype:
-    """What the linear layer's operands are rounded to."""
+def _cast(x: Tensor) -> bool:
+    """Whether autocast is on: the linear layer's operands are rounded to its type then."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # there is none for meta tensors
 
 
 def _check(
@@ -186,7 +186,7 @@ def _check(
     check_floating("weight", weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must have shape (N, {x.shape[-1]}), with x's last dimension, but has {tuple(weight.shape)}")
-    cast = torch.is_autocast_enabled(x.device.type)
+    cast = _cast(x)
     if weight.dtype != x.dtype and not cast:
         raise TypeError(f"weight must have x's type {x.dtype}, but is {weight.dtype}")
     check_device("weight", weight, x)
@@ -239,7 +239,8 @@ def norm_linear(
     norm_bias = None if norm_bias is None else norm_bias.contiguous()
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
-    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, _product_type(x))
+    product = torch.get_autocast_dtype(x.device.type) if _cast(x) else x.dtype
+    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product)
 
 
 register_op(norm_linear, _check, unsupported, variant)
