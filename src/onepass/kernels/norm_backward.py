@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.meeting import await_all, clear, publish
-from onepass.kernels.norm_forward import norm_forward, norm_statistics
+from onepass.kernels.norm_forward import norm_statistics
 from onepass.kernels.rows import aligned, known_align, load_scale, load_vector
 from onepass.kernels.strips import join, leave, share_strips, some_helpers
 from onepass.runtime.lang import device_function, tl
@@ -363,10 +363,7 @@ def norm_backward(
     dx = dweight = dbias = y = None
     if need_dx:
         dx = dy if into_dy else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
-    if rebuild and layer and tiles.pieces > 5 and not tiles.shared:  # no registers left for one more thing a row
-        y = norm_forward(x, None, weight, bias, eps, layer, centered, False)[0]
-        rebuild = False
-    elif rebuild:
+    if rebuild:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if need_dweight:
         assert weight is not None
@@ -374,11 +371,11 @@ def norm_backward(
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
-    launch = _bind(tiles, tiles.resident * processors(device), H, dy_row, dh_row, x_row, eps, layer, centered)
     wanted = tiles.resident * processors(device)
+    launch = _bind(tiles, wanted, H, dy_row, dh_row, x_row, eps, layer, centered)
     scratch = kept_scratch if keep_scratch else new_scratch
     sums = (need_dweight + need_dbias) * H
-    tensors = dy, dh, x, weight, bias, mean, rstd, dx, y if rebuild else None, dweight, dbias
+    tensors = dy, dh, x, weight, bias, mean, rstd, dx, y, dweight, dbias
     if tiles.shared:
         groups = min(M, max(1, wanted // tiles.pieces))
         words = groups * SLOTS * (2 if layer else 1) * max(power_of_two(tiles.pieces), LINE.value)
