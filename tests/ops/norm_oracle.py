@@ -82,6 +82,7 @@ PATHS = {
     "rows": (None, (False, 4, 0, 4, 2)),
     "single": (None, (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
     "chunks": (32, (False, 2, 64, 4, 1)),
+    "late": (16, (False, 1, 16, 1, 3)),  # so many chunks that LayerNorm's weights are read again for each row
     "fold": (128, (False, 2, 256, 1, 1)),
     "shared": (16, (True, 1, 16, 2, 4)),
     "crowd": (16, (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
@@ -234,6 +235,8 @@ def small_cases() -> list[Case]:
     cases += [
         replace(layer, path="single", lead=(43,)),
         replace(rms, path="single", lead=(43,), dtype=BF16, weight=BF16),
+        replace(layer, path="late", lead=(10,), H=92, centered=True, residual=FP32),
+        replace(rms, path="late", lead=(10,), H=92, dtype=BF16),
         replace(layer, path="crowd", lead=(18,), H=45),
         replace(rms, path="crowd", lead=(19,), H=45, dtype=BF16, weight=BF16),
         replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),
@@ -265,6 +268,7 @@ def real_cases() -> list[Case]:
         Case(H=1025, lead=(3,), dtype=BF16, weight=BF16, frugal=True),
         Case(H=4097, lead=(2,), residual=FP32),
         replace(layer, H=8191, lead=(2,), dtype=BF16, residual=BF16),
+        replace(layer, H=11000, lead=(3,), dtype=BF16),
         Case(H=12300, lead=(5,), dtype=BF16, weight=BF16),
         replace(layer, path="shared", H=512, lead=(6,), mean=100.0),
         Case(H=12300, lead=(3,), residual=FP32, frugal=True),

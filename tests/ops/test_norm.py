@@ -479,7 +479,7 @@ def _at_ones(call, inputs):
         ("rms_norm", 64, ("forward with", "rows a program, in registers", "rows at a time a program, in registers")),
         ("layer_norm", 512, ("forward with", "rows a program, in registers", "rows at a time a program")),
         ("rms_norm", 4096, ("forward with one row a program, in pieces of", "chunks of")),
-        ("layer_norm", 10240, ("forward with one row a program", "chunks of")),
+        ("layer_norm", 12288, ("forward with one row a program", "chunks of")),
         ("rms_norm", 12289, ("forward with one row a program", "programs a row, tiles of")),
         ("layer_norm", 262144, ("forward with one row a program", "programs a row, tiles of")),
     ],

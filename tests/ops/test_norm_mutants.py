@@ -14,6 +14,12 @@ ROWS, CHUNKS, FOLD, SHARED = "rows", "chunks", "fold", "shared"
 HARD = [case for case in real_cases() if case.path and case.dtype.itemsize == 4]
 CASES = small_cases() + HARD
 MUTANTS = {  # name: module, what is there, what stands there instead, the path whose cases are tried first[, how often it is there]
+    "late weights without their 1": (
+        norm_backward,
+        "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE",
+        "load_vector(weight_ptr, columns, columns < H)[None, :] if LATE",
+        "late",
+    ),
     # ---- forward ----
     "weight rounded to bf16": (
         rows,

@@ -105,13 +105,15 @@ def norm_unsupported(x: Tensor) -> str | None:
     return no_triton(x)
 
 
-def norm_variant(x: Tensor, layer: bool, residual: bool, memory_efficient: bool) -> str:
-    """Which kernels a call runs, and their tiles."""
+def norm_variant(
+    x: Tensor, residual: Maybe, weight: Maybe, layer: bool, memory_efficient: bool, rebuilt_with: Maybe = None
+) -> str:
+    """Which kernels a call runs, and their tiles. `rebuilt_with`: y's bias, where backward builds y again."""
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
     ahead = forward.forward_tiles(H, layer, x.dtype is torch.float32)
-    back = backward.tiles_for(x, layer, 3 if residual else 2)
+    back = backward.tiles_for(x, residual, weight, rebuilt_with, layer)
     if ahead.short:
         said = f"forward with {ahead.block_m} rows a program, in registers"
     else:

@@ -89,11 +89,13 @@ def _rows_kernel(
 ):  # fmt: skip
     DY_ROW, DH_ROW, X_ROW = aligned(DY_ROW, ALIGN), aligned(DH_ROW, ALIGN), aligned(X_ROW, ALIGN)
     SUMS: tl.constexpr = 1 if FOLD else BLOCK_M
+    LATE: tl.constexpr = LAYER and CHUNKS > 5  # no registers to keep weights in: they are on their way with the rows
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     weights, dweights, dbiases = (), (), ()
     for i in tl.static_range(CHUNKS):
         columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-        weights += (load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :],)
+        if not LATE:
+            weights += (load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :],)
         dweights += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
         dbiases += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
     # each time around, all programs together take the next programs * BLOCK_M rows; ROWS of them fall to each
@@ -123,7 +125,11 @@ def _rows_kernel(
                 new_dweights += (_add_rows(dweights[i], dy * z, FOLD),)
             if dbias_ptr is not None:
                 new_dbiases += (_add_rows(dbiases[i], dy, FOLD),)
-            g = dy * weights[i]
+            weight = load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE else weights[i]
+            if y_ptr is not None:
+                y = z * weight + load_vector(bias_ptr, columns, columns < H)[None, :]
+                _store_chunk(y_ptr, rows, columns, real, y, H, (i + 1) * BLOCK_H <= H)
+            g = dy * weight
             gs += (g,)
             products += g * z
             sum_g += g
@@ -137,9 +143,6 @@ def _rows_kernel(
                 mean_g = (tl.sum(sum_g, 1) / H)[:, None]
         for i in tl.static_range(CHUNKS):
             columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-            if y_ptr is not None:
-                y = normed[i] * weights[i] + load_vector(bias_ptr, columns, columns < H)[None, :]
-                _store_chunk(y_ptr, rows, columns, real, y, H, (i + 1) * BLOCK_H <= H)
             if dx_ptr is not None:
                 dx = gs[i] - normed[i] * product
                 if LAYER:
@@ -283,10 +286,9 @@ class Tiles(NamedTuple):
     resident: int  # programs a multiprocessor
 
 
-def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, room: int) -> Tiles:
-    """`wide`: x is fp32. `row_bytes` of all tensors that are read; `room`: shared memory that a program may have for them."""
-    most = 8192 if wide else 10240 if layer else 12288  # LayerNorm of 12288 fits sm_90's registers, but spills on sm_100
-    fits = most >= H
+def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: int, room: int) -> Tiles:
+    """`wide`: x is fp32. `row_bytes` of all tensors that are read, `late_bytes` of the vectors that are read with each row where
+    LATE, and `room`: the shared memory that a multiprocessor has for them."""
     if H <= 1024:
         block_h = power_of_two(H)
         tiles = Tiles(False, (2048 if layer else 4096) // block_h, block_h, 1, 4, 3, 3 if layer else 2)
@@ -294,7 +296,7 @@ def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, room: int) -
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 4, 7 - ceil_div(H, 1024), 2)
     elif H <= 5120:
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 8, 3, 2)
-    elif fits:
+    elif H <= 8192 or (H <= 12288 and not wide):
         tiles = Tiles(False, 1, 2048, ceil_div(H, 2048), 8, 4 if H <= 6144 else 3, 1)
     elif H <= 65536 and (wide or not layer):
         tiles = Tiles(True, 1, 2048, ceil_div(H, 2048), 4, 3, 4)
@@ -302,19 +304,24 @@ def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, room: int) -
         tiles = Tiles(True, 1, 4096, ceil_div(H, 4096), 4, 4, 2)
     else:
         tiles = Tiles(True, 1, 8192, ceil_div(H, 8192), 8, 3, 1)
+    if layer and tiles.pieces > 5 and not tiles.shared:  # LATE
+        row_bytes += late_bytes
     share = tiles.block_m * row_bytes // (tiles.pieces if tiles.shared else 1)  # of a stage
     return tiles._replace(stages=min(tiles.stages, 1 + room // tiles.resident // max(share, 1)))
 
 
-def tiles_for(x: Tensor, layer: bool, tensors: int) -> Tiles:
-    H = x.shape[-1]
-    return _tiles_on(H, layer, x.element_size() > 2, tensors * H * x.element_size(), x.device)
+def tiles_for(x: Tensor, dh: object, weight: Tensor | None, bias: Tensor | None, layer: bool) -> Tiles:
+    """For rows of x, with h's gradient or None, and the vectors that y is made of; without a bias where no y is."""
+    size = x.element_size()
+    late = sum(v.element_size() for v in (weight, bias) if v is not None)
+    return _tiles_on(x.shape[-1], layer, size > 2, size * (2 if dh is None else 3), late, x.device)
 
 
 @lru_cache(1024)
-def _tiles_on(H: int, layer: bool, wide: bool, row_bytes: int, device: torch.device) -> Tiles:
+def _tiles_on(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: int, device: torch.device) -> Tiles:
+    """`row_bytes` and `late_bytes` of a column."""
     room = shared_memory(device) - 16384  # what sums need, and more
-    return backward_tiles(H, layer, wide, row_bytes, room)
+    return backward_tiles(H, layer, wide, row_bytes * H, late_bytes * H, room)
 
 
 @lru_cache(1024)
@@ -350,7 +357,7 @@ def norm_backward(
     rebuild: bool = False, *, into_dy: bool = False, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dx (of x and of the residual alike), dweight, dbias; and y, where it is to be rebuilt. dx may take dy's place."""
-    tiles = tiles_for(x, layer, 2 if dh is None else 3)
+    tiles = tiles_for(x, dh, weight, bias if rebuild else None, layer)
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     dh_row = dy_row

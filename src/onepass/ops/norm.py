@@ -108,16 +108,17 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
 
 
 def _rms_variant(
-    x: Tensor, weight: Any = None, eps: float = 1e-6, *, residual: Tensor | None = None, memory_efficient: bool = False, **_: Any
-) -> str:
-    return norm_variant(x, False, residual is not None, memory_efficient)
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
+    *, residual: Tensor | None = None, memory_efficient: bool = False, **_: Any,
+) -> str:  # fmt: skip
+    return norm_variant(x, residual, weight, False, memory_efficient)
 
 
 def _layer_variant(
-    x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    x: Tensor, weight: Tensor | None = None, bias: Any = None, eps: float = 1e-5,
     *, residual: Tensor | None = None, memory_efficient: bool = False, **_: Any,
 ) -> str:  # fmt: skip
-    return norm_variant(x, True, residual is not None, memory_efficient)
+    return norm_variant(x, residual, weight, True, memory_efficient)
 
 
 def _check_rms(

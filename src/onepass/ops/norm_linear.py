@@ -155,9 +155,13 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
     return norm_unsupported(x)
 
 
-def variant(x: Tensor, norm_weight: Any, weight: Tensor, bias: Any = None, *, norm: str = "rms_norm", **options: Any) -> str:
+def variant(
+    x: Tensor, norm_weight: Tensor | None, weight: Any, bias: Any = None,
+    *, norm: str = "rms_norm", norm_bias: Tensor | None = None, **options: Any,
+) -> str:  # fmt: skip
     """Which kernels a call runs, and their tiles."""
-    return f"{norm_variant(x, norm == 'layer_norm', False, False)}; products by cuBLAS; norm(x) is rebuilt in backward"
+    kernels = norm_variant(x, None, norm_weight, norm == "layer_norm", False, norm_bias)
+    return f"{kernels}; products by cuBLAS; norm(x) is rebuilt in backward"
 
 
 def _cast(x: Tensor) -> bool:
