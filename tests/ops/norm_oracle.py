@@ -76,16 +76,16 @@ def draw(case: Case, seed: int = 0):
 
 # ---- tiles so small that there are several of each kind, and the last ends inside ----
 
-# forward: pieces of a row, or None: several rows a program, in registers
+# forward: pieces of a row and how many are held, or none: several rows a program, in registers
 # backward: shared, rows at a time, columns, warps, programs a multiprocessor
 PATHS = {
-    "rows": (None, (False, 4, 0, 4, 2)),
-    "single": (None, (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
-    "chunks": (32, (False, 2, 64, 4, 1)),
-    "late": (16, (False, 1, 16, 1, 3)),  # so many chunks that LayerNorm's weights are read again for each row
-    "fold": (128, (False, 2, 256, 1, 1)),
-    "shared": (16, (True, 1, 16, 2, 4)),
-    "crowd": (16, (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
+    "rows": ((0, 0), (False, 4, 0, 4, 2)),
+    "single": ((0, 0), (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
+    "chunks": ((32, 2), (False, 2, 64, 4, 1)),
+    "late": ((16, 3), (False, 1, 16, 1, 3)),  # so many chunks that LayerNorm's weights are read again for each row
+    "fold": ((128, 1), (False, 2, 256, 1, 1)),
+    "shared": ((16, 1), (True, 1, 16, 2, 4)),
+    "crowd": ((16, 3), (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
 }
 MULTIPROCESSORS = 3
 
@@ -142,7 +142,7 @@ def small_tiles(room, path: str):
 
     changes = [(backward, "kept_scratch", scratch)]
     if path:
-        piece, (shared, block_m, block_h, warps, resident) = PATHS[path]
+        (piece, held), (shared, block_m, block_h, warps, resident) = PATHS[path]
 
         def tiles_on(H, *_):
             width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
@@ -150,7 +150,7 @@ def small_tiles(room, path: str):
 
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
         if piece:
-            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", lambda *_: forward["Tiles"](False, 1, piece, 1))]
+            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", lambda *_: forward["Tiles"](False, 1, piece, 1, held))]
     caches = backward["_bind"], forward["_bind"], forward["_forward_plan"]
     before = [(place, name, place[name]) for place, name, _ in changes]
     for place, name, value in changes:

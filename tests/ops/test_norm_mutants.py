@@ -14,12 +14,6 @@ ROWS, CHUNKS, FOLD, SHARED = "rows", "chunks", "fold", "shared"
 HARD = [case for case in real_cases() if case.path and case.dtype.itemsize == 4]
 CASES = small_cases() + HARD
 MUTANTS = {  # name: module, what is there, what stands there instead, the path whose cases are tried first[, how often it is there]
-    "late weights without their 1": (
-        norm_backward,
-        "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE",
-        "load_vector(weight_ptr, columns, columns < H)[None, :] if LATE",
-        "late",
-    ),
     # ---- forward ----
     "weight rounded to bf16": (
         rows,
@@ -42,8 +36,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     ),
     "long: h not rounded before it is normalised": (
         norm_forward,
-        "        x = x.to(h_ptr.dtype.element_ty).to(tl.float32)\n",
-        "",
+        "return (x.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)",
+        "return x.to(tl.float32) + residual.to(tl.float32)",
         CHUNKS,
     ),
     "short: residual read at x's stride": (norm_forward, "columns, R_ROW, inside)", "columns, X_ROW, inside)", ROWS),
@@ -56,14 +50,14 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     ),
     "short: columns outside count in the variance": (
         norm_forward,
-        "x = tl.where(inside, x - mean[:, None], 0.0)",
+        "x = tl.where(within[None, :], x - mean[:, None], 0.0)",
         "x = x - mean[:, None]",
         ROWS,
     ),
     "long: columns outside count in the variance": (
         norm_forward,
-        "away = tl.where(columns < H, x - mean, 0.0)",
-        "away = x - mean",
+        "x = tl.where(inside_row(AGAIN + i * BLOCK_H + lanes, H, AGAIN + (i + 1) * BLOCK_H <= H), x - mean, 0.0)",
+        "x -= mean",
         CHUNKS,
     ),
     "short: eps inside out": (
@@ -74,19 +68,29 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     ),
     "long: eps inside out": (
         norm_forward,
-        "1.0 / tl.sqrt(tl.sum(total, 0) / H + eps)",
-        "1.0 / (tl.sqrt(tl.sum(total, 0) / H) + eps)",
+        "1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)",
+        "1.0 / (tl.sqrt(tl.sum(squares, 0) / H) + eps)",
         CHUNKS,
     ),
     "short: the variance of a sample": (norm_forward, "tl.sum(x * x, 1) / H", "tl.sum(x * x, 1) / (H - 1)", ROWS),
-    "long: the first piece is not normalised": (norm_forward, "for back in range(0, H, BLOCK_H)", "for back in range(0, LAST, BLOCK_H)", CHUNKS),
+    "long: the first piece is not normalised": (norm_forward, "for back in range(0, AGAIN, BLOCK_H)", "for back in range(0, AGAIN - BLOCK_H, BLOCK_H)", CHUNKS),
     "long: variance as a difference": (
         norm_forward,
-        "            total += away * away\n",
-        "            total += tl.where(columns < H, x * x - mean * mean, 0.0)\n",
+        "tl.sum(away * away, 1) + step * step * (GROUP * met * part)",
+        "tl.sum(x * x, 1) - GROUP * mean * mean + step * step * (GROUP * met * part)",
         "large mean",
     ),
-    "long: a store one column too far": (norm_forward, "            inside = columns < H\n", "            inside = columns <= H\n", CHUNKS),
+    "long: groups join as if they were the first": (norm_forward, "    part = 1.0 / (met + 1.0)\n", "    part = 1.0\n", CHUNKS),
+    "long: a group's distance from the others is forgotten": (norm_forward, " + step * step * (GROUP * met * part)", "", CHUNKS),
+    "long: the groups' distances from the row's mean are forgotten": (
+        norm_forward,
+        "        squares += (means - mean) * (means - mean) * EACH\n",
+        "",
+        CHUNKS,
+    ),
+    "long: what is held is not in the mean": (norm_forward, "            sums += tl.sum(_groups(held[i], GROUP), 1)\n", "            pass\n", CHUNKS),
+    "long: what is held is normalised in another's place": (norm_forward, "h = _still_packed(held[i])", "h = _still_packed(held[0])", CHUNKS),
+    "a store one column too far": (rows, "if WHOLE else columns < H\n", "if WHOLE else columns <= H\n", CHUNKS),
     "short: a row too many": (norm_forward, "    real = rows < M\n", "    real = rows <= M\n", ROWS),
     "short: y rounded through bf16": (
         norm_forward,
@@ -95,6 +99,12 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
         ROWS,
     ),
     # ---- backward, whole rows ----
+    "late weights without their 1": (
+        norm_backward,
+        "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE",
+        "load_vector(weight_ptr, columns, columns < H)[None, :] if LATE",
+        "late",
+    ),
     "rows: dh forgotten": (
         norm_backward,
         "dx += _chunk(dh_ptr, rows, columns, DH_ROW, real, H, (i + 1) * BLOCK_H <= H)",

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.runtime.lang import INTERPRETED, device_function, tl, triton
+from onepass.runtime.lang import PTX, device_function, tl, triton
 
 # ---- device functions ----
 
 # The bare PTX instructions spare 3 of 10 instructions an element each: Triton's own exp and division also care for
 # subnormals, which 1 + exp never is and exp(-z) need not be. The interpreter knows no PTX.
-_PTX = tl.constexpr(triton is not None and not INTERPRETED and torch.version.hip is None)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GELU_1 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_3 = tl.constexpr(1.5957691216057308 * 0.044715)
@@ -27,7 +26,7 @@ _GELU_3 = tl.constexpr(1.5957691216057308 * 0.044715)
 
 @device_function
 def _exp2(x):
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return tl.exp2(x)
@@ -35,7 +34,7 @@ def _exp2(x):
 
 @device_function
 def _reciprocal(x):
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / x

@@ -7,11 +7,7 @@ Words start as zeros (round 0), rounds count from 1, and the launch's last progr
 
 from __future__ import annotations
 
-import torch
-
-from onepass.runtime.lang import INTERPRETED, device_function, tl, triton
-
-_PTX = tl.constexpr(triton is not None and not INTERPRETED and torch.version.hip is None)
+from onepass.runtime.lang import PTX, device_function, tl
 
 
 @device_function
@@ -30,7 +26,7 @@ def publish(word_ptr, value, round):
 @device_function
 def await_all(word_ptrs, round):
     """The numbers of these words (a block of pointers), each as soon as it is there. Each thread looks by itself."""
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             """{
             .reg .pred early; .reg .b64 word; .reg .b32 number, found;

@@ -112,12 +112,13 @@ def norm_variant(
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
-    ahead = forward.forward_tiles(H, layer, x.dtype is torch.float32)
+    ahead = forward.forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
     back = backward.tiles_for(x, residual, weight, rebuilt_with, layer)
     if ahead.short:
         said = f"forward with {ahead.block_m} rows a program, in registers"
     else:
         said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
+        said += f" but for {ahead.held} held in registers" if ahead.held else ""
     if back.shared:
         said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
     else:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onepass.kernels.meeting import await_all, clear, publish
 from onepass.kernels.norm_forward import norm_statistics
-from onepass.kernels.rows import aligned, known_align, load_scale, load_vector
+from onepass.kernels.rows import aligned, inside_row, known_align, load_scale, load_vector
 from onepass.kernels.strips import join, leave, share_strips, some_helpers
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, kernel
@@ -63,13 +63,13 @@ def _statistics(xs, H: tl.constexpr, eps, LAYER: tl.constexpr, BLOCK_H: tl.const
 @device_function
 def _chunk(x_ptr, rows, columns, ROW, real, H: tl.constexpr, WHOLE: tl.constexpr):
     """A block [BLOCK_M, BLOCK_H] of rows that lie ROW apart, in fp32; WHOLE: no column of it lies past H."""
-    mask = real[:, None] if WHOLE else real[:, None] & (columns < H)[None, :]
+    mask = real[:, None] & inside_row(columns, H, WHOLE)[None, :]
     return tl.load(x_ptr + rows[:, None] * ROW + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @device_function
 def _store_chunk(x_ptr, rows, columns, real, value, H: tl.constexpr, WHOLE: tl.constexpr):
-    mask = real[:, None] if WHOLE else real[:, None] & (columns < H)[None, :]
+    mask = real[:, None] & inside_row(columns, H, WHOLE)[None, :]
     tl.store(x_ptr + rows[:, None] * H + columns[None, :], value, mask=mask)
 
 
@@ -174,7 +174,7 @@ def _rows_kernel(
 @device_function
 def _tile(x_ptr, row, M, columns, ROW, H: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of a row in its storage type, zeros past the last row."""
-    mask = (columns >= 0) & (row < M) if WHOLE else (columns < H) & (row < M)
+    mask = inside_row(columns, H, WHOLE) & (row < M)
     return tl.load(x_ptr + row * ROW + columns, mask=mask, other=0.0)
 
 

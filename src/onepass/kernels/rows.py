@@ -21,6 +21,12 @@ def aligned(size, ALIGN: tl.constexpr):
 
 
 @device_function
+def inside_row(columns, H, WHOLE: tl.constexpr):
+    """Which columns lie in a row of H. WHOLE: all do, and the compiler sees it and needs no masks."""
+    return tl.full(columns.shape, True, tl.int1) if WHOLE else columns < H
+
+
+@device_function
 def load_vector(vector_ptr, columns, inside):
     """A bias or weight in fp32, zeros where there is none."""
     if vector_ptr is not None:

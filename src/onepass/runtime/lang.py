@@ -32,6 +32,9 @@ except ImportError:
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+PTX = tl.constexpr(triton is not None and not INTERPRETED and torch.version.hip is None)  # whether kernels may hold some
+
+
 def device_function(function: Any) -> Any:
     """Mark a function that kernels call."""
     return triton.jit(function) if triton else function
