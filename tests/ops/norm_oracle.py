@@ -148,9 +148,12 @@ def small_tiles(room, path: str):
             width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
             return backward["Tiles"](shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident)
 
+        def forward_tiles(H, *_):
+            return forward["Tiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))
+
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
         if piece:
-            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", lambda *_: forward["Tiles"](False, 1, piece, 1, held))]
+            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
     caches = backward["_bind"], forward["_bind"], forward["_forward_plan"]
     before = [(place, name, place[name]) for place, name, _ in changes]
     for place, name, value in changes:

@@ -402,11 +402,11 @@ def test_registered_ops_are_what_they_say(layer, layout):
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for some, keep in ((residual, True), (None, True), (residual, False)):
         torch.library.opcheck(kernels._forward_op, (x, some, weight, bias, 1e-5, layer, False, keep), test_utils=tests)
-    _, h, mean, rstd = kernels._forward_op(x, residual, weight, bias, 1e-5, layer, True, True)
-    mean, dy = mean if layer else None, laid_out(torch.randn_like(h), layout)
+    _, h, kept = kernels._forward_op(x, residual, weight, bias, 1e-5, layer, True, True)
+    dy = laid_out(torch.randn_like(h), layout)
     for needs in ((True, True, layer), (False, True, False), (True, False, False)):
-        for statistics in ((mean, rstd), (None, None)):
-            args = dy, h, h, weight, bias, *statistics, 1e-5, layer, True, *needs, FP32, needs[1]
+        for stats in (kept, None):
+            args = dy, h, h, weight, bias, stats, 1e-5, layer, True, *needs, FP32, needs[1]
             torch.library.opcheck(kernels._backward_op, args, test_utils=tests)
 
 

@@ -19,21 +19,21 @@ Maybe = Tensor | None
 
 def norm_forward(
     x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, layer: bool, centered: bool, keep: bool
-) -> tuple[Tensor, Maybe, Maybe, Maybe]:
-    """y, and h where there is a residual, and the rows' mean (of LayerNorm) and 1 / deviation where they are to be kept."""
+) -> tuple[Tensor, Maybe, Maybe]:
+    """y, and h where there is a residual, and the rows' statistics where they are to be kept."""
     if not watched(x, residual, weight, bias):
         return forward.norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
-    y, h, mean, rstd = _forward_op(x, residual, weight, bias, eps, layer, centered, keep)
-    return y, h if residual is not None else None, mean if keep and layer else None, rstd if keep else None
+    y, h, stats = _forward_op(x, residual, weight, bias, eps, layer, centered, keep)
+    return y, h if residual is not None else None, stats if keep else None
 
 
 def norm_backward(
-    dy: Tensor, dh: Maybe, x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: Maybe,
+    dy: Tensor, dh: Maybe, x: Tensor, weight: Maybe, bias: Maybe, stats: Maybe,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
     rebuild: bool = False, into_dy: bool = False,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
     """dx (of x and of the residual alike), dweight, dbias; and y again where `rebuild` asks for it. dx may take dy's place."""
-    call = dy, dh, x, weight, bias, mean, rstd, eps, layer, centered, need_dx, need_dweight, need_dbias, dx_type, rebuild
+    call = dy, dh, x, weight, bias, stats, eps, layer, centered, need_dx, need_dweight, need_dbias, dx_type, rebuild
     if not watched(dy, dh, x, weight, bias):
         return backward.norm_backward(*call, into_dy=into_dy)
     found = _backward_op(*call)
@@ -61,8 +61,7 @@ def _forward_fake(
     return (
         x.new_empty(x.shape),
         x.new_empty(0 if residual is None else x.shape),
-        x.new_empty(rows, dtype=torch.float32) if keep and layer else x.new_empty(0),
-        x.new_empty(rows, dtype=torch.float32) if keep else x.new_empty(0),
+        x.new_empty(rows * (1 + layer), dtype=torch.float32) if keep else x.new_empty(0),
     )
 
 
@@ -78,12 +77,12 @@ def _backward_fake(dy: Tensor, dh: Any, x: Tensor, weight: Any, bias: Any, *rest
 
 _forward_op = registered(
     "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool layer, bool centered, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor)",
     _forward_all,
     _forward_fake,
 )
 _backward_op = registered(
-    "norm_backward(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, float eps, "
+    "norm_backward(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor? stats, float eps, "
     "bool layer, bool centered, bool need_dx, bool need_dweight, bool need_dbias, ScalarType dx_type, bool rebuild) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _backward_all,

@@ -81,7 +81,7 @@ def _add_rows(sums, values, FOLD: tl.constexpr):
 
 @kernel
 def _rows_kernel(
-    dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
+    dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
     partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DH_ROW, X_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
@@ -103,22 +103,22 @@ def _rows_kernel(
         rows = first + program * BLOCK_M + tl.arange(0, BLOCK_M)
         real = rows < M
         xs = ()
-        if rstd_ptr is None:
+        if stats_ptr is None:
             for i in tl.static_range(CHUNKS):
                 columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
                 xs += (_chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H),)
             mean, rstd = _statistics(xs, H, eps, LAYER, BLOCK_H, CHUNKS)
         else:
-            rstd = tl.load(rstd_ptr + rows, mask=real, other=0.0)[:, None]
+            rstd = tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None]
             if LAYER:
-                mean = tl.load(mean_ptr + rows, mask=real, other=0.0)[:, None]
+                mean = tl.load(stats_ptr + M + rows, mask=real, other=0.0)[:, None]
         normed, gs, new_dweights, new_dbiases = (), (), (), ()
         products = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         sum_g = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         for i in tl.static_range(CHUNKS):
             columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
             dy = _chunk(dy_ptr, rows, columns, DY_ROW, real, H, (i + 1) * BLOCK_H <= H)
-            x = xs[i] if rstd_ptr is None else _chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H)
+            x = xs[i] if stats_ptr is None else _chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H)
             z = (x - mean if LAYER else x) * rstd  # outside the row this is no 0, but there dy is
             normed += (z,)
             if dweight_ptr is not None:
@@ -194,7 +194,7 @@ def _publish_parts(word_ptr, dy, x, mean, weight, round, LAYER: tl.constexpr, SL
 
 @kernel
 def _shared_kernel(
-    dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
+    dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
     partial_ptr, arrived_ptr, M, DY_ROW, DH_ROW, X_ROW,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
@@ -220,15 +220,15 @@ def _shared_kernel(
     row = group.to(tl.int64)
     dy = _tile(dy_ptr, row, M, columns, DY_ROW, H, WHOLE)
     x = _tile(x_ptr, row, M, columns, X_ROW, H, WHOLE)
-    mean = tl.load(mean_ptr + row) if LAYER else 0.0
+    mean = tl.load(stats_ptr + M + row) if LAYER else 0.0
     if dx_ptr is not None:
         _publish_parts(words_ptr + tile, dy, x, mean, weight, 1, LAYER, SLOT)
     for turn in tl.range(0, tl.cdiv(M - group, groups), num_stages=STAGES):
         row = group + turn * groups.to(tl.int64)
         next_dy = _tile(dy_ptr, row + groups, M, columns, DY_ROW, H, WHOLE)
         next_x = _tile(x_ptr, row + groups, M, columns, X_ROW, H, WHOLE)
-        next_mean = tl.load(mean_ptr + row + groups, mask=row + groups < M, other=0.0) if LAYER else 0.0
-        rstd = tl.load(rstd_ptr + row)
+        next_mean = tl.load(stats_ptr + M + row + groups, mask=row + groups < M, other=0.0) if LAYER else 0.0
+        rstd = tl.load(stats_ptr + row)
         z = x.to(tl.float32)
         if LAYER:
             z -= mean
@@ -352,7 +352,7 @@ def _bind(
 
 def norm_backward(
     dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mean: Tensor | None, rstd: Tensor | None, eps: float, layer: bool, centered: bool,
+    stats: Tensor | None, eps: float, layer: bool, centered: bool,
     need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
     rebuild: bool = False, *, into_dy: bool = False, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -365,8 +365,8 @@ def norm_backward(
         dh, dh_row = as_rows(dh)
     H, device = x.shape[-1], x.device
     M = x.numel() // H
-    if rstd is None and (tiles.shared or tiles.pieces > 4):  # no registers to find them in
-        mean, rstd = norm_statistics(x, eps, layer)
+    if stats is None and (tiles.shared or tiles.pieces > 4):  # no registers to find them in
+        stats = norm_statistics(x, eps, layer)
     dx = dweight = dbias = y = None
     if need_dx:
         dx = dy if into_dy else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
@@ -382,7 +382,7 @@ def norm_backward(
     launch = _bind(tiles, wanted, H, dy_row, dh_row, x_row, eps, layer, centered)
     scratch = kept_scratch if keep_scratch else new_scratch
     sums = (need_dweight + need_dbias) * H
-    tensors = dy, dh, x, weight, bias, mean, rstd, dx, y, dweight, dbias
+    tensors = dy, dh, x, weight, bias, stats, dx, y, dweight, dbias
     if tiles.shared:
         groups = min(M, max(1, wanted // tiles.pieces))
         words = groups * SLOTS * (2 if layer else 1) * max(power_of_two(tiles.pieces), LINE.value)

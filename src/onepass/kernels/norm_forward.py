@@ -28,7 +28,7 @@ SHORT = 1024  # the longest row that is kept in registers
 
 @kernel
 def _short_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
     M, X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -50,11 +50,11 @@ def _short_kernel(
     if LAYER:
         mean = tl.sum(x, 1) / H
         x = tl.where(within[None, :], x - mean[:, None], 0.0)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + rows, mean, mask=real)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + M + rows, mean, mask=real)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / H + eps)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + rows, rstd, mask=real)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + rows, rstd, mask=real)
     tl.store(y_ptr + at, x * rstd[:, None] * weight + bias, mask=inside)
 
 
@@ -111,14 +111,14 @@ def _finish(
 
 @kernel
 def _long_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
     X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
     AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
-    tl.static_assert(AGAIN <= H)
+    tl.static_assert(AGAIN >= 0 and AGAIN <= H)
     GROUP: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth if LAYER else 1  # what a thread reads at once, or less
     EACH: tl.constexpr = AGAIN // (BLOCK_H // GROUP)  # values that are read again, of each group
     row = tl.program_id(0).to(tl.int64)
@@ -145,16 +145,16 @@ def _long_kernel(
             sums += tl.sum(_groups(held[i], GROUP), 1)
         mean = tl.sum(sums, 0) / H
         squares += (means - mean) * (means - mean) * EACH
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + tl.num_programs(0) + row, mean)
     for i in tl.static_range(HELD):
         x = (_still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
         if LAYER:
             x = tl.where(inside_row(AGAIN + i * BLOCK_H + lanes, H, AGAIN + (i + 1) * BLOCK_H <= H), x - mean, 0.0)
         squares += tl.sum(_groups(x * x, GROUP), 1)
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, rstd)
     if y_ptr is not None:
         for i in tl.static_range(HELD):
             columns = AGAIN + i * BLOCK_H + lanes
@@ -217,24 +217,28 @@ def _bind(tiles: Tiles, H: int, x_row: int, r_row: int, eps: float, layer: bool,
 
 
 # ---- calls ----
+# A row's statistics are 1 / deviation, of all rows, and for LayerNorm after those the means, in one fp32 tensor.
 
 
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, layer: bool, centered: bool, keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """y, and h where there is a residual, and the rows' mean (of LayerNorm) and 1 / deviation where they are to be kept."""
-    y, h = _like(x), None
-    x, x_row = as_rows(x)
-    r_row = x_row
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """y, and h where there is a residual, and the rows' statistics where they are to be kept."""
+    if x.is_contiguous():
+        y, x_row = torch.empty_like(x), x.shape[-1]
+    else:
+        y = x.new_empty(x.shape)
+        x, x_row = as_rows(x)
+    h, r_row = None, x_row
     if residual is not None:
         h = torch.empty_like(y)
         residual, r_row = as_rows(residual)
-    return y, h, *_launch(x, x_row, residual, r_row, weight, bias, y, h, eps, layer, centered, keep)
+    return y, h, _launch(x, x_row, residual, r_row, weight, bias, y, h, eps, layer, centered, keep)
 
 
-def norm_statistics(x: Tensor, eps: float, layer: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The mean and 1 / deviation of long rows, as the forward finds them: they are read once more, and nothing else is done."""
+def norm_statistics(x: Tensor, eps: float, layer: bool) -> Tensor | None:
+    """The statistics of long rows, as the forward finds them: they are read once more, and nothing else is done."""
     x, x_row = as_rows(x)
     return _launch(x, x_row, None, x_row, None, None, None, None, eps, layer, False, True)
 
@@ -242,18 +246,13 @@ def norm_statistics(x: Tensor, eps: float, layer: bool) -> tuple[Tensor | None, 
 def _launch(
     x: Tensor, x_row: int, residual: Tensor | None, r_row: int, weight: Tensor | None, bias: Tensor | None,
     y: Tensor | None, h: Tensor | None, eps: float, layer: bool, centered: bool, keep: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     H = x.shape[-1]
     M = x.numel() // H
-    mean = x.new_empty(M, dtype=torch.float32) if keep and layer else None
-    rstd = x.new_empty(M, dtype=torch.float32) if keep else None
+    stats = x.new_empty(M * (1 + layer), dtype=torch.float32) if keep else None
     grid, launch = _forward_plan(M, H, x_row, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
     if H <= SHORT:
-        launch(grid, x, residual, weight, bias, y, h, mean, rstd, M)
+        launch(grid, x, residual, weight, bias, y, h, stats, M)
     else:
-        launch(grid, x, residual, weight, bias, y, h, mean, rstd)
-    return mean, rstd
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+        launch(grid, x, residual, weight, bias, y, h, stats)
+    return stats

@@ -71,16 +71,17 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         eps: float, layer: bool, centered: bool, keep: bool,
     ) -> Any:  # fmt: skip
-        y, h, mean, rstd = norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
+        y, h, stats = norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
         ctx.call = eps, layer, centered, x.dtype, None if residual is None else residual.dtype
-        ctx.set_materialize_grads(False)  # y or h may have been used alone
-        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
+        if residual is not None:
+            ctx.set_materialize_grads(False)  # y or h may have been used alone
+        ctx.save_for_backward(x if residual is None else h, weight, bias, stats)
         return y if residual is None else (y, h)
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, stats = ctx.saved_tensors
         eps, layer, centered, x_type, residual_type = ctx.call
         need_x, need_residual, need_dweight, need_dbias = ctx.needs_input_grad[:4]
         if dy is None:
@@ -88,7 +89,7 @@ class _Norm(torch.autograd.Function):
         else:
             dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
             needs = need_x or need_residual, need_dweight, need_dbias
-            dx, dweight, dbias, _ = norm_backward(dy, dh, x, weight, bias, mean, rstd, eps, layer, centered, *needs, dx_type)
+            dx, dweight, dbias, _ = norm_backward(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type)
         return (
             dx.to(x_type) if need_x and dx is not None else None,
             dx.to(residual_type) if need_residual and dx is not None else None,
@@ -125,18 +126,24 @@ def _check_rms(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
 ) -> None:  # fmt: skip
-    _check_layer(x, weight, None, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+    _check(x, residual, weight, None, eps, zero_centered_gamma)
 
 
 def _check_layer(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
 ) -> None:  # fmt: skip
+    _check(x, residual, weight, bias, eps, zero_centered_gamma)
+
+
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+) -> None:
     check_floating("x", x)
     check_norm(x, eps)
     if weight is not None:
         check_vector("weight", weight, x)
-    elif zero_centered_gamma:
+    elif centered:
         raise ValueError("zero_centered_gamma says how weight is kept, but there is no weight")
     if bias is not None:
         check_vector("bias", bias, x)
@@ -159,7 +166,7 @@ def _norm(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     if not needs_grad(x, residual, weight, bias):
-        y, h, _, _ = norm_forward(x, residual, weight, bias, eps, layer, centered, False)
+        y, h, _ = norm_forward(x, residual, weight, bias, eps, layer, centered, False)
         return y if residual is None else (y, h)
     return _apply(x, residual, weight, bias, eps, layer, centered, keep)
 
@@ -203,7 +210,7 @@ def rms_norm(
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
     """
-    _check_rms(x, weight, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+    _check(x, residual, weight, None, eps, zero_centered_gamma)
     return _norm("rms_norm", x, residual, weight, None, eps, False, zero_centered_gamma, not memory_efficient, backend)
 
 
@@ -242,7 +249,7 @@ def layer_norm(
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
     """
-    _check_layer(x, weight, bias, eps, residual=residual, zero_centered_gamma=zero_centered_gamma)
+    _check(x, residual, weight, bias, eps, zero_centered_gamma)
     return _norm("layer_norm", x, residual, weight, bias, eps, True, zero_centered_gamma, not memory_efficient, backend)
 
 

@@ -54,19 +54,19 @@ def norm_linear_reference(
 def _by_kernels(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool
 ) -> tuple[Tensor | None, ...]:
-    normed, _, mean, rstd = norm_forward(x, None, norm_weight, norm_bias, eps, layer, centered, True)
-    return normed, mean, rstd
+    normed, _, stats = norm_forward(x, None, norm_weight, norm_bias, eps, layer, centered, True)
+    return normed, stats
 
 
 def _by_formula(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool
 ) -> tuple[Tensor | None, ...]:
     formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered)
-    return formula.to(x.dtype), None, None
+    return formula.to(x.dtype), None
 
 
 def _backward_by_formula(
-    dy: Tensor, _: None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: None, rstd: None,
+    dy: Tensor, _: None, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: None,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     needs = need_dx, need_dweight, need_dbias
@@ -93,21 +93,21 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype,
     ) -> Any:  # fmt: skip
-        normed, mean, rstd = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call)
+        normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call)
         assert normed is not None
         normed = normed.to(product)
         ctx.call, ctx.kernels, ctx.product = call, kernels, product
         # kept apart from the saved tensors: it is written to between forward and backward
         ctx.weight, ctx.main_grad = weight, main_grad_of(weight)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, mean, rstd)
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, stats)
         y = F.linear(normed, weight.to(product), None if bias is None else bias.to(product))
         return (y, normed) if return_norm_output else y
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: Tensor | None, dnormed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, weight, bias, mean, rstd = ctx.saved_tensors
+        x, norm_weight, norm_bias, weight, bias, stats = ctx.saved_tensors
         need_dx, need_dnorm_weight, need_dnorm_bias, need_dweight, need_dbias = ctx.needs_input_grad[:5]
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
         rows = None if dy is None else dy.reshape(-1, weight.shape[0])
@@ -121,7 +121,7 @@ class _NormLinear(torch.autograd.Function):
             rebuild = need_dweight and rows is not None
             into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
             dx, dnorm_weight, dnorm_bias, normed = backward(
-                dnormed, None, x, norm_weight, norm_bias, mean, rstd, *ctx.call, *needs, x.dtype, rebuild, into_dy
+                dnormed, None, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, rebuild, into_dy
             )
         elif need_dweight and rows is not None:
             normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call)[0]

@@ -28,7 +28,7 @@ def check_device(name: str, value: Tensor, x: Tensor) -> None:
 def check_vector(name: str, value: Tensor, x: Tensor) -> None:
     """A bias or a weight: as long as x's last dimension, and on its device."""
     check_floating(name, value, optional=True)
-    if value.dim() != 1 or value.shape[0] != x.shape[-1]:
+    if value.shape != x.shape[-1:]:
         raise ValueError(f"{name} must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(value.shape)}")
     check_device(name, value, x)
 

@@ -56,13 +56,11 @@ def transformed() -> bool:
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply without the 2 us that only functorch and setup_context need; its full form where either may be in play."""
+    """function.apply without the 2 us that only functorch and setup_context need. Where `transformed`, it must not be called."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return function.apply(*args)
-        return bare(*args)
+        return function.apply(*args) if torch.compiler.is_compiling() else bare(*args)
 
     return apply
 

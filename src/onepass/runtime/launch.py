@@ -74,21 +74,20 @@ class Bound:
 
     def kind(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
         """What Triton compiles in beside the bound values, and the arguments with addresses in the place of tensors."""
-        addresses, tensors = list(args), self.kernel.tensors
         parts: list[Any] = [device]
+        addresses = list(args)
         pointers = 0
-        for i in range(tensors):
-            tensor = args[i]
-            if tensor is None:
+        for i, arg in enumerate(args):  # once through, by hand: half of what a loop for each question takes
+            if arg is None:
                 parts.append(None)
+            elif type(arg) is int:
+                parts.append(arg > _INT32_MAX)  # i64 rather than i32
             else:
-                parts.append(tensor.dtype)
-                addresses[i] = address = tensor.data_ptr()  # an int spares the driver a look-up of each tensor
+                parts.append(arg.dtype)
+                addresses[i] = address = arg.data_ptr()  # an int spares the driver a look-up of each tensor
                 pointers |= address
         if pointers % 16:  # each pointer is specialised by itself
-            parts += [address is None or address % 16 == 0 for address in addresses[:tensors]]
-        for size in args[tensors:]:
-            parts.append(size > _INT32_MAX)  # i64 rather than i32
+            parts += [address is None or address % 16 == 0 for address in addresses[: self.kernel.tensors]]
         return tuple(parts), addresses
 
     def most_at_once(self, *args: Any) -> int:
