@@ -27,6 +27,7 @@ from onepass.bench.peers import forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS = 5
+CPU_ROUNDS = 15  # a CPU is less steady than a GPU, and these are short
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer may be shorter than its launches take: its graph's time is of interest
 T = TypeVar("T")
 Tick = Callable[[str], None]
@@ -55,7 +56,7 @@ class Plan:
 
     def steps(self) -> int:
         """How often `measure` will tick."""
-        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + ROUNDS for cases in self.variants())
+        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + CPU_ROUNDS for cases in self.variants())
         return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
 
 
@@ -224,8 +225,8 @@ def _cpu_times(plan: Plan, tiny: Case, clock: Clock, seeds: torch.Generator, tic
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     calls = 100 if clock.device.type == "cuda" else 20
-    for turn in range(ROUNDS):
-        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {ROUNDS}")
+    for turn in range(CPU_ROUNDS):
+        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {CPU_ROUNDS}")
         for lane in _rotated(lanes, turn):
             forward[lane.name].append(clock.host_us(lane.forward, calls))
             both[lane.name].append(clock.host_us(lane.both, calls))

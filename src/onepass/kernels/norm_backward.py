@@ -313,7 +313,7 @@ def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: 
 def tiles_for(x: Tensor, dh: object, weight: Tensor | None, bias: Tensor | None, layer: bool) -> Tiles:
     """For rows of x, with h's gradient or None, and the vectors that y is made of; without a bias where no y is."""
     size = x.element_size()
-    late = sum(v.element_size() for v in (weight, bias) if v is not None)
+    late = (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
     return _tiles_on(x.shape[-1], layer, size > 2, size * (2 if dh is None else 3), late, x.device)
 
 

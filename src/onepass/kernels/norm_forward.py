@@ -225,8 +225,10 @@ def norm_forward(
     eps: float, layer: bool, centered: bool, keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """y, and h where there is a residual, and the rows' statistics where they are to be kept."""
+    H = x.shape[-1]
+    M = x.numel() // H
     if x.is_contiguous():
-        y, x_row = torch.empty_like(x), x.shape[-1]
+        y, x_row = torch.empty_like(x), H
     else:
         y = x.new_empty(x.shape)
         x, x_row = as_rows(x)
@@ -234,25 +236,23 @@ def norm_forward(
     if residual is not None:
         h = torch.empty_like(y)
         residual, r_row = as_rows(residual)
-    return y, h, _launch(x, x_row, residual, r_row, weight, bias, y, h, eps, layer, centered, keep)
+    stats = _new_stats(x, M, layer) if keep else None
+    grid, launch = _forward_plan(M, H, x_row, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
+    sizes = (M,) if H <= SHORT else ()
+    launch(grid, x, residual, weight, bias, y, h, stats, *sizes)
+    return y, h, stats
 
 
-def norm_statistics(x: Tensor, eps: float, layer: bool) -> Tensor | None:
+def norm_statistics(x: Tensor, eps: float, layer: bool) -> Tensor:
     """The statistics of long rows, as the forward finds them: they are read once more, and nothing else is done."""
-    x, x_row = as_rows(x)
-    return _launch(x, x_row, None, x_row, None, None, None, None, eps, layer, False, True)
-
-
-def _launch(
-    x: Tensor, x_row: int, residual: Tensor | None, r_row: int, weight: Tensor | None, bias: Tensor | None,
-    y: Tensor | None, h: Tensor | None, eps: float, layer: bool, centered: bool, keep: bool,
-) -> Tensor | None:  # fmt: skip
     H = x.shape[-1]
     M = x.numel() // H
-    stats = x.new_empty(M * (1 + layer), dtype=torch.float32) if keep else None
-    grid, launch = _forward_plan(M, H, x_row, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
-    if H <= SHORT:
-        launch(grid, x, residual, weight, bias, y, h, stats, M)
-    else:
-        launch(grid, x, residual, weight, bias, y, h, stats)
+    x, x_row = as_rows(x)
+    stats = _new_stats(x, M, layer)
+    grid, launch = _forward_plan(M, H, x_row, x_row, eps, layer, False, x.dtype is torch.float32, False)
+    launch(grid, x, None, None, None, None, None, stats)
     return stats
+
+
+def _new_stats(x: Tensor, M: int, layer: bool) -> Tensor:
+    return x.new_empty(2 * M if layer else M, dtype=torch.float32)

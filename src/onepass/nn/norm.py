@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -11,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.ops.norm import layer_norm, rms_norm
-from onepass.runtime.checks import check_number
-
-
-def checked_eps(eps: float) -> float:
-    check_number("eps", eps)
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be above 0, but is {eps!r}")
-    return eps
+from onepass.runtime.checks import check_eps
 
 
 class MarkedParameters(nn.Module):
@@ -73,7 +65,7 @@ class _Norm(MarkedParameters):
         if zero_centered_gamma and not elementwise_affine:
             raise ValueError("zero_centered_gamma says how weight is kept, but elementwise_affine=False leaves none")
         self.normalized_shape = (_one_size(normalized_shape),)
-        self.eps = None if eps is None else checked_eps(eps)
+        self.eps = None if eps is None else check_eps(eps)
         self.elementwise_affine = elementwise_affine
         self.zero_centered_gamma, self.memory_efficient = zero_centered_gamma, memory_efficient
         self.sequence_parallel = sequence_parallel
@@ -125,7 +117,7 @@ class LayerNorm(_Norm):
         sequence_parallel: bool = False,
     ) -> None:
         options = zero_centered_gamma, memory_efficient, sequence_parallel
-        super().__init__(normalized_shape, checked_eps(eps), elementwise_affine, device, dtype, *options)
+        super().__init__(normalized_shape, check_eps(eps), elementwise_affine, device, dtype, *options)
         start = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine and bias else None
         self.register_parameter("bias", None if start is None else nn.Parameter(start))
         self.reset_parameters()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.nn.norm import MarkedParameters, checked_eps, is_size
+from onepass.nn.norm import MarkedParameters, is_size
 from onepass.ops.norm_linear import norm_linear
+from onepass.runtime.checks import check_eps
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
@@ -60,7 +61,7 @@ class NormLinear(MarkedParameters):
             if not is_size(size):
                 raise ValueError(f"{name} must be a size of at least 1, but is {size!r}")
         self.in_features, self.out_features, self.norm = in_features, out_features, norm
-        self.eps = _EPS[norm] if eps is None else checked_eps(eps)
+        self.eps = _EPS[norm] if eps is None else check_eps(eps)
         self.zero_centered_gamma, self.return_norm_output = zero_centered_gamma, return_norm_output
         self.sequence_parallel = sequence_parallel
 

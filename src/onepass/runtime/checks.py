@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,15 @@ def check_norm(x: Tensor, eps: float) -> None:
     """There is something to take a mean of, and something to keep its root from 0."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of at least 1, but has shape {tuple(x.shape)}")
+    check_eps(eps)
+
+
+def check_eps(eps: float) -> float:
     if type(eps) is not float:
         check_number("eps", eps)
-    if not 0 < eps < float("inf"):
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps must be above 0, but is {eps!r}")
+    return eps
 
 
 def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
