@@ -245,6 +245,9 @@ def small_cases() -> list[Case]:
         replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),
         replace(rms, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,), frugal=True),
         replace(rms, path="chunks", lead=(11,), H=128, eps=0.5, scale=0.5, frugal=True),
+        replace(layer, path="chunks", H=100, lead=(2,)),  # one program, whose sums are the result
+        replace(layer, path="chunks", H=100, lead=(3,)),  # two
+        replace(rms, path="fold", H=300, lead=(1,), dtype=BF16, weight=BF16),
         replace(layer, path="rows", H=64, lead=(2, 3, 4), layout="swapped", eps=0.5, scale=0.5),
     ]
     return cases

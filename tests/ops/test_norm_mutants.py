@@ -99,6 +99,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
         ROWS,
     ),
     # ---- backward, whole rows ----
+    "rows: one program's sum of dy in the place of dweight": (norm_backward, "dbias_at = dbias_ptr + at", "dbias_at = dweight_ptr + at", CHUNKS),
+    "rows: several programs' sums as if of one": (norm_backward, "if sums and programs > 1:", "if sums and programs > 2:", CHUNKS),
     "late weights without their 1": (
         norm_backward,
         "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE",
@@ -127,8 +129,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "rows: statistics again without eps": (norm_backward, "tl.sum(total, 1) / H + eps)", "tl.sum(total, 1) / H)", ROWS),
     "rows: statistics again count columns outside": (norm_backward, "away = tl.where((i * BLOCK_H + tl.arange(0, BLOCK_H) < H)[None, :], away - mean, 0.0)", "away = away - mean", CHUNKS),
     "rows: statistics again of the first chunk": (norm_backward, "for i in tl.static_range(1, CHUNKS):", "for i in tl.static_range(2, CHUNKS):", CHUNKS),
-    "rows: dbias's sums where dweight's are": (norm_backward, "tl.store(at + (PARTS - 1) * H, tl.sum(dbiases[i], 0)", "tl.store(at, tl.sum(dbiases[i], 0)", ROWS),
-    "rows: partial sums in bf16": (norm_backward, "tl.store(at, tl.sum(dweights[i], 0),", "tl.store(at, tl.sum(dweights[i], 0).to(tl.bfloat16).to(tl.float32),", ROWS),
+    "rows: dbias's sums where dweight's are": (norm_backward, "if partial_ptr is None else at + (PARTS - 1) * H\n", "if partial_ptr is None else at\n", ROWS),
+    "rows: partial sums in bf16": (norm_backward, "else at, tl.sum(dweights[i], 0),", "else at, tl.sum(dweights[i], 0).to(tl.bfloat16).to(tl.float32),", ROWS),
     "rows: dx rounded through bf16": (norm_backward, "_store_chunk(dx_ptr, rows, columns, real, dx, H", "_store_chunk(dx_ptr, rows, columns, real, dx.to(tl.bfloat16).to(tl.float32), H", ROWS),
     # ---- backward, shared rows ----
     "shared: dh forgotten": (norm_backward, "dx += _tile(dh_ptr, row,", "dx += 0.0 * _tile(dh_ptr, row,", SHARED),

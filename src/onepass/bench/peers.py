@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ def imported(module: str, name: str) -> Any:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """As a user with fixed shapes compiles it."""
+    # a pool of compiling processes would start with the first call, and keep the CPUs busy while others are timed
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False)
     return wrapped
 
