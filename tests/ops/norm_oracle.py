@@ -237,6 +237,8 @@ def small_cases() -> list[Case]:
         ]
     cases += [
         replace(layer, path="single", lead=(43,)),
+        replace(rms, path="single", lead=(30,), H=500),  # more tiles of columns than helpers
+        replace(layer, path="single", lead=(3,), H=600),
         replace(rms, path="single", lead=(43,), dtype=BF16, weight=BF16),
         replace(layer, path="late", lead=(10,), H=92, centered=True, residual=FP32),
         replace(rms, path="late", lead=(10,), H=92, dtype=BF16),
@@ -245,7 +247,7 @@ def small_cases() -> list[Case]:
         replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),
         replace(rms, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,), frugal=True),
         replace(rms, path="chunks", lead=(11,), H=128, eps=0.5, scale=0.5, frugal=True),
-        replace(layer, path="chunks", H=100, lead=(2,)),  # one program, whose sums are the result
+        replace(layer, path="chunks", H=100, lead=(2,)),  # one program
         replace(layer, path="chunks", H=100, lead=(3,)),  # two
         replace(rms, path="fold", H=300, lead=(1,), dtype=BF16, weight=BF16),
         replace(layer, path="rows", H=64, lead=(2, 3, 4), layout="swapped", eps=0.5, scale=0.5),

@@ -99,8 +99,6 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
         ROWS,
     ),
     # ---- backward, whole rows ----
-    "rows: one program's sum of dy in the place of dweight": (norm_backward, "dbias_at = dbias_ptr + at", "dbias_at = dweight_ptr + at", CHUNKS),
-    "rows: several programs' sums as if of one": (norm_backward, "if sums and programs > 1:", "if sums and programs > 2:", CHUNKS),
     "late weights without their 1": (
         norm_backward,
         "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE",
@@ -129,8 +127,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "rows: statistics again without eps": (norm_backward, "tl.sum(total, 1) / H + eps)", "tl.sum(total, 1) / H)", ROWS),
     "rows: statistics again count columns outside": (norm_backward, "away = tl.where((i * BLOCK_H + tl.arange(0, BLOCK_H) < H)[None, :], away - mean, 0.0)", "away = away - mean", CHUNKS),
     "rows: statistics again of the first chunk": (norm_backward, "for i in tl.static_range(1, CHUNKS):", "for i in tl.static_range(2, CHUNKS):", CHUNKS),
-    "rows: dbias's sums where dweight's are": (norm_backward, "if partial_ptr is None else at + (PARTS - 1) * H\n", "if partial_ptr is None else at\n", ROWS),
-    "rows: partial sums in bf16": (norm_backward, "else at, tl.sum(dweights[i], 0),", "else at, tl.sum(dweights[i], 0).to(tl.bfloat16).to(tl.float32),", ROWS),
+    "rows: dbias's sums where dweight's are": (norm_backward, "tl.store(at + (PARTS - 1) * H, tl.sum(dbiases[i], 0)", "tl.store(at, tl.sum(dbiases[i], 0)", ROWS),
+    "rows: partial sums in bf16": (norm_backward, "tl.store(at, tl.sum(dweights[i], 0),", "tl.store(at, tl.sum(dweights[i], 0).to(tl.bfloat16).to(tl.float32),", ROWS),
     "rows: dx rounded through bf16": (norm_backward, "_store_chunk(dx_ptr, rows, columns, real, dx, H", "_store_chunk(dx_ptr, rows, columns, real, dx.to(tl.bfloat16).to(tl.float32), H", ROWS),
     # ---- backward, shared rows ----
     "shared: dh forgotten": (norm_backward, "dx += _tile(dh_ptr, row,", "dx += 0.0 * _tile(dh_ptr, row,", SHARED),
@@ -158,8 +156,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "strips: helpers do not wait": (strips, "while tl.atomic_add(arrived_ptr, 0, sem=\"acquire\") < programs:", "while tl.atomic_add(arrived_ptr, 0, sem=\"acquire\") < 0:", ROWS),
     "strips: helpers wait for one too many": (strips, "sem=\"acquire\") < programs:", "sem=\"acquire\") < programs + 1:", ROWS),
     "strips: a helper too few": (strips, "- (programs - helpers)", "- (programs - helpers + 1)", ROWS),
-    "strips: one helper's tiles left out": (strips, "for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers)", "for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers + 1)", ROWS),
-    "strips: last tile of columns left out": (strips, "range(helper, tl.cdiv(H, BLOCK_H),", "range(helper, H // BLOCK_H,", ROWS),
+    "strips: one helper's tiles left out": (strips, "for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers)", "for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers + 1)", "single", 2),
+    "strips: last tile of columns left out": (strips, "range(helper, tl.cdiv(H, BLOCK_H),", "range(helper, H // BLOCK_H,", ROWS, 2),
+    "strips: a strip too few of few": (strips, "for strip in range(STRIPS):", "for strip in range(STRIPS - 1):", CHUNKS),
     "strips: a strip too few": (strips, "mask = (strips < STRIPS)", "mask = (strips < STRIPS - 1)", ROWS),
     "strips: only one pass over them": (strips, "for first in range(0, STRIPS, BLOCK_S):", "for first in range(0, tl.minimum(STRIPS, BLOCK_S), BLOCK_S):", "single"),
     "strips: the last to leave is the one before": (strips, "== helpers - 1", "== helpers - 2", ROWS),

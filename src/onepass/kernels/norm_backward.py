@@ -155,22 +155,20 @@ def _rows_kernel(
     if PARTS > 0:
         for i in tl.static_range(CHUNKS):
             columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-            at = columns if partial_ptr is None else partial_ptr + program * (PARTS * H) + columns
+            at = partial_ptr + program * (PARTS * H) + columns
             if dweight_ptr is not None:
-                tl.store(dweight_ptr + at if partial_ptr is None else at, tl.sum(dweights[i], 0), mask=columns < H)
+                tl.store(at, tl.sum(dweights[i], 0), mask=columns < H)
             if dbias_ptr is not None:
-                dbias_at = dbias_ptr + at if partial_ptr is None else at + (PARTS - 1) * H
-                tl.store(dbias_at, tl.sum(dbiases[i], 0), mask=columns < H)
-        if partial_ptr is not None:
-            helpers = some_helpers()
-            helper = join(arrived_ptr, helpers)
-            if helper >= 0:
-                width = PARTS * H
-                if dweight_ptr is not None:
-                    share_strips(partial_ptr, dweight_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
-                if dbias_ptr is not None:
-                    share_strips(partial_ptr + width - H, dbias_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
-                leave(arrived_ptr, helpers)
+                tl.store(at + (PARTS - 1) * H, tl.sum(dbiases[i], 0), mask=columns < H)
+        helpers = some_helpers()
+        helper = join(arrived_ptr, helpers)
+        if helper >= 0:
+            width = PARTS * H
+            if dweight_ptr is not None:
+                share_strips(partial_ptr, dweight_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
+            if dbias_ptr is not None:
+                share_strips(partial_ptr + width - H, dbias_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
+            leave(arrived_ptr, helpers)
 
 
 @device_function
@@ -395,8 +393,8 @@ def norm_backward(
     else:
         blocks = ceil_div(M, tiles.block_m)
         programs = min(blocks, wanted)
-        partial = arrived = None  # one program's sums are the result
-        if sums and programs > 1:
+        partial = arrived = None
+        if sums:
             partial, arrived = scratch(programs * sums, 2, device)
         launch((programs, 1, 1), *tensors, partial, arrived, M, ceil_div(blocks, programs) * tiles.block_m)
     return dx, dweight, dbias, y

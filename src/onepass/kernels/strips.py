@@ -53,10 +53,21 @@ def share_strips(
     partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     """This helper's share of the H columns of out, each the sum of its STRIPS partials (rows of WIDTH) in their order."""
-    if STRIPS <= 8:  # few rows: what is idle for want of strips takes columns
-        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, 8, BLOCK_S * BLOCK_H // 8)
+    if STRIPS <= 8:  # then there are few helpers, too, and they take many columns at a time
+        _share_few(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S * BLOCK_H)
     else:
         _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def _share_few(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_H: tl.constexpr):
+    for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
+        columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        for strip in range(STRIPS):
+            at = partial_ptr + strip * WIDTH + columns
+            total += tl.load(at, mask=columns < H, other=0.0, cache_modifier=".cg")
+        tl.store(out_ptr + columns, total, mask=columns < H)
 
 
 @device_function

@@ -107,7 +107,7 @@ _WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144
 
 
 def _norm_calls() -> Iterator[Call]:
-    """Both norms at all widths; types and a residual at one width of each kernel; all options for layer_norm, which holds more."""
+    """Both norms at all widths; types and a residual at one width of each kernel; all options for layer_norm: it holds more."""
     for norm in ("rms_norm", "layer_norm"):
         for width in _WIDTHS:
             yield _norm_call(norm, width)
