@@ -13,6 +13,7 @@ from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import no_triton
 
 WIDEST = 262144
+_TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 Maybe = Tensor | None
 
@@ -95,7 +96,7 @@ _backward_op = registered(
 
 def norm_unsupported(x: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.dtype not in _TYPES:
         return f"x is {x.dtype}"
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} are longer than {WIDEST}"
