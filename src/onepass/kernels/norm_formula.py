@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,12 +19,14 @@ def norm_formula(
     """y of each row of x, in the wider of x's type and fp32: the caller rounds it."""
     wide = torch.promote_types(x.dtype, torch.float32)
     z = x.to(wide)
-    if layer:
-        z = z - z.mean(-1, keepdim=True)
-    y = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * (weight.to(wide) + 1.0 if zero_centered_gamma else weight.to(wide))
-    return y if bias is None else y + bias.to(wide)
+        weight = weight.to(wide) + 1.0 if zero_centered_gamma else weight.to(wide)
+    if bias is not None:
+        bias = bias.to(wide)
+    if layer:  # PyTorch's own, as on a CPU it is three times as fast as its parts; of RMSNorm it has no more than those
+        return F.layer_norm(z, z.shape[-1:], weight, bias, eps)
+    y = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
 
 
 def add_rounded(x: Tensor, residual: Tensor, stored: torch.dtype) -> Tensor:
