@@ -64,6 +64,13 @@ def test_explain_prints_what_explain_returns(capsys):
     assert out.strip() == str(backend.explain("bias_activation", x, bias, "swiglu", clamp=7.0, linear_offset=1.0))
 
 
+def test_explain_gives_a_linear_layer_a_bias_of_its_outputs(capsys):
+    options = "--shape 16,32 --device cpu --norm-weight 32 --weight 48,32 --bias"
+    status, out, err = _run(capsys, "explain", "norm_linear", *options.split())
+    assert (status, err) == (0, "")
+    assert out.startswith("norm_linear: ")
+
+
 @pytest.mark.skipif("torch.cuda.is_available()")
 def test_explain_for_a_gpu_that_is_not_here():
     """In a process without the interpreter. 2^44 elements: were they allocated, it would fail."""

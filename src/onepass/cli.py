@@ -149,7 +149,7 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
         x = torch.empty(args.shape, dtype=dtype, device=device)
         options = {
-            parameter.name: _fake(x, parameter.name, value) if _is_tensor(kind) else value
+            parameter.name: _fake(x, parameter.name, value, args) if _is_tensor(kind) else value
             for parameter, kind in _options(known.function)
             for value in [getattr(args, parameter.name)]
         }
@@ -163,13 +163,17 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     ]
 
 
-def _fake(x: Tensor, name: str, value: bool | tuple[int, ...]) -> Tensor | None:
-    """An optional tensor as ops commonly have it: one number a token, x's shape, or a vector along x's last dimension."""
+def _fake(x: Tensor, name: str, value: bool | tuple[int, ...], args: argparse.Namespace) -> Tensor | None:
+    """An optional tensor as ops commonly have it: one number a token, x's shape, or a vector along x's last dimension, for a
+    bias that of the result."""
     if isinstance(value, tuple):
         return x.new_empty(value)
     if not value:
         return None
-    shapes = {"token_weight": x.shape[:-1], "residual": x.shape}
+    shapes: dict[str, Sequence[int]] = {"token_weight": x.shape[:-1], "residual": x.shape}
+    weight = getattr(args, "weight", None)
+    if isinstance(weight, tuple):  # a linear layer's [out, in]
+        shapes["bias"] = weight[:1]
     return x.new_empty(shapes.get(name, x.shape[-1:]))
 
 
