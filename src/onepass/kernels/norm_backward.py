@@ -163,11 +163,7 @@ def _rows_kernel(
         helpers = some_helpers()
         helper = join(arrived_ptr, helpers)
         if helper >= 0:
-            width = PARTS * H
-            if dweight_ptr is not None:
-                share_strips(partial_ptr, dweight_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
-            if dbias_ptr is not None:
-                share_strips(partial_ptr + width - H, dbias_ptr, helper, helpers, programs, width, H, SHARE_S, SHARE_H)
+            share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, SHARE_S, SHARE_H)
             leave(arrived_ptr, helpers)
 
 
@@ -264,11 +260,8 @@ def _shared_kernel(
         tl.store(at + (PARTS - 1) * H, dbias, mask=within)
     helpers = tl.num_programs(0)  # all: they are together anyway
     helper = join(arrived_ptr, helpers)
-    width = PARTS * H
-    if dweight_ptr is not None:
-        share_strips(partial_ptr, dweight_ptr, helper, helpers, groups, width, H, SHARE_S, SHARE_H)
-    if dbias_ptr is not None:
-        share_strips(partial_ptr + width - H, dbias_ptr, helper, helpers, groups, width, H, SHARE_S, SHARE_H)
+    if PARTS > 0:
+        share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, SHARE_S, SHARE_H)
     if leave(arrived_ptr, helpers):
         clear(all_words_ptr, groups * (SLOTS * MEANS * SLOT))
 

@@ -50,39 +50,39 @@ def join(arrived_ptr, helpers):
 
 @device_function
 def share_strips(
-    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
-    """This helper's share of the H columns of out, each the sum of its STRIPS partials (rows of WIDTH) in their order."""
+    """This helper's share of the H columns of out and of other, or of the one that is not None: each the sum, in their order, of
+    its STRIPS partials, which are rows of out's columns and then other's."""
     if STRIPS <= 8:  # then there are few helpers, too, and they take many columns at a time
-        _share_few(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S * BLOCK_H)
+        _share(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H)
     else:
-        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
-
-
-@device_function
-def _share_few(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_H: tl.constexpr):
-    for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
-        columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_H], tl.float32)
-        for strip in range(STRIPS):
-            at = partial_ptr + strip * WIDTH + columns
-            total += tl.load(at, mask=columns < H, other=0.0, cache_modifier=".cg")
-        tl.store(out_ptr + columns, total, mask=columns < H)
+        _share(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
 
 
 @device_function
 def _share(
-    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
+    BOTH: tl.constexpr = out_ptr is not None and other_ptr is not None
+    WIDTH = H * 2 if BOTH else H
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-        for first in range(0, STRIPS, BLOCK_S):
+        other = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+        for first in range(0, STRIPS, BLOCK_S):  # both at once: what takes time is to wait for the loads
             strips = first + tl.arange(0, BLOCK_S)
             mask = (strips < STRIPS)[:, None] & (columns < H)[None, :]
             at = partial_ptr + strips[:, None].to(tl.int64) * WIDTH + columns[None, :]
             total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
+            if BOTH:
+                other += tl.load(at + H, mask=mask, other=0.0, cache_modifier=".cg")
+        if out_ptr is not None:
+            tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
+        else:
+            tl.store(other_ptr + columns, tl.sum(total, 0), mask=columns < H)
+        if BOTH:
+            tl.store(other_ptr + columns, tl.sum(other, 0), mask=columns < H)
 
 
 @device_function

@@ -55,10 +55,10 @@ def layer_norm_reference(
 
 def _reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    *, layer: bool, eps: float, centered: bool, stored: torch.dtype | None = None,
+    *, layer: bool, eps: float, centered: bool, stored: torch.dtype | None = None, native: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     h = x if residual is None else add_rounded(x, residual, stored or x.dtype)
-    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
+    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=native).to(x.dtype)
     return y if residual is None else (y, h.to(x.dtype))
 
 
@@ -172,7 +172,7 @@ def _norm(
 
 
 def _formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, **options: Any) -> Any:
-    return _reference(x, weight, bias, residual, **options)
+    return _reference(x, weight, bias, residual, **options, native=True)
 
 
 # What comes back depends on whether there is a residual: type checkers are told.

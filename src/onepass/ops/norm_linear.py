@@ -61,7 +61,7 @@ def _by_kernels(
 def _by_formula(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool
 ) -> tuple[Tensor | None, ...]:
-    formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered)
+    formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
     return formula.to(x.dtype), None
 
 
@@ -75,7 +75,7 @@ def _backward_by_formula(
         None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)
     ]
     with torch.enable_grad():
-        normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered)  # type: ignore[arg-type]
+        normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
     grads = [
