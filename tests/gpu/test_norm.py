@@ -136,6 +136,16 @@ def test_more_rows_than_a_grid_dimension(H, layer):
     assert report, report
 
 
+def test_more_rows_than_31_bits():
+    M = 2**31 + 1000
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    x, weight = torch.ones(M, 1, device="cuda", dtype=BF16), torch.ones(1, device="cuda", requires_grad=True)
+    y = onepass.rms_norm(x, weight)
+    y.backward(torch.ones_like(y))
+    assert y[-1] == 1 and abs(weight.grad.item() / M - 1) < 1e-3
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
 )

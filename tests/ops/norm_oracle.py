@@ -289,6 +289,7 @@ def real_cases() -> list[Case]:
         cases += [
             replace(layer, path=path, lead=(M,), H=H, mean=100.0),
             replace(layer, path=path, lead=(M,), H=H, mean=100.0, frugal=True),
+            replace(layer, path=path, lead=(M,), H=H, mean=100.0, scale=1e18),  # no square of x is finite
             Case(path=path, lead=(M,), H=H, scale=1e-20),
             Case(path=path, lead=(M,), H=H, scale=1e15),
             replace(layer, path=path, lead=(M,), H=H, scale=1e15),

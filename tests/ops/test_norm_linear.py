@@ -163,6 +163,36 @@ def test_no_rows_give_nothing_and_zero_gradients(backend, layer, shape):
 
 @backends
 @kinds
+def test_no_outputs_give_zero_gradients(backend, layer):
+    x, norm_weight, weight, bias, norm_bias = tensors(N=0, layer=layer)
+    y, *grads = gradients(op(layer, backend=backend), [x, norm_weight, weight, bias, norm_bias])
+    assert y.shape == (3, 5, 0) and all(not t.any() for t in grads)
+
+
+@backends
+@kinds
+def test_evaluation_keeps_nothing_and_looks_at_no_main_grad(backend, layer, monkeypatch):
+    inputs = tensors(layer=layer)
+    inputs[2].main_grad = torch.zeros(1)  # of a wrong shape
+    kept = []
+    if backend == "triton":
+        stock = room.norm_forward
+        monkeypatch.setattr(room, "norm_forward", lambda *args: kept.append(args[-1]) or stock(*args))
+    with torch.no_grad():
+        y = op(layer, backend=backend)(*inputs)
+    assert y.shape == (3, 5, 24) and not any(kept)
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+def test_autocast_leaves_fp64_alone(backend):
+    inputs = tensors(dtype=torch.float64, params=torch.float64)
+    with torch.autocast(DEVICE, BF16):
+        y = op(backend=backend)(*inputs)
+    assert y.dtype == torch.float64
+
+
+@backends
+@kinds
 def test_one_row_without_leading_dimensions(backend, layer):
     inputs = tensors((), layer=layer)
     one = gradients(op(layer, backend=backend), inputs)

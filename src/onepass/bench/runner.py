@@ -1,7 +1,7 @@
 """Measure: first whether each contender is right, then all that are, side by side.
 
 Repetitions are dealt in rounds that begin with another contender each time, a plain copy among them, so that a machine that
-warms up or slows down does it to all. Figures are medians over all rounds. What a round times, and what not:
+warms up or slows down does it to all. Figures are medians over all rounds, CPU times the least of them. What is timed:
 forward     the call, a graph built, as in training
 backward    the gradients of everything that requires one; each from a forward of its own, not timed
 CPU time    of calls on a tiny input that follow each other, nobody waiting for the GPU

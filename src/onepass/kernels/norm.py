@@ -102,6 +102,8 @@ def norm_unsupported(x: Tensor) -> str | None:
         return f"rows of {x.shape[-1]} are longer than {WIDEST}"
     if transformed():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
+    if x.shape[-1] > backward.ALWAYS_HELD and x.is_cuda:
+        return no_triton(x) or backward.too_few_processors(x)
     return no_triton(x)
 
 

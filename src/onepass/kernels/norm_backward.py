@@ -34,6 +34,7 @@ from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_mem
 
 WORDS = tl.constexpr(32)  # of int32, from the counters to the first word: words lie on lines of the cache of their own,
 LINE = tl.constexpr(16)  # each slot's, of int64: half the speed is lost where many programs poll a line that others write
+ALWAYS_HELD = 8192  # rows up to this are held by one program, whatever their type
 SLOTS = 4  # rounds whose words may be in use at a time: one is written while the one before is read, by the slowest two back
 
 
@@ -98,9 +99,9 @@ def _rows_kernel(
             weights += (load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :],)
         dweights += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
         dbiases += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
-    # each time around, all programs together take the next programs * BLOCK_M rows; ROWS of them fall to each
-    for first in tl.range(0, ROWS * programs, programs * BLOCK_M, num_stages=STAGES):
-        rows = first + program * BLOCK_M + tl.arange(0, BLOCK_M)
+    # each turn, all programs together take the next programs * BLOCK_M rows; ROWS of all fall to each
+    for turn in tl.range(0, ROWS // BLOCK_M, num_stages=STAGES):
+        rows = (turn * programs.to(tl.int64) + program) * BLOCK_M + tl.arange(0, BLOCK_M)
         real = rows < M
         xs = ()
         if stats_ptr is None:
@@ -279,9 +280,11 @@ class Tiles(NamedTuple):
     resident: int  # programs a multiprocessor
 
 
-def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: int, room: int) -> Tiles:
-    """`wide`: x is fp32. `row_bytes` of all tensors that are read, `late_bytes` of the vectors that are read with each row where
-    LATE, and `room`: the shared memory that a multiprocessor has for them."""
+def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: int, room: int) -> Tiles:
+    """`size`: bytes of a value of x. `late_bytes` of the vectors that are read with each row where LATE, and `room`: the shared
+    memory that a multiprocessor has for what is on its way."""
+    wide = size > 2
+    row_bytes = size * H * (3 if residual else 2)
     if H <= 1024:
         block_h = power_of_two(H)
         tiles = Tiles(False, (2048 if layer else 4096) // block_h, block_h, 1, 4, 3, 3 if layer else 2)
@@ -289,7 +292,7 @@ def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: 
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 4, 7 - ceil_div(H, 1024), 2)
     elif H <= 5120:
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 8, 3, 2)
-    elif H <= 8192 or (H <= 12288 and not wide):
+    elif H <= ALWAYS_HELD or (H <= 12288 and not wide):
         tiles = Tiles(False, 1, 2048, ceil_div(H, 2048), 8, 4 if H <= 6144 else 3, 1)
     elif H <= 65536 and (wide or not layer):
         tiles = Tiles(True, 1, 2048, ceil_div(H, 2048), 4, 3, 4)
@@ -299,22 +302,30 @@ def backward_tiles(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: 
         tiles = Tiles(True, 1, 8192, ceil_div(H, 8192), 8, 3, 1)
     if layer and tiles.pieces > 5 and not tiles.shared:  # LATE
         row_bytes += late_bytes
+        if residual:
+            tiles = tiles._replace(stages=2)  # with three it spills on sm_100
     share = tiles.block_m * row_bytes // (tiles.pieces if tiles.shared else 1)  # of a stage
     return tiles._replace(stages=min(tiles.stages, 1 + room // tiles.resident // max(share, 1)))
 
 
 def tiles_for(x: Tensor, dh: object, weight: Tensor | None, bias: Tensor | None, layer: bool) -> Tiles:
     """For rows of x, with h's gradient or None, and the vectors that y is made of; without a bias where no y is."""
-    size = x.element_size()
     late = (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
-    return _tiles_on(x.shape[-1], layer, size > 2, size * (2 if dh is None else 3), late, x.device)
+    return _tiles_on(x.shape[-1], layer, x.element_size(), dh is not None, late, x.device)
+
+
+def too_few_processors(x: Tensor) -> str | None:
+    """Why rows this wide can't be shared by programs that run at the same time, or None: they would not all find a place."""
+    tiles, there = tiles_for(x, None, None, None, False), processors(x.device)
+    if tiles.shared and tiles.pieces > tiles.resident * there:
+        return f"rows of {x.shape[-1]} need {ceil_div(tiles.pieces, tiles.resident)} multiprocessors, and the GPU has {there}"
+    return None
 
 
 @lru_cache(1024)
-def _tiles_on(H: int, layer: bool, wide: bool, row_bytes: int, late_bytes: int, device: torch.device) -> Tiles:
-    """`row_bytes` and `late_bytes` of a column."""
+def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device: torch.device) -> Tiles:
     room = shared_memory(device) - 16384  # what sums need, and more
-    return backward_tiles(H, layer, wide, row_bytes * H, late_bytes * H, room)
+    return backward_tiles(H, layer, size, residual, late * H, room)
 
 
 @lru_cache(1024)

@@ -204,7 +204,8 @@ def rms_norm(
         eps: added to the mean of the squares; above 0.
         residual: of x's shape: added to x before.
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
-        memory_efficient: keep no statistics for backward, which computes them again; the gradients are the same.
+        memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
+            for it); the gradients are the same.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -243,7 +244,8 @@ def layer_norm(
         eps: added to the variance; above 0.
         residual: of x's shape: added to x before.
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
-        memory_efficient: keep no statistics for backward, which computes them again; the gradients are the same.
+        memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
+            for it); the gradients are the same.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:

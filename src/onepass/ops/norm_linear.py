@@ -23,7 +23,7 @@ from onepass.kernels.norm import norm_backward, norm_forward, norm_unsupported, 
 from onepass.kernels.norm_formula import norm_formula
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
-from onepass.runtime.dispatch import bare_apply, once, transformed
+from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed
 from onepass.runtime.main_grad import main_grad_of, weight_gradient
 
 NORMS = ("rms_norm", "layer_norm")
@@ -52,15 +52,15 @@ def norm_linear_reference(
 
 
 def _by_kernels(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool
-) -> tuple[Tensor | None, ...]:
-    normed, _, stats = norm_forward(x, None, norm_weight, norm_bias, eps, layer, centered, True)
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    normed, _, stats = norm_forward(x, None, norm_weight, norm_bias, eps, layer, centered, keep)
     return normed, stats
 
 
 def _by_formula(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool
-) -> tuple[Tensor | None, ...]:
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
     return formula.to(x.dtype), None
 
@@ -84,6 +84,16 @@ def _backward_by_formula(
     return *grads, normed.detach().to(x.dtype)
 
 
+def _forward(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    call: tuple[float, bool, bool], kernels: bool, product: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """y, norm(x) and, where backward will want them, the rows' statistics."""
+    normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call, keep=keep)
+    normed = normed.to(product)
+    return F.linear(normed, weight.to(product), None if bias is None else bias.to(product)), normed, stats
+
+
 # ---- autograd ----
 
 
@@ -93,15 +103,12 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype,
     ) -> Any:  # fmt: skip
-        normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call)
-        assert normed is not None
-        normed = normed.to(product)
+        y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, True)
         ctx.call, ctx.kernels, ctx.product = call, kernels, product
         # kept apart from the saved tensors: it is written to between forward and backward
-        ctx.weight, ctx.main_grad = weight, main_grad_of(weight)
+        ctx.weight, ctx.main_grad = weight, main_grad_of(weight) if ctx.needs_input_grad[3] else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, stats)
-        y = F.linear(normed, weight.to(product), None if bias is None else bias.to(product))
         return (y, normed) if return_norm_output else y
 
     @staticmethod
@@ -110,7 +117,8 @@ class _NormLinear(torch.autograd.Function):
         x, norm_weight, norm_bias, weight, bias, stats = ctx.saved_tensors
         need_dx, need_dnorm_weight, need_dnorm_bias, need_dweight, need_dbias = ctx.needs_input_grad[:5]
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
-        rows = None if dy is None else dy.reshape(-1, weight.shape[0])
+        tokens = x.numel() // x.shape[-1]
+        rows = None if dy is None else dy.reshape(tokens, weight.shape[0])
         through_norm = need_dx or need_dnorm_weight or need_dnorm_bias
         normed = None
         if through_norm:
@@ -124,13 +132,13 @@ class _NormLinear(torch.autograd.Function):
                 dnormed, None, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, rebuild, into_dy
             )
         elif need_dweight and rows is not None:
-            normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call)[0]
+            normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)[0]
         if rows is not None:
             if need_dbias:
                 dbias = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(bias.dtype)
             if need_dweight:
                 assert normed is not None
-                normed = normed.to(ctx.product).reshape(-1, weight.shape[1])
+                normed = normed.to(ctx.product).reshape(tokens, weight.shape[1])
                 dweight = weight_gradient(rows, normed, ctx.weight, ctx.main_grad)
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
 
@@ -141,7 +149,7 @@ def _through_linear(rows: Tensor | None, weight: Tensor, dnormed: Tensor | None,
         return dnormed
     if dnormed is None:
         return (rows @ weight).view(x.shape)
-    return torch.addmm(dnormed.reshape(-1, weight.shape[1]), rows, weight).view(x.shape)  # one rounding for both
+    return torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight).view(x.shape)  # one rounding for both
 
 
 _apply = bare_apply(_NormLinear)
@@ -165,9 +173,10 @@ def variant(
 
 
 def _cast(x: Tensor) -> bool:
-    """Whether autocast is on: the linear layer's operands are rounded to its type then."""
+    """Whether autocast is on: the linear layer's operands are rounded to its type then, but for fp64, which it leaves alone."""
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # there is none for meta tensors
+    there = torch.amp.is_autocast_available(device)  # for meta tensors there is none
+    return there and torch.is_autocast_enabled(device) and x.dtype is not torch.float64
 
 
 def _check(
@@ -244,6 +253,9 @@ def norm_linear(
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
     product = torch.get_autocast_dtype(x.device.type) if _cast(x) else x.dtype
+    if not needs_grad(x, norm_weight, norm_bias, weight, bias):
+        y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, False)
+        return (y, normed) if return_norm_output else y
     return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product)
 
 

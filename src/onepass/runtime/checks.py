@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+_LEAST = torch.finfo(torch.float32).tiny
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -52,8 +53,9 @@ def check_norm(x: Tensor, eps: float) -> None:
 def check_eps(eps: float) -> float:
     if type(eps) is not float:
         check_number("eps", eps)
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be above 0, but is {eps!r}")
+    if not _LEAST <= eps < math.inf:
+        what = f"finite and at least {_LEAST:.2g}, the least fp32 holds" if eps > 0 else "above 0"
+        raise ValueError(f"eps must be {what}, but is {eps!r}")
     return eps
 
 

@@ -84,7 +84,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 def last_derivative(grads: Any) -> Any:
     """The same gradients, which raise when they are differentiated."""
     raise_later = torch._C._functions.DelayedError(
-        "this is differentiable once; backend='torch' with save='input' can do more",
+        "this is differentiable once; the op's reference, a plain formula, can be differentiated again",
         len(grads),
     )
     return raise_later(*(t if t is None else t.detach().requires_grad_() for t in grads))  # type: ignore[arg-type]

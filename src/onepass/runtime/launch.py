@@ -97,7 +97,8 @@ class Bound:
             return 1 << 16  # the interpreter's: any number
         kind, _ = self.kind(device, args)
         if kind not in self.room:
-            self.room[kind] = _room(self.kernel.jit.warmup(*args, *self.fixed, grid=(1,), **self.options), device)
+            with torch.cuda.device(device):  # Triton compiles for the current one
+                self.room[kind] = _room(self.kernel.jit.warmup(*args, *self.fixed, grid=(1,), **self.options), device)
         return self.room[kind]
 
     def first(self, kind: tuple[Any, ...], grid: Grid, args: tuple[Any, ...]) -> None:
