@@ -583,7 +583,9 @@ MUTANTS = {
         "normed = x.to(ctx.product).reshape(",
         "values",
     ),
-    "d norm(x) forgotten": ("torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values"),
+    "d norm(x) forgotten": (
+        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values"
+    ),
     "dx over the caller's gradient": ("into_dy = rows is not None and x.dtype == ctx.product", "into_dy = True", "writes"),
     "norm(x) kept in the place of x": ("save_for_backward(x, norm_weight", "save_for_backward(normed, norm_weight", "values"),
 }

@@ -25,7 +25,7 @@ from torch import Tensor
 from onepass.kernels.meeting import await_all, clear, publish
 from onepass.kernels.norm_forward import norm_statistics
 from onepass.kernels.rows import aligned, inside_row, known_align, load_scale, load_vector
-from onepass.kernels.strips import join, leave, share_strips, some_helpers
+from onepass.kernels.strips import join, leave, share_strips, share_tiles, some_helpers
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, kernel
 from onepass.runtime.layout import as_rows
@@ -262,7 +262,7 @@ def _shared_kernel(
     helpers = tl.num_programs(0)  # all: they are together anyway
     helper = join(arrived_ptr, helpers)
     if PARTS > 0:
-        share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, SHARE_S, SHARE_H)
+        share_tiles(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, SHARE_S, SHARE_H)
     if leave(arrived_ptr, helpers):
         clear(all_words_ptr, groups * (SLOTS * MEANS * SLOT))
 

@@ -52,18 +52,22 @@ def join(arrived_ptr, helpers):
 def share_strips(
     partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
-    """This helper's share of the H columns of out and of other, or of the one that is not None: each the sum, in their order, of
-    its STRIPS partials, which are rows of out's columns and then other's."""
-    if STRIPS <= 8:  # then there are few helpers, too, and they take many columns at a time
-        _share(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H)
+    """`share_tiles`, in tiles of one strip and many columns where that is fewer loads after each other: few strips, wide rows.
+
+    Of half as many helpers as strips, one has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
+    """
+    if STRIPS * STRIPS * 16 <= H:
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H)
     else:
-        _share(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
 
 
 @device_function
-def _share(
+def share_tiles(
     partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
+    """This helper's share of the H columns of out and of other, or of the one that is not None: each the sum, in their order, of
+    its STRIPS partials, which are rows of out's columns and then other's."""
     BOTH: tl.constexpr = out_ptr is not None and other_ptr is not None
     WIDTH = H * 2 if BOTH else H
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
