@@ -70,6 +70,12 @@ def test_kernels_that_triton_would_not_compile_twice_are_listed_once():
     assert first.key != aot.launches("gelu 16384x16384 fp16")[0].key
 
 
+def test_tiles_are_those_of_the_architecture():
+    hopper, ampere = (aot.launches("layer_norm 2048x12288 bf16", arch) for arch in (90, 80))
+    assert [each.name for each in hopper] == [each.name for each in ampere]
+    assert {each.key for each in hopper} - {each.key for each in ampere}  # fewer rows on their way
+
+
 def test_recording_leaves_no_trace():
     aot.launches("relu 16384x16384")
     x = torch.randn(3, 8)
@@ -82,7 +88,7 @@ def test_recording_leaves_no_trace():
     ("spills", "failure", "status"), [(0, "", 0), (2, "", 1), (0, "CompilationError: no", 1)], ids=["fine", "spills", "fails"]
 )
 def test_exit_status(spills, failure, status, monkeypatch, capsys):
-    def compiled(count, archs, only, jobs):
+    def compiled(archs, only, jobs):
         return [aot.Compiled("kernel", "call", "bf16", arch, 32, 0, spills, failure) for arch in archs]
 
     monkeypatch.setattr(aot, "compile_all", compiled)
@@ -93,7 +99,7 @@ def test_exit_status(spills, failure, status, monkeypatch, capsys):
 
 
 def test_an_uncovered_kernel_fails_the_whole_check(monkeypatch, capsys):
-    monkeypatch.setattr(aot, "compile_all", lambda count, archs, only, jobs: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
+    monkeypatch.setattr(aot, "compile_all", lambda archs, only, jobs: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
     monkeypatch.setattr(aot, "uncovered", lambda found: ["kernel _forgotten"])
     assert aot.main(["--arch", "90"]) == 1
     assert "_forgotten" in capsys.readouterr().out

@@ -56,8 +56,8 @@ def share_strips(
 
     Of half as many helpers as strips, one has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
     """
-    if STRIPS * STRIPS * 16 <= H:
-        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H)
+    if STRIPS * STRIPS * 16 <= H:  # half of what a tile may hold, as all of it spills on sm_100
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H // 2)
     else:
         share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
 
@@ -68,25 +68,26 @@ def share_tiles(
 ):  # fmt: skip
     """This helper's share of the H columns of out and of other, or of the one that is not None: each the sum, in their order, of
     its STRIPS partials, which are rows of out's columns and then other's."""
-    BOTH: tl.constexpr = out_ptr is not None and other_ptr is not None
-    WIDTH = H * 2 if BOTH else H
+    WIDTH = H * 2 if out_ptr is not None and other_ptr is not None else H
+    if out_ptr is not None:
+        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+    if other_ptr is not None:
+        _share(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def _share(
+    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-        other = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-        for first in range(0, STRIPS, BLOCK_S):  # both at once: what takes time is to wait for the loads
+        for first in range(0, STRIPS, BLOCK_S):
             strips = first + tl.arange(0, BLOCK_S)
             mask = (strips < STRIPS)[:, None] & (columns < H)[None, :]
             at = partial_ptr + strips[:, None].to(tl.int64) * WIDTH + columns[None, :]
             total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-            if BOTH:
-                other += tl.load(at + H, mask=mask, other=0.0, cache_modifier=".cg")
-        if out_ptr is not None:
-            tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
-        else:
-            tl.store(other_ptr + columns, tl.sum(total, 0), mask=columns < H)
-        if BOTH:
-            tl.store(other_ptr + columns, tl.sum(other, 0), mask=columns < H)
+        tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
 
 
 @device_function

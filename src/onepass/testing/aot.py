@@ -45,6 +45,8 @@ from onepass.runtime import launch
 from onepass.runtime.lang import INTERPRETED, triton
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
+_SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory that one program may have, on which tiles depend
+_LEAST_SHARED = 101376  # sm_86, sm_89, sm_120
 _PROCESSORS = 132  # of an H100; with one, no kernel would have several programs
 
 
@@ -205,20 +207,21 @@ def _modules() -> Iterator[Any]:
             yield importlib.import_module(module.name)
 
 
-def launches(only: str = "") -> list[Launch]:
-    """Every different kernel that the covering calls of every op launch, in a fixed order."""
+def launches(only: str = "", arch: int = 90) -> list[Launch]:
+    """Every different kernel that the covering calls of every op launch on a GPU of this kind, in a fixed order."""
     found: dict[tuple[Any, ...], Launch] = {}
     for calls in CALLS.values():
         for call in calls():
             if only in f"{call.label} {short(call.dtype)}":
-                for launched in _recorded(call):
+                for launched in _recorded(call, arch):
                     found.setdefault(launched.key, launched)
     return list(found.values())
 
 
-def _recorded(call: Call) -> list[Launch]:
+def _recorded(call: Call, arch: int) -> list[Launch]:
     """The launches of a forward and a backward, none of them done."""
     found: list[Launch] = []
+    gpu = {"no_triton": None, "processors": _PROCESSORS, "shared_memory": _SHARED.get(arch, _LEAST_SHARED)}
 
     def record(bound: launch.Bound, grid: launch.Grid, *args: Any) -> None:
         types = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
@@ -227,9 +230,14 @@ def _recorded(call: Call) -> list[Launch]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
         for module in _modules():
-            for name, value in (("no_triton", None), ("processors", _PROCESSORS)):  # the meta device is as good as a GPU here
+            # the meta device is as good as a GPU here, and tiles of another one are forgotten
+            for name, value in gpu.items():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    stack.callback(value.cache_clear)
+                    value.cache_clear()
         y = call.run()
         y.backward(torch.empty_like(y))
     return found
@@ -325,16 +333,16 @@ def _tool(name: str, *args: str) -> str:
 
 
 @cache
-def _planned(only: str) -> list[Launch]:
-    return launches(only)
+def _planned(only: str, arch: int) -> list[Launch]:
+    return launches(only, arch)
 
 
 def _work(index: int, arch: int, only: str) -> Compiled:
-    return _compile(_planned(only)[index], arch)  # kernels can't travel between processes, their place in the list can
+    return _compile(_planned(only, arch)[index], arch)  # kernels can't travel between processes, their place in the list can
 
 
-def compile_all(count: int, archs: Iterable[int], only: str, jobs: int) -> list[Compiled]:
-    tasks = [(index, arch) for index in range(count) for arch in archs]
+def compile_all(archs: Iterable[int], only: str, jobs: int) -> list[Compiled]:
+    tasks = [(index, arch) for arch in archs for index in range(len(_planned(only, arch)))]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(_work, index, arch, only): (index, arch) for index, arch in tasks}
         for _ in as_completed(running):
@@ -354,9 +362,12 @@ def _table(rows: list[Compiled], archs: tuple[int, ...]) -> Any:
         table.add_column(heading)
     for arch in archs:
         table.add_column(f"sm_{arch}", justify="right")
-    for first in range(0, len(rows), len(archs)):
-        row = rows[first]
-        table.add_row(row.kernel, row.call, row.dtype, *map(_cell, rows[first : first + len(archs)]))
+    lines: dict[tuple[str, str, str], dict[int, list[str]]] = {}
+    for row in rows:  # what an architecture's shared memory leaves no room for may be another kernel there, and in another place
+        cells = lines.setdefault((row.kernel, row.call, row.dtype), {arch: [] for arch in archs})
+        cells[row.arch].append(_cell(row))
+    for named, cells in lines.items():
+        table.add_row(*named, *("\n".join(cells[arch]) for arch in archs))
     return table
 
 
@@ -385,9 +396,8 @@ def main(argv: list[str] | None = None) -> int:
 
     archs = tuple(int(arch) for arch in args.arch.split(","))
     start = time.monotonic()
-    found = _planned(args.only)
-    missing = [] if args.only else uncovered(found)
-    rows = compile_all(len(found), archs, args.only, args.jobs)
+    missing = [] if args.only else uncovered(_planned(args.only, archs[0]))
+    rows = compile_all(archs, args.only, args.jobs)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(_table(rows, archs))
     for row in rows:
