@@ -123,7 +123,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "rows: dweight of the first chunk for all": (norm_backward, "_add_rows(dweights[i], dy * z, FOLD)", "_add_rows(dweights[0], dy * z, FOLD)", FOLD),
     "rows: folded sums of the first row alone": (norm_backward, "(tl.sum(values, 0)[None, :] if FOLD else values)", "(tl.sum(values, 0)[None, :] * 0.5 if FOLD else values)", FOLD),
     "rows: last block of rows lost": (norm_backward, "ceil_div(blocks, programs) * tiles.block_m", "(blocks // programs) * tiles.block_m", ROWS),
-    "rows: a block counted twice": (norm_backward, "(turn * programs.to(tl.int64) + program)", "(turn * (programs - 1) + program)", ROWS),
+    "rows: a block counted twice": (norm_backward, "programs.to(tl.int64), programs * BLOCK_M,", "programs.to(tl.int64), (programs - 1) * BLOCK_M,", ROWS),
     "rows: rows past the end are counted": (norm_backward, "        real = rows < M\n", "        real = rows <= M\n", ROWS),
     "rows: statistics again without eps": (norm_backward, "tl.sum(total, 1) / H + eps)", "tl.sum(total, 1) / H)", ROWS),
     "rows: statistics again count columns outside": (norm_backward, "away = tl.where((i * BLOCK_H + tl.arange(0, BLOCK_H) < H)[None, :], away - mean, 0.0)", "away = away - mean", CHUNKS),
