@@ -100,8 +100,8 @@ def _rows_kernel(
         dweights += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
         dbiases += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
     # each turn, all programs together take the next programs * BLOCK_M rows; ROWS of all fall to each
-    for first in tl.range(0, ROWS * programs.to(tl.int64), programs * BLOCK_M, num_stages=STAGES):
-        rows = first + program * BLOCK_M + tl.arange(0, BLOCK_M)
+    for first in tl.range(program * BLOCK_M, ROWS * programs.to(tl.int64), programs * BLOCK_M, num_stages=STAGES):
+        rows = first + tl.arange(0, BLOCK_M)
         real = rows < M
         xs = ()
         if stats_ptr is None:

@@ -56,8 +56,8 @@ def share_strips(
 
     Of half as many helpers as strips, one has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
     """
-    if STRIPS * STRIPS * 16 <= H:  # half of what a tile may hold, as all of it spills on sm_100
-        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H // 2)
+    if STRIPS * STRIPS * 16 <= H:  # a quarter of what a tile may hold: more of it spills
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H // 4)
     else:
         share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
 
