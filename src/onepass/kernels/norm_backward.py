@@ -291,7 +291,7 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
     elif H <= 4096:
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 4, 7 - ceil_div(H, 1024), 2)
     elif H <= 5120:
-        tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 8, 3, 2)
+        tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 8, 3, 1 if layer else 2)
     elif H <= ALWAYS_HELD or (H <= 12288 and not wide):
         tiles = Tiles(False, 1, 2048, ceil_div(H, 2048), 8, 4 if H <= 6144 else 3, 1)
     elif H <= 65536 and (wide or not layer):
@@ -344,9 +344,10 @@ def _bind(
         )  # fmt: skip
     else:
         fold = tiles.block_h >= 256 * tiles.num_warps
+        told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
             dy_row, dh_row, x_row, eps, H, layer, centered, align, tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.stages,
-            at_once // 32, 32, num_warps=tiles.num_warps,
+            at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
     return bound
 

@@ -19,12 +19,12 @@ def arrive(arrived_ptr, tile):
 
 
 @device_function
-def sum_strips(partial_ptr, out_ptr, columns, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The strips' partials of these columns into out, summed in the order of strips whoever came last."""
+def sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The strips' partials, which lie WIDTH apart, of these columns into out, summed in the order of strips whoever came last."""
     total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-    for first in range(0, tl.num_programs(1), BLOCK_S):
+    for first in range(0, STRIPS, BLOCK_S):
         strips = first + tl.arange(0, BLOCK_S)
-        mask = (strips < tl.num_programs(1))[:, None] & inside[None, :]
+        mask = (strips < STRIPS)[:, None] & inside[None, :]
         at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
         total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
     tl.store(out_ptr + columns, tl.sum(total, 0), mask=inside)
@@ -81,13 +81,7 @@ def _share(
 ):  # fmt: skip
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
-        for first in range(0, STRIPS, BLOCK_S):
-            strips = first + tl.arange(0, BLOCK_S)
-            mask = (strips < STRIPS)[:, None] & (columns < H)[None, :]
-            at = partial_ptr + strips[:, None].to(tl.int64) * WIDTH + columns[None, :]
-            total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < H)
+        sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, columns < H, BLOCK_S, BLOCK_H)
 
 
 @device_function

@@ -158,9 +158,9 @@ def _backward_kernel(
         if GATED:
             tl.store(at + H, tl.sum(dbias2, 0), mask=columns < H)
         if arrive(arrived_ptr, tile):
-            sum_strips(partial_ptr, dbias_ptr, columns, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+            sum_strips(partial_ptr, dbias_ptr, columns, tl.num_programs(1), PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             if GATED:
-                sum_strips(partial_ptr, dbias_ptr, columns + H, PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+                sum_strips(partial_ptr, dbias_ptr, columns + H, tl.num_programs(1), PARTS * H, columns < H, BLOCK_S, BLOCK_H)
             tl.store(arrived_ptr + tile, 0)
 
 

@@ -28,6 +28,7 @@ from onepass.runtime.sizes import ceil_div
 
 VARYING = ("M", "ROWS", "S")
 _INT32_MAX = 0x7FFFFFFF
+_REGISTERS = 65536  # of a multiprocessor, of every GPU there is
 _RUN_TRIED = triton is not None and triton.__version__.startswith(SUPPORTED)
 _LAUNCH_TRIED = triton is not None and triton.__version__.startswith("3.6.")  # one Python call less: 1 us
 
@@ -46,10 +47,16 @@ class Kernel:
         order = [2 - name.endswith("_ptr") * 2 if name not in VARYING else 1 for name in names]
         assert order == sorted(order), f"{names}: tensors first, then {VARYING}, then what is bound"
 
-    def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False) -> Bound:
-        """`together`: all programs run at the same time, or the launch fails: they may wait for each other."""
-        options = {"launch_cooperative_grid": True} if together else {}
-        return Bound(self, fixed, {"num_warps": num_warps, **options})
+    def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False, resident: int = 0) -> Bound:
+        """`together`: all programs run at the same time, or the launch fails: they may wait for each other.
+        `resident`: each program may take the registers that so many of them leave it on a multiprocessor. Not told, the
+        assembler makes room for more programs than there are, and spills for it."""
+        options: dict[str, Any] = {"num_warps": num_warps}
+        if together:
+            options["launch_cooperative_grid"] = True
+        if resident:
+            options["maxnreg"] = min(255, _REGISTERS // (32 * num_warps * resident) // 8 * 8)
+        return Bound(self, fixed, options)
 
 
 class Bound:
