@@ -12,6 +12,9 @@ sys.path.insert(
     0, str(Path(__file__).parent)
 )  # the oracles of tests/ops are modules: `from ops.bias_activation_oracle import ...`
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the threads
+    torch.set_num_threads(1)
+
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"
     import onepass.testing.interpreter  # noqa: F401

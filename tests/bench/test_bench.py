@@ -7,7 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,15 @@ import torch
 from bench.benching import bench
 from torch import Tensor
 
-import onepass
 from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
 from onepass.bench.model import Case, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 
 
 @pytest.fixture(autouse=True)
-def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seconds, not minutes: one round, one tiny case, and never the interpreter."""
-    monkeypatch.setattr(runner, "ROUNDS", 1)
-    monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
+def _one_tiny_case(monkeypatch: pytest.MonkeyPatch, one_round: None) -> None:
     case = bias_activation._case("swiglu", 33, 40, torch.bfloat16)
     monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, cases=lambda *_: [case]))
-    with onepass.use_backend("torch"):
-        yield
 
 
 def with_contenders(monkeypatch: pytest.MonkeyPatch, *more: Contender) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,10 @@ from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
-import onepass
 from onepass.bench import accuracy, command, norm_linear, registry, runner
 from onepass.bench.model import Call, Case, Contender, Inputs
-from onepass.runtime import ceilings
 
-
-@pytest.fixture(autouse=True)
-def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(runner, "ROUNDS", 1)
-    monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
-    with onepass.use_backend("torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_round")
 
 
 def given(variant: str) -> tuple[Case, Inputs]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,14 @@ from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
-import onepass
 from onepass.bench import accuracy, norm, peers, report, runner
 from onepass.bench.model import Case, CaseResult, Inputs, Measured
-from onepass.runtime import ceilings
 
 CPU = torch.device("cpu")
 VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
 
 
-@pytest.fixture(autouse=True)
-def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(runner, "ROUNDS", 1)
-    monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
-    with onepass.use_backend("torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_round")
 
 
 def given(variant: str, rows: int = 40, hidden: int = 96, dtype: torch.dtype = torch.bfloat16) -> tuple[Case, Inputs]:

@@ -106,8 +106,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     ),
     "last arriver sums a strip too few": (
         strips,
-        "mask = (strips < tl.num_programs(1))",
-        "mask = (strips < tl.num_programs(1) - 1)",
+        "mask = (strips < STRIPS)",
+        "mask = (strips < STRIPS - 1)",
     ),
     "second to last arriver sums": (strips, "== tl.num_programs(1) - 1", "== tl.maximum(tl.num_programs(1) - 2, 0)"),
     "counter not set back": (room, "            tl.store(arrived_ptr + tile, 0)\n", ""),

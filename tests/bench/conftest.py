@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import onepass
+from onepass.bench import runner
+from onepass.runtime import ceilings
+
+
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seconds, not minutes: everything timed once, with less to flush between, and never the interpreter."""
+    monkeypatch.setattr(runner, "ROUNDS", 1)
+    monkeypatch.setattr(runner, "CPU_ROUNDS", 1)
+    monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
+    with onepass.use_backend("torch"):
+        yield
