@@ -154,7 +154,7 @@ def small_tiles(room, path: str):
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
         if piece:
             changes += [(forward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
-    caches = backward["_bind"], forward["_bind"], forward["_forward_plan"]
+    caches = backward["_plan"], forward["_bind"], forward["_forward_plan"]
     before = [(place, name, place[name]) for place, name, _ in changes]
     for place, name, value in changes:
         place[name] = value

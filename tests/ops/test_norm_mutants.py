@@ -169,7 +169,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "shared: sums of the strips of one program alone": (norm_backward, "helpers = tl.num_programs(0)  #", "helpers = tl.num_programs(0) // 2 + 1  #", "crowd"),
     "shared: only the first strips are summed": (norm_backward, "helper, helpers, groups, H, SHARE_S", "helper, helpers, tl.minimum(groups, 3), H, SHARE_S", "crowd"),
     # ---- autograd ----
-    "op: the residual's gradient without h's own": (room, "norm_backward(dy, dh, x, weight", "norm_backward(dy, None, x, weight", ROWS),
+    "op: the residual's gradient without h's own": (room, "= backward(dy, dh, x, weight", "= backward(dy, None, x, weight", ROWS),
     "op: x kept in the place of h": (room, "x if residual is None else h, weight", "x, weight", ROWS),
     "op: eps of the default in backward": (room, "eps, layer, centered, *needs, dx_type)", "1e-6, layer, centered, *needs, dx_type)", ROWS),
     "op: centered forgotten in backward": (room, "eps, layer, centered, *needs, dx_type)", "eps, layer, False, *needs, dx_type)", ROWS),

@@ -16,10 +16,9 @@ def bound(*fixed, num_warps=4):
 
 def test_kinds_differ_where_triton_compiles_differently():
     flat, half = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
-    one = bound(8, 8, None, None, "act", False, 64, 8, 8, 128)
 
     def kind(x, bias, M):
-        return one.kind(-1, (x, bias, None, x, None, None, M))[0]
+        return room._forward_kernel.kind(-1, (x, bias, None, x, None, None, M))[0]
 
     kinds = [
         kind(flat, flat, 2),
@@ -31,13 +30,21 @@ def test_kinds_differ_where_triton_compiles_differently():
     kinds += [kind(half, flat, 2), kind(flat, half, 2), kind(half[4:], flat, 2), kind(flat, flat, 1 << 32)]
     assert len(set(kinds)) == len(kinds)
     assert kind(flat, flat, 3) == kind(flat, flat, 2**31 - 1) == kinds[0] == kind(flat[4:], flat[8:], 16)
-    assert one.kind(0, (flat, flat, None, flat, None, None, 2))[0] != kinds[0]  # another device
+    assert room._forward_kernel.kind(0, (flat, flat, None, flat, None, None, 2))[0] != kinds[0]  # another device
 
 
 def test_arguments_come_back_with_addresses():
     x = torch.zeros(16)
-    _, addresses = bound(8, 8, None, None, "act", False, 64, 8, 8, 128).kind(-1, (x, None, None, x[4:], None, None, 7))
-    assert addresses == [x.data_ptr(), None, None, x.data_ptr() + 16, None, None, 7]
+    _, addresses = room._forward_kernel.kind(-1, (x, None, None, x[4:], None, None, 7))
+    assert addresses == (x.data_ptr(), None, None, x.data_ptr() + 16, None, None, 7)
+
+
+@pytest.mark.parametrize(("tensors", "sizes"), [(1, 0), (1, 1), (12, 2)])
+def test_kinds_of_any_number_of_arguments(tensors, sizes):
+    x = torch.zeros(16)
+    kind, addresses = launch._kind_of(tensors, sizes)(0, (x,) * tensors + (5,) * sizes)
+    assert kind == (0, *[torch.float32] * tensors, *[False] * sizes)
+    assert addresses == (x.data_ptr(),) * tensors + (5,) * sizes
 
 
 def test_each_binding_has_plans_of_its_own():
@@ -57,11 +64,6 @@ def test_arguments_in_the_wrong_order_are_refused():
         @launch.kernel
         def wrong(x_ptr, H, M):
             pass
-
-
-def test_varying_arguments_are_counted_and_not_specialised():
-    assert (room._forward_kernel.tensors, room._forward_kernel.varying) == (6, 1)
-    assert "M" in launch.VARYING
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")

@@ -1,4 +1,4 @@
-"""Both norms' kernels as their ops call them: as registered ops where somebody watches, directly where nobody does."""
+"""Both norms' kernels as their ops call them: directly, or where somebody watches as registered ops."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels import norm_backward as backward
-from onepass.kernels import norm_forward as forward
-from onepass.runtime.dispatch import registered, transformed, watched
+from onepass.kernels.norm_backward import ALWAYS_HELD, norm_backward, tiles_for, too_few_processors
+from onepass.kernels.norm_forward import forward_tiles, norm_forward
+from onepass.runtime.dispatch import registered, transformed
 from onepass.runtime.lang import no_triton
 
 WIDEST = 262144
@@ -18,40 +18,35 @@ _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 Maybe = Tensor | None
 
 
-def norm_forward(
+# ---- registered: opaque to the compiler, visible to checkpointing; they return tensors only, empty ones for what there is not
+
+
+def registered_forward(
     x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, layer: bool, centered: bool, keep: bool
 ) -> tuple[Tensor, Maybe, Maybe]:
-    """y, and h where there is a residual, and the rows' statistics where they are to be kept."""
-    if not watched(x, residual, weight, bias):
-        return forward.norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
+    """`norm_forward`, as a registered op."""
     y, h, stats = _forward_op(x, residual, weight, bias, eps, layer, centered, keep)
     return y, h if residual is not None else None, stats if keep else None
 
 
-def norm_backward(
+def registered_backward(
     dy: Tensor, dh: Maybe, x: Tensor, weight: Maybe, bias: Maybe, stats: Maybe,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
     rebuild: bool = False, into_dy: bool = False,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
-    """dx (of x and of the residual alike), dweight, dbias; and y again where `rebuild` asks for it. dx may take dy's place."""
-    call = dy, dh, x, weight, bias, stats, eps, layer, centered, need_dx, need_dweight, need_dbias, dx_type, rebuild
-    if not watched(dy, dh, x, weight, bias):
-        return backward.norm_backward(*call, into_dy=into_dy)
-    found = _backward_op(*call)
-    needs = need_dx, need_dweight, need_dbias, rebuild
-    dx, dweight, dbias, y = (t if need else None for t, need in zip(found, needs, strict=True))
+    """`norm_backward`, as a registered op: it writes nothing over dy."""
+    needs = need_dx, need_dweight, need_dbias
+    found = _backward_op(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type, rebuild)
+    dx, dweight, dbias, y = (t if need else None for t, need in zip(found, (*needs, rebuild), strict=True))
     return dx, dweight, dbias, y
 
 
-# ---- registered: opaque to the compiler, visible to checkpointing; they return tensors only, empty ones for what there is not
-
-
 def _forward_all(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(t if t is not None else x.new_empty(0) for t in forward.norm_forward(x, *args))
+    return tuple(t if t is not None else x.new_empty(0) for t in norm_forward(x, *args))
 
 
 def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    found = backward.norm_backward(dy, *args, keep_scratch=False)  # graphs want to own what they allocate
+    found = norm_backward(dy, *args, keep_scratch=False)  # graphs want to own what they allocate
     return tuple(t if t is not None else dy.new_empty(0) for t in found)
 
 
@@ -102,9 +97,8 @@ def norm_unsupported(x: Tensor) -> str | None:
         return f"rows of {x.shape[-1]} are longer than {WIDEST}"
     if transformed():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
-    if x.shape[-1] > backward.ALWAYS_HELD and x.is_cuda:
-        return no_triton(x) or backward.too_few_processors(x)
-    return no_triton(x)
+    reason = no_triton(x)
+    return too_few_processors(x) if reason is None and x.shape[-1] > ALWAYS_HELD and x.is_cuda else reason
 
 
 def norm_variant(
@@ -114,8 +108,8 @@ def norm_variant(
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
-    ahead = forward.forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
-    back = backward.tiles_for(x, residual, weight, rebuilt_with, layer)
+    ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
+    back = tiles_for(x, residual, weight, rebuilt_with, layer)
     if ahead.short:
         said = f"forward with {ahead.block_m} rows a program, in registers"
     else:

@@ -310,8 +310,12 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
 
 def tiles_for(x: Tensor, dh: object, weight: Tensor | None, bias: Tensor | None, layer: bool) -> Tiles:
     """For rows of x, with h's gradient or None, and the vectors that y is made of; without a bias where no y is."""
-    late = (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
-    return _tiles_on(x.shape[-1], layer, x.element_size(), dh is not None, late, x.device)
+    return _tiles_on(x.shape[-1], layer, x.element_size(), dh is not None, _late_bytes(weight, bias), x.device)
+
+
+def _late_bytes(weight: Tensor | None, bias: Tensor | None) -> int:
+    """Of a column of the vectors that y is made of."""
+    return (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
 
 
 def too_few_processors(x: Tensor) -> str | None:
@@ -328,11 +332,14 @@ def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device:
     return backward_tiles(H, layer, size, residual, late * H, room)
 
 
-@lru_cache(1024)
-def _bind(
-    tiles: Tiles, most: int, H: int, dy_row: int, dh_row: int, x_row: int, eps: float, layer: bool, centered: bool
-) -> Bound:
-    """`most`: how many programs there are at most."""
+@lru_cache(4096)
+def _plan(
+    H: int, dy_row: int, dh_row: int, x_row: int, eps: float, layer: bool, centered: bool,
+    size: int, residual: bool, late: int, device: torch.device,
+) -> tuple[Tiles, int, Bound]:  # fmt: skip
+    """The tiles, how many programs there are at most, and the kernel."""
+    tiles = _tiles_on(H, layer, size, residual, late, device)
+    most = tiles.resident * processors(device)
     align = known_align(dy_row, dh_row, x_row)
     at_once = 512 * tiles.num_warps  # values of the last sums: 16 a thread
     bound: Bound
@@ -349,7 +356,7 @@ def _bind(
             dy_row, dh_row, x_row, eps, H, layer, centered, align, tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.stages,
             at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
-    return bound
+    return tiles, most, bound
 
 
 # ---- calls ----
@@ -359,10 +366,9 @@ def norm_backward(
     dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     stats: Tensor | None, eps: float, layer: bool, centered: bool,
     need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
-    rebuild: bool = False, *, into_dy: bool = False, keep_scratch: bool = True,
+    rebuild: bool = False, into_dy: bool = False, *, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dx (of x and of the residual alike), dweight, dbias; and y, where it is to be rebuilt. dx may take dy's place."""
-    tiles = tiles_for(x, dh, weight, bias if rebuild else None, layer)
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     dh_row = dy_row
@@ -370,6 +376,10 @@ def norm_backward(
         dh, dh_row = as_rows(dh)
     H, device = x.shape[-1], x.device
     M = x.numel() // H
+    late = _late_bytes(weight, bias if rebuild else None)
+    tiles, wanted, launch = _plan(
+        H, dy_row, dh_row, x_row, eps, layer, centered, x.element_size(), dh is not None, late, device
+    )  # fmt: skip
     if stats is None and (tiles.shared or tiles.pieces > 4):  # no registers to find them in
         stats = norm_statistics(x, eps, layer)
     dx = dweight = dbias = y = None
@@ -383,8 +393,6 @@ def norm_backward(
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias)
-    wanted = tiles.resident * processors(device)
-    launch = _bind(tiles, wanted, H, dy_row, dh_row, x_row, eps, layer, centered)
     scratch = kept_scratch if keep_scratch else new_scratch
     sums = (need_dweight + need_dbias) * H
     tensors = dy, dh, x, weight, bias, stats, dx, y, dweight, dbias

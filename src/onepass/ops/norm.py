@@ -18,11 +18,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from onepass.kernels.norm import norm_backward, norm_forward, norm_unsupported, norm_variant
+from onepass.kernels.norm import norm_unsupported, norm_variant, registered_backward, registered_forward
+from onepass.kernels.norm_backward import norm_backward
 from onepass.kernels.norm_formula import add_rounded, norm_formula
+from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
-from onepass.runtime.checks import check_floating, check_norm, check_same_shape, check_vector
-from onepass.runtime.dispatch import bare_apply, needs_grad, once
+from onepass.runtime.checks import check_norm, check_same_shape, check_vector
+from onepass.runtime.dispatch import bare_apply, needs_grad, once, watched
 from onepass.runtime.formula import run_formula
 
 
@@ -71,7 +73,8 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         eps: float, layer: bool, centered: bool, keep: bool,
     ) -> Any:  # fmt: skip
-        y, h, stats = norm_forward(x, residual, weight, bias, eps, layer, centered, keep)
+        forward = registered_forward if watched(x, residual, weight, bias) else norm_forward
+        y, h, stats = forward(x, residual, weight, bias, eps, layer, centered, keep)
         ctx.call = eps, layer, centered, x.dtype, None if residual is None else residual.dtype
         if residual is not None:
             ctx.set_materialize_grads(False)  # y or h may have been used alone
@@ -89,7 +92,10 @@ class _Norm(torch.autograd.Function):
         else:
             dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
             needs = need_x or need_residual, need_dweight, need_dbias
-            dx, dweight, dbias, _ = norm_backward(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type)
+            backward = registered_backward if watched(dy, dh, x, weight, bias) else norm_backward
+            dx, dweight, dbias, _ = backward(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type)
+        if residual_type is None:  # dx is None or of x's type: no need to ask
+            return dx, None, dweight, dbias, None, None, None, None
         return (
             dx.to(x_type) if need_x and dx is not None else None,
             dx.to(residual_type) if need_residual and dx is not None else None,
@@ -139,7 +145,6 @@ def _check_layer(
 def _check(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> None:
-    check_floating("x", x)
     check_norm(x, eps)
     if weight is not None:
         check_vector("weight", weight, x)
@@ -166,7 +171,8 @@ def _norm(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     if not needs_grad(x, residual, weight, bias):
-        y, h, _ = norm_forward(x, residual, weight, bias, eps, layer, centered, False)
+        forward = registered_forward if watched(x, residual, weight, bias) else norm_forward
+        y, h, _ = forward(x, residual, weight, bias, eps, layer, centered, False)
         return y if residual is None else (y, h)
     return _apply(x, residual, weight, bias, eps, layer, centered, keep)
 

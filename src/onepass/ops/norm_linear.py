@@ -12,18 +12,19 @@ Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.kernels.norm import norm_backward, norm_forward, norm_unsupported, norm_variant
+from onepass.kernels.norm import norm_unsupported, norm_variant, registered_backward, registered_forward
+from onepass.kernels.norm_backward import norm_backward
 from onepass.kernels.norm_formula import norm_formula
+from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
-from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed
+from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed, watched
 from onepass.runtime.main_grad import main_grad_of, weight_gradient
 
 NORMS = ("rms_norm", "layer_norm")
@@ -54,8 +55,16 @@ def norm_linear_reference(
 def _by_kernels(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    normed, _, stats = norm_forward(x, None, norm_weight, norm_bias, eps, layer, centered, keep)
+    forward = registered_forward if watched(x, norm_weight, norm_bias) else norm_forward
+    normed, _, stats = forward(x, None, norm_weight, norm_bias, eps, layer, centered, keep)
     return normed, stats
+
+
+def _backward_by_kernels(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    backward = registered_backward if watched(dy, x, weight, bias) else norm_backward
+    return backward(dy, None, x, weight, bias, *rest)
 
 
 def _by_formula(
@@ -66,7 +75,7 @@ def _by_formula(
 
 
 def _backward_by_formula(
-    dy: Tensor, _: None, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: None,
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: None,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     needs = need_dx, need_dweight, need_dbias
@@ -124,12 +133,12 @@ class _NormLinear(torch.autograd.Function):
         if through_norm:
             dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
         if dnormed is not None and (through_norm or need_dweight):
-            backward: Callable[..., Any] = norm_backward if ctx.kernels else _backward_by_formula
+            backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
             needs = need_dx, need_dnorm_weight, need_dnorm_bias
             rebuild = need_dweight and rows is not None
             into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
             dx, dnorm_weight, dnorm_bias, normed = backward(
-                dnormed, None, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, rebuild, into_dy
+                dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, rebuild, into_dy
             )
         elif need_dweight and rows is not None:
             normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)[0]
@@ -184,7 +193,6 @@ def _check(
     *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
     zero_centered_gamma: bool = False, return_norm_output: bool = False,
 ) -> None:  # fmt: skip
-    check_floating("x", x)
     check_norm(x, eps)
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, but is {norm!r}")

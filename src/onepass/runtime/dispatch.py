@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 NAMESPACE = "onepass"  # of the registered ops; a mutant under test has another
-_PLAIN = (Tensor, Parameter)
+_PLAIN = (Tensor, Parameter, type(None))
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -34,7 +34,7 @@ def watched(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     for tensor in tensors:  # a loop, not any(...): half a microsecond
-        if type(tensor) not in _PLAIN and tensor is not None:
+        if type(tensor) not in _PLAIN:
             return True
     return False
 
@@ -73,7 +73,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         with torch.no_grad():
             return last_derivative(backward(ctx, *grads))

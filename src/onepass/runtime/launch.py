@@ -42,8 +42,7 @@ class Kernel:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         varying = [name for name in names if name in VARYING]
         self.jit = triton.jit(function, do_not_specialize=varying)
-        self.tensors = sum(name.endswith("_ptr") for name in names)
-        self.varying = len(varying)
+        self.kind = _kind_of(sum(name.endswith("_ptr") for name in names), len(varying))
         order = [2 - name.endswith("_ptr") * 2 if name not in VARYING else 1 for name in names]
         assert order == sorted(order), f"{names}: tensors first, then {VARYING}, then what is bound"
 
@@ -72,37 +71,19 @@ class Bound:
         if device >= 0 and device != torch._C._cuda_getDevice():  # Triton launches on the current device
             with torch.cuda.device(device):
                 return self(grid, *args)
-        kind, addresses = self.kind(device, args)
+        kind, addresses = self.kernel.kind(device, args)
         plan = self.plans.get(kind)
         if plan is None or triton.knobs.runtime.launch_enter_hook.calls:
             return self.first(kind, grid, args)
         launch, middle = plan
         launch(*grid, torch._C._cuda_getCurrentRawStream(device), *middle, *addresses, *self.fixed)
 
-    def kind(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-        """What Triton compiles in beside the bound values, and the arguments with addresses in the place of tensors."""
-        parts: list[Any] = [device]
-        addresses = list(args)
-        pointers = 0
-        for i, arg in enumerate(args):  # once through, by hand: half of what a loop for each question takes
-            if arg is None:
-                parts.append(None)
-            elif type(arg) is int:
-                parts.append(arg > _INT32_MAX)  # i64 rather than i32
-            else:
-                parts.append(arg.dtype)
-                addresses[i] = address = arg.data_ptr()  # an int spares the driver a look-up of each tensor
-                pointers |= address
-        if pointers % 16:  # each pointer is specialised by itself
-            parts += [address is None or address % 16 == 0 for address in addresses[: self.kernel.tensors]]
-        return tuple(parts), addresses
-
     def most_at_once(self, *args: Any) -> int:
         """How many programs of this kernel fit on the GPU at the same time: no more can be launched `together`."""
         device = args[0].get_device()
         if device < 0:
             return 1 << 16  # the interpreter's: any number
-        kind, _ = self.kind(device, args)
+        kind, _ = self.kernel.kind(device, args)
         if kind not in self.room:
             with torch.cuda.device(device):  # Triton compiles for the current one
                 self.room[kind] = _room(self.kernel.jit.warmup(*args, *self.fixed, grid=(1,), **self.options), device)
@@ -119,6 +100,28 @@ class Bound:
             self.plans[kind] = run.launch, (function, *flags, metadata, *hooks)
         else:
             self.plans[kind] = run, (function, metadata, *hooks)
+
+
+def _kind_of(tensors: int, sizes: int) -> Callable[[int, tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """A function of the device and so many arguments: what Triton compiles in beside the bound values, and the arguments with
+    addresses in the place of tensors, which spares the driver a look-up of each.
+
+    It is most of a call, and so written out: a loop over the arguments takes half as long again.
+    """
+    given = [f"t{i}" for i in range(tensors)]
+    addresses = [f"at{i}" for i in range(tensors)]
+    numbers = [f"n{i}" for i in range(sizes)]
+    kinds = [f"None if {t} is None else {t}.dtype" for t in given] + [f"{n} > {_INT32_MAX}" for n in numbers]  # i64, not i32
+    source = f"""def kind(device, args):
+        {", ".join(given + numbers)}, = args
+        {", ".join(addresses)}, = {", ".join(f"None if {t} is None else {t}.data_ptr()" for t in given)},
+        kind = device, {", ".join(kinds)}
+        if ({" | ".join(f"({at} or 0)" for at in addresses)}) % 16:  # each pointer is specialised by itself
+            kind += {", ".join(f"({at} or 0) % 16 == 0" for at in addresses)},
+        return kind, ({", ".join(addresses + numbers)},)"""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["kind"]  # type: ignore[no-any-return]
 
 
 def _room(compiled: Any, device: int) -> int:
