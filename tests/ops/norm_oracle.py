@@ -82,7 +82,7 @@ PATHS = {
     "rows": ((0, 0), (False, 4, 0, 4, 2)),
     "single": ((0, 0), (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
     "chunks": ((32, 2), (False, 2, 64, 4, 1)),
-    "late": ((16, 3), (False, 1, 16, 1, 3)),  # so many chunks that LayerNorm's weights are read again for each row
+    "late": ((16, 3), (False, 1, 16, 1, 3)),  # weights are read again for each row
     "fold": ((128, 1), (False, 2, 256, 1, 1)),
     "shared": ((16, 1), (True, 1, 16, 2, 4)),
     "crowd": ((16, 3), (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
@@ -146,7 +146,7 @@ def small_tiles(room, path: str):
 
         def tiles_on(H, *_):
             width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
-            return backward["Tiles"](shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident)
+            return backward["Tiles"](shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident, path == "late")
 
         def forward_tiles(H, *_):
             return forward["Tiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))

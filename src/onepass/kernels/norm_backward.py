@@ -85,12 +85,11 @@ def _rows_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
     partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DH_ROW, X_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
-    SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, LATE: tl.constexpr,
+    STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
     DY_ROW, DH_ROW, X_ROW = aligned(DY_ROW, ALIGN), aligned(DH_ROW, ALIGN), aligned(X_ROW, ALIGN)
     SUMS: tl.constexpr = 1 if FOLD else BLOCK_M
-    LATE: tl.constexpr = LAYER and CHUNKS > 5  # no registers to keep weights in: they are on their way with the rows
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     weights, dweights, dbiases = (), (), ()
     for i in tl.static_range(CHUNKS):
@@ -278,11 +277,12 @@ class Tiles(NamedTuple):
     num_warps: int
     stages: int
     resident: int  # programs a multiprocessor
+    late: bool = False  # no registers to keep weights in: they are on their way with the rows
 
 
 def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: int, room: int) -> Tiles:
-    """`size`: bytes of a value of x. `late_bytes` of the vectors that are read with each row where LATE, and `room`: the shared
-    memory that a multiprocessor has for what is on its way."""
+    """`size`: bytes of a value of x. `late_bytes` of the vectors that are read with each row where they are `late`, and `room`:
+    the shared memory that a multiprocessor has for what is on its way."""
     wide = size > 2
     row_bytes = size * H * (3 if residual else 2)
     if H <= 1024:
@@ -300,10 +300,9 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
         tiles = Tiles(True, 1, 4096, ceil_div(H, 4096), 4, 4, 2)
     else:
         tiles = Tiles(True, 1, 8192, ceil_div(H, 8192), 8, 3, 1)
-    if layer and tiles.pieces > 5 and not tiles.shared:  # LATE
+    if layer and tiles.pieces > 5 and not tiles.shared:
         row_bytes += late_bytes
-        if residual:
-            tiles = tiles._replace(stages=2)  # with three it spills on sm_100
+        tiles = tiles._replace(late=True, stages=2 if residual else tiles.stages)  # with three that spills on sm_100
     share = tiles.block_m * row_bytes // (tiles.pieces if tiles.shared else 1)  # of a stage
     return tiles._replace(stages=min(tiles.stages, 1 + room // tiles.resident // max(share, 1)))
 
@@ -353,8 +352,8 @@ def _plan(
         fold = tiles.block_h >= 256 * tiles.num_warps
         told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
-            dy_row, dh_row, x_row, eps, H, layer, centered, align, tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.stages,
-            at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
+            dy_row, dh_row, x_row, eps, H, layer, centered, align, tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late,
+            tiles.stages, at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
     return tiles, most, bound
 

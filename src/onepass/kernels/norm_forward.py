@@ -113,7 +113,7 @@ def _finish(
 @kernel
 def _long_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
-    X_ROW, R_ROW, eps,
+    M, X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _long_kernel(
         mean = tl.sum(sums, 0) / H
         squares += (means - mean) * (means - mean) * EACH
         if stats_ptr is not None:
-            tl.store(stats_ptr + tl.num_programs(0) + row, mean)
+            tl.store(stats_ptr + M + row, mean)
     for i in tl.static_range(HELD):
         x = (_still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
         if LAYER:
@@ -240,8 +240,7 @@ def norm_forward(
         residual, r_row = as_rows(residual)
     stats = _new_stats(x, M, layer) if keep else None
     grid, launch = _forward_plan(M, H, x_row, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
-    sizes = (M,) if H <= SHORT else ()
-    launch(grid, x, residual, weight, bias, y, h, stats, *sizes)
+    launch(grid, x, residual, weight, bias, y, h, stats, M)
     return y, h, stats
 
 
@@ -252,7 +251,7 @@ def norm_statistics(x: Tensor, eps: float, layer: bool) -> Tensor:
     x, x_row = as_rows(x)
     stats = _new_stats(x, M, layer)
     grid, launch = _forward_plan(M, H, x_row, x_row, eps, layer, False, x.dtype is torch.float32, False)
-    launch(grid, x, None, None, None, None, None, stats)
+    launch(grid, x, None, None, None, None, None, stats, M)
     return stats
 
 
