@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.bias_activation_oracle import laid_out
+from ops.calls import backends, equal, gradients, needs_triton, outputs
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case, small_tiles
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +18,6 @@ from onepass.kernels import norm as kernels
 from onepass.runtime.lang import triton
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
-needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
-backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
 kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
 frugals = pytest.mark.parametrize("frugal", (False, True), ids=("", "memory_efficient"))
 paths = pytest.mark.parametrize("path", ("rows", "chunks", "shared"))
@@ -38,23 +37,6 @@ def op(layer=True, **options):
         return onepass.rms_norm(x, weight, residual=residual, **options)
 
     return norm
-
-
-def outputs(returned):
-    return (returned,) if isinstance(returned, torch.Tensor) else tuple(returned)
-
-
-def gradients(function, inputs):
-    """The outputs and the gradients of inputs that ask for one, on fresh leaves."""
-    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    ys = outputs(function(*leaves))
-    dys = [torch.linspace(-1, 2 + i, y.numel(), device=y.device).view(y.shape).to(y.dtype) for i, y in enumerate(ys)]
-    torch.autograd.backward(ys, dys)
-    return [*(y.detach() for y in ys), *(t.grad for t in leaves if t is not None and t.requires_grad)]
-
-
-def equal(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # ---- what it computes ----

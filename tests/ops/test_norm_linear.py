@@ -1,68 +1,22 @@
-"""What norm_linear is, what it keeps, where its weight's gradient goes, and how it behaves under whatever people do to an op."""
+"""What norm_linear is, what it keeps, and how it behaves under whatever people do to an op."""
 
 import itertools
 
 import pytest
 import torch
+from ops.calls import backends, equal, gradients, incoming, needs_triton, outputs, relative
+from ops.norm_linear_calls import NAMES, USES, kinds, op, tensors
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.norm_linear as room
-from onepass.runtime.lang import triton
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors, unchanged
 
-needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
-backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
-kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
 biases = pytest.mark.parametrize("with_bias", (True, False), ids=("bias", ""))
-NAMES = ("x", "norm_weight", "weight", "bias", "norm_bias")
-USES = ("y", "norm", "both")
-
-
-def tensors(lead=(3, 5), K=40, N=24, dtype=FP32, layer=True, with_bias=True, params=None):
-    """x, norm_weight, weight, bias and norm_bias, all of which ask for a gradient; `params` is the type of the norm's own."""
-    x, norm_weight, bias = (torch.randn(*shape, device=DEVICE) for shape in ((*lead, K), (K,), (N,)))
-    weight, norm_bias = torch.randn(N, K, device=DEVICE) / K**0.5, torch.randn(K, device=DEVICE)
-    params = dtype if params is None else params
-    some = x.to(dtype), norm_weight.to(params), weight.to(dtype), bias.to(dtype), norm_bias.to(params)
-    kept = some[0], some[1], some[2], some[3] if with_bias else None, some[4] if layer else None
-    return [t if t is None else t.detach().requires_grad_() for t in kept]
-
-
-def op(layer=True, function=None, **options):
-    def call(x, norm_weight, weight, bias=None, norm_bias=None):
-        norm = "layer_norm" if layer else "rms_norm"
-        return (function or onepass.norm_linear)(x, norm_weight, weight, bias, norm_bias=norm_bias, norm=norm, **options)
-
-    return call
-
-
-def outputs(returned):
-    return (returned,) if isinstance(returned, torch.Tensor) else tuple(returned)
-
-
-def gradients(function, inputs):
-    """The outputs and the gradients of inputs that ask for one, on fresh leaves."""
-    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    ys = outputs(function(*leaves))
-    torch.autograd.backward(ys, [incoming(y, i) for i, y in enumerate(ys)])
-    return [*(y.detach() for y in ys), *(t.grad for t in leaves if t is not None and t.requires_grad)]
-
-
-def incoming(y, i=0):
-    return torch.linspace(-1, 2 + i, y.numel(), device=y.device).view(y.shape).to(y.dtype)
-
-
-def equal(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def relative(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 # ---- what it computes ----
@@ -339,110 +293,6 @@ def test_twice_over_a_retained_graph_and_called_again(backend, layer):
     assert equal(first, again) and equal(first, torch.autograd.grad(call(*inputs), asked, dys))
 
 
-# ---- main_grad ----
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("dtype", (FP32, BF16))
-@pytest.mark.parametrize("main", (FP32, BF16))
-@pytest.mark.parametrize("flag", (True, False), ids=("flag", ""))
-def test_main_grad_over_two_microbatches(backend, layer, dtype, main, flag):
-    inputs = tensors((6, 8), dtype=dtype, layer=layer)
-    weight = inputs[2]
-    start = torch.randn_like(weight, dtype=main)
-    weight.main_grad = start.clone()
-    plain = [t if t is None else t.detach().requires_grad_() for t in inputs]
-    exact = start.double()
-    for step in range(2):
-        if flag:
-            weight.grad_added_to_main_grad = False
-        weight.grad = None
-        x = torch.randn_like(inputs[0]).requires_grad_()
-        y, normed = op(layer, backend=backend, return_norm_output=True)(x, *inputs[1:])
-        dy = torch.randn_like(y)
-        other = op(layer, backend=backend)(x, *plain[1:])
-        asked = [x, *(t for t in (inputs[1], *inputs[3:]) if t is not None)]
-        expected = torch.autograd.grad(other, [x, *(t for t in (plain[1], *plain[3:]) if t is not None)], dy)
-        place = weight.main_grad.data_ptr()
-        for t in asked:
-            t.grad = None
-        y.backward(dy)
-        assert equal([t.grad for t in asked], expected)  # everyone else's gradient is as ever
-        exact += dy.double().flatten(0, -2).T @ normed.detach().double().flatten(0, -2)
-        error = relative(weight.main_grad, exact)
-        assert error <= (1e-6 if main is FP32 else 4e-3), (step, error)
-        assert weight.main_grad.data_ptr() == place and weight.main_grad.dtype == main
-        if flag:  # a placeholder, so that hooks run
-            assert weight.grad_added_to_main_grad is True
-            assert weight.grad.shape == weight.shape and weight.grad.dtype == dtype and not weight.grad.any()
-        else:
-            assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
-
-
-@backends
-def test_main_grad_of_a_parameter_that_runs_hooks(backend):
-    x, norm_weight, weight, *_ = tensors(layer=False)
-    weight = torch.nn.Parameter(weight.detach())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    seen = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.main_grad.any().item()))
-    onepass.norm_linear(x, norm_weight, weight, backend=backend).sum().backward()
-    assert seen == [True] and not weight.grad.any()
-
-
-@backends
-def test_main_grad_is_left_alone_where_no_gradient_is_due(backend):
-    inputs = tensors()
-    weight = inputs[2]
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
-    call = op(backend=backend, return_norm_output=True)
-    with unchanged(main_grad=weight.main_grad):
-        call(*inputs)[1].sum().backward()  # norm(x) alone
-        weight.requires_grad_(False)
-        call(*inputs)[0].sum().backward()
-    assert weight.grad is None and weight.grad_added_to_main_grad is False and inputs[0].grad.any()
-
-
-@backends
-def test_main_grad_takes_each_backward_of_a_retained_graph(backend):
-    inputs = tensors()
-    weight = inputs[2]
-    weight.main_grad = torch.zeros_like(weight)
-    y = op(backend=backend)(*inputs)
-    y.sum().backward(retain_graph=True)
-    once = weight.main_grad.clone()
-    y.sum().backward()
-    torch.testing.assert_close(weight.main_grad, 2 * once)
-    assert once.any()
-
-
-BAD_MAIN = {
-    "shape": (lambda w: torch.zeros(w.shape[1], w.shape[0]), ValueError, ("(24, 40)", "(40, 24)")),
-    "flat": (lambda w: torch.zeros(w.numel()), ValueError, ("(24, 40)", "(960,)")),
-    "fp64": (lambda w: torch.zeros(w.shape, dtype=torch.float64), TypeError, ("float64",)),
-    "integer": (lambda w: torch.zeros(w.shape, dtype=torch.int32), TypeError, ("int32",)),
-    "device": (lambda w: torch.zeros(w.shape, device="meta"), ValueError, ("meta",)),
-    "no tensor": (lambda w: [0.0], TypeError, ("list",)),
-}
-
-
-@backends
-@pytest.mark.parametrize("what", BAD_MAIN)
-def test_a_wrong_main_grad_raises_before_anything_is_written(backend, what):
-    inputs = tensors()
-    make, error, words = BAD_MAIN[what]
-    main = inputs[2].main_grad = make(inputs[2])
-    if what not in ("device", "no tensor"):
-        main = inputs[2].main_grad = main.to(DEVICE)
-    inputs[2].grad_added_to_main_grad = False
-    watched = main if isinstance(main, torch.Tensor) and main.device.type != "meta" else None
-    with unchanged(main_grad=watched, **dict(zip(NAMES, inputs, strict=True))), pytest.raises(error, match="main_grad") as raised:
-        op(backend=backend)(*inputs)
-    assert all(word in str(raised.value) for word in words), raised.value
-    assert inputs[2].grad_added_to_main_grad is False and inputs[2].grad is None
-
-
 # ---- what people wrap around it ----
 
 
@@ -476,22 +326,6 @@ def test_checkpointing_gives_the_same(backend, layer, reentrant):
         return op(layer, backend=backend, return_norm_output=True)(x * 2, *rest)
 
     assert equal(gradients(block, inputs), gradients(lambda *t: checkpoint(block, *t, use_reentrant=reentrant), inputs))
-
-
-@backends
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_checkpointing_adds_to_main_grad_once(backend, reentrant):
-    x, norm_weight, weight, bias, norm_bias = tensors()
-    expected = gradients(op(backend=backend), (x, norm_weight, weight, bias, norm_bias))[3]
-    weight.main_grad = torch.zeros_like(weight)
-
-    def block(x):
-        return op(backend=backend)(x, norm_weight, weight, bias, norm_bias)
-
-    y = checkpoint(block, x, use_reentrant=reentrant)
-    y.backward(incoming(y))
-    torch.testing.assert_close(weight.main_grad, expected)
-    assert weight.grad is None
 
 
 @backends
@@ -536,44 +370,6 @@ def test_explain(layer):
     assert all(word in said.variant for word in ("forward with", "cuBLAS", "rebuilt in backward")), said.variant
 
 
-x, norm, weight, bias = torch.ones(2, 6), torch.ones(6), torch.ones(3, 6), torch.ones(3)
-LAYER = {"norm": "layer_norm"}
-BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
-    "integer x": ((x.int(), norm, weight), {}, TypeError, ("x must be", "floating-point", "torch.int32")),
-    "no tensor": (([1.0], norm, weight), {}, TypeError, ("x must be", "list")),
-    "a scalar": ((torch.tensor(1.0), norm, weight), {}, ValueError, ("x must", "dimension", "()")),
-    "hidden size 0": ((torch.ones(3, 0), torch.ones(0), torch.ones(3, 0)), {}, ValueError, ("x must", "(3, 0)")),
-    "short norm_weight": ((x, norm[:4], weight), {}, ValueError, ("norm_weight must have shape (6,)", "(4,)")),
-    "integer norm_weight": ((x, norm.int(), weight), {}, TypeError, ("norm_weight must be", "torch.int32")),
-    "norm_weight elsewhere": ((x, norm.to("meta"), weight), {}, ValueError, ("norm_weight must be on cpu", "meta")),
-    "zero-centred nothing": ((x, None, weight), {"zero_centered_gamma": True}, ValueError, ("zero_centered_gamma",)),
-    "norm_bias of RMSNorm": ((x, norm, weight), {"norm_bias": norm}, ValueError, ("norm_bias", "layer_norm")),
-    "short norm_bias": ((x, norm, weight), {"norm_bias": norm[:1]} | LAYER, ValueError, ("norm_bias must", "(6,)", "(1,)")),
-    "weight turned": ((x, norm, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
-    "weight a vector": ((x, norm, norm), {}, ValueError, ("weight must have shape (N, 6)", "(6,)")),
-    "weight nothing": ((x, norm, None), {}, TypeError, ("weight must be", "NoneType")),
-    "weight of another type": ((x, norm, weight.bfloat16()), {}, TypeError, ("weight must", "float32", "bfloat16")),
-    "weight elsewhere": ((x, norm, weight.to("meta")), {}, ValueError, ("weight must be on cpu", "meta")),
-    "short bias": ((x, norm, weight, bias[:2]), {}, ValueError, ("bias must have shape (3,)", "(2,)")),
-    "bias of another type": ((x, norm, weight, bias.half()), {}, TypeError, ("bias must", "float32", "float16")),
-    "bias a number": ((x, norm, weight, 1.0), {}, TypeError, ("bias must be", "float")),
-    "bias elsewhere": ((x, norm, weight, bias.to("meta")), {}, ValueError, ("bias must be on cpu", "meta")),
-    "another norm": ((x, norm, weight), {"norm": "batch_norm"}, ValueError, ("norm must be one of", "batch_norm")),
-    "eps of zero": ((x, norm, weight), {"eps": 0.0}, ValueError, ("eps must be", "above 0", "0.0")),
-    "eps a word": ((x, norm, weight), {"eps": "1e-5"}, TypeError, ("eps must be", "number", "'1e-5'")),
-    "unknown backend": ((x, norm, weight), {"backend": "cuda"}, ValueError, ("backend must be one of auto", "'cuda'")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    args, options, error, words = BAD[what]
-    with unchanged(x=x, norm=norm, weight=weight, bias=bias), pytest.raises(error) as raised:
-        onepass.norm_linear(*args, **options)
-    for word in words:
-        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
-
-
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
@@ -604,23 +400,3 @@ def test_a_broken_copy_is_caught(name):
     dy = torch.randn_like(y)
     with pytest.raises(AssertionError, match="dy"), unchanged(dy=dy):
         y.backward(dy)
-
-
-@backends
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
-    x = torch.randn(5, 16, device=DEVICE).to(dtype).requires_grad_()
-    norm_weight, bias = (torch.randn(n, device=DEVICE, requires_grad=True) for n in (16, 8))
-    weight = torch.nn.Parameter(torch.randn(8, 16, device=DEVICE))
-    weight.main_grad = torch.zeros(8, 16, device=DEVICE)
-    with torch.autocast(DEVICE, BF16):
-        y = room.norm_linear(x, norm_weight, weight, bias, backend=backend)
-    assert y.dtype is BF16
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    exact = [t.detach().double().requires_grad_() for t in (x, norm_weight, weight, bias)]
-    room.norm_linear_reference(*exact).backward(dy.double())
-    for got, true in zip((x.grad, norm_weight.grad, weight.main_grad, bias.grad), exact, strict=True):
-        assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
-    assert x.grad.dtype is dtype
-    assert bias.grad.dtype is torch.float32

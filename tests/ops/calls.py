@@ -1,0 +1,34 @@
+"""What the tests of several ops do with a call: its outputs, its gradients, and whether two of either are equal."""
+
+import pytest
+import torch
+
+from onepass.runtime.lang import triton
+
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+
+
+def outputs(returned):
+    return (returned,) if isinstance(returned, torch.Tensor) else tuple(returned)
+
+
+def incoming(y, i=0):
+    """A gradient for an output, the i-th: no two of its numbers are equal."""
+    return torch.linspace(-1, 2 + i, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+
+
+def gradients(function, inputs):
+    """The outputs and the gradients of inputs that ask for one, on fresh leaves."""
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    ys = outputs(function(*leaves))
+    torch.autograd.backward(ys, [incoming(y, i) for i, y in enumerate(ys)])
+    return [*(y.detach() for y in ys), *(t.grad for t in leaves if t is not None and t.requires_grad)]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def relative(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
