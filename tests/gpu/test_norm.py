@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SIZES = (64, 128, 1000, 1024, 3072, 4096, 5000, 8192, 12288, 16384, 32768, 65536, 131072, 262144)
 SHARED = (16384, 32768, 53248, 262144)  # rows of which are shared by programs that wait for each other
+needs_60_gib = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
+)
 kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
 
 
@@ -146,9 +149,7 @@ def test_more_rows_than_31_bits():
     assert y[-1] == 1 and abs(weight.grad.item() / M - 1) < 1e-3
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
-)
+@needs_60_gib
 @kinds
 @pytest.mark.parametrize("H", (256, 4096, 65536))
 def test_more_elements_than_31_bits(H, layer):
@@ -175,9 +176,7 @@ def test_more_elements_than_31_bits(H, layer):
         assert (got.double() - exact).norm() <= 4e-3 * exact.norm()
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
-)
+@needs_60_gib
 @kinds
 @pytest.mark.parametrize("H", (256, 3072, 32768))
 def test_a_row_stride_past_31_bits(H, layer):

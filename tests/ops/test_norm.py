@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 import onepass.ops.norm as room
 from onepass.kernels import norm as kernels
+from onepass.kernels import norm_backward
 from onepass.runtime.lang import triton
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
@@ -470,5 +471,30 @@ def test_explain_names_the_kernels(name, H, words):
     x = torch.empty(16, H, device=DEVICE, dtype=BF16)
     said = onepass.explain(name, x, backend="triton")
     assert all(word in said.variant for word in (*words, "keeps x and its rows' statistics")), said.variant
-    assert "keeps x only" in onepass.explain(name, x, backend="triton", memory_efficient=True).variant
+    frugal = onepass.explain(name, x, backend="triton", memory_efficient=True).variant
+    assert "keeps x only" in frugal and ("once more" in frugal) == (H > 4096)
+    assert "keeps h and its" in onepass.explain(name, x, residual=x, backend="triton").variant
     assert "nothing to do" in onepass.explain(name, x[:0], backend="triton").variant
+
+
+class _OnAGpu:
+    """As much of a tensor as is asked of one that no GPU is there for."""
+
+    def __init__(self, H):
+        self.shape, self.dtype, self.device, self.is_cuda = (4, H), BF16, torch.device("cuda", 0), True
+
+    def element_size(self):
+        return 2
+
+
+@pytest.mark.parametrize(("H", "needed"), [(12289, 2), (65536, 8), (65537, 9), (131072, 16), (262144, 32)])
+def test_rows_shared_by_programs_need_room_for_all_of_them(H, needed, monkeypatch):
+    monkeypatch.setattr(kernels, "no_triton", lambda x: None)
+    monkeypatch.setattr(norm_backward, "shared_memory", lambda device: 232448)
+    norm_backward._tiles_on.cache_clear()
+    for there in (needed - 1, needed):
+        monkeypatch.setattr(norm_backward, "processors", lambda device, there=there: there)
+        reason = kernels.norm_unsupported(_OnAGpu(H))
+        assert (reason is None) == (there >= needed), reason
+        assert reason is None or reason == f"rows of {H} need {needed} multiprocessors, and the GPU has {there}"
+    norm_backward._tiles_on.cache_clear()

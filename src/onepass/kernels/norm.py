@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.norm_backward import ALWAYS_HELD, norm_backward, tiles_for, too_few_processors
+from onepass.kernels.norm_backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
 from onepass.kernels.norm_forward import forward_tiles, norm_forward
 from onepass.runtime.dispatch import registered, transformed
 from onepass.runtime.lang import no_triton
@@ -120,5 +120,8 @@ def norm_variant(
     else:
         said += f"; backward with {back.block_m} rows at a time a program, in registers"
         said += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
-    said += f", {back.resident} programs a multiprocessor, {back.stages - 1} rows on their way"
-    return f"{said}; " + ("keeps x only" if memory_efficient else "keeps x and its rows' statistics")
+    said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
+    kept = "x" if residual is None else "h"
+    if not memory_efficient:
+        return f"{said}; keeps {kept} and its rows' statistics"
+    return f"{said}; keeps {kept} only" + (", which backward reads once more for its statistics" if reads_twice(back) else "")

@@ -317,6 +317,11 @@ def _late_bytes(weight: Tensor | None, bias: Tensor | None) -> int:
     return (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
 
 
+def reads_twice(tiles: Tiles) -> bool:
+    """Whether statistics that were not kept are found in a reading of their own: there are no registers to find them in."""
+    return tiles.shared or tiles.pieces > 4
+
+
 def too_few_processors(x: Tensor) -> str | None:
     """Why rows this wide can't be shared by programs that run at the same time, or None: they would not all find a place."""
     tiles, there = tiles_for(x, None, None, None, False), processors(x.device)
@@ -379,7 +384,7 @@ def norm_backward(
     tiles, wanted, launch = _plan(
         H, dy_row, dh_row, x_row, eps, layer, centered, x.element_size(), dh is not None, late, device
     )  # fmt: skip
-    if stats is None and (tiles.shared or tiles.pieces > 4):  # no registers to find them in
+    if stats is None and reads_twice(tiles):
         stats = norm_statistics(x, eps, layer)
     dx = dweight = dbias = y = None
     if need_dx:
