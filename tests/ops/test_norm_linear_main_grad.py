@@ -147,3 +147,36 @@ def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
         assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
     assert x.grad.dtype is dtype
     assert bias.grad.dtype is torch.float32
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("mode", ("eager", "aot_eager", "inductor"))
+def test_weight_and_bias_in_every_pass(backend, layer, mode):
+    """Gathered by backward, returned to who asks for them by name, left alone by the others; compiled, the first only."""
+    inputs = tensors(layer=layer)
+    x, _, weight, bias, _ = inputs
+    call = op(layer, backend=backend)
+    expected = torch.autograd.grad(call(*inputs).square().sum(), (x, weight, bias))
+    parameters = [torch.nn.Parameter(t.detach()) for t in (weight, bias)]
+    for parameter in parameters:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    given = [x, inputs[1], *parameters, inputs[4]]
+
+    def run(*given):
+        return call(*given).square().sum()
+
+    torch._dynamo.reset()
+    loss = run if mode == "eager" else torch.compile(run, fullgraph=True, backend=mode)
+    for step in (1, 2):
+        loss(*given).backward()
+        torch.testing.assert_close([t.main_grad for t in parameters], [step * expected[1], step * expected[2]])
+        assert all(t.grad_added_to_main_grad is True and not t.grad.any() for t in parameters)
+    torch.testing.assert_close(x.grad, 2 * expected[0])
+    with unchanged(weight=parameters[0].main_grad, bias=parameters[1].main_grad):
+        for asked, what in (([x], expected[:1]), (parameters, expected[1:])):
+            if mode == "eager":
+                torch.testing.assert_close(torch.autograd.grad(loss(*given), asked), what)
+            else:
+                with pytest.raises(RuntimeError, match="main_grad must be gathered"):
+                    torch.autograd.grad(loss(*given), asked)

@@ -25,7 +25,8 @@ from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed, watched
-from onepass.runtime.main_grad import main_grad_of, weight_gradient
+from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grad_of, vector_gradient, weight_gradient
+from onepass.runtime.product import column_sums, linear_product
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -103,6 +104,18 @@ def _forward(
     return F.linear(normed, weight.to(product), None if bias is None else bias.to(product)), normed, stats
 
 
+def _watched(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, options: dict[str, Any]
+) -> Any:
+    """The formula for a compiler or a transform, which sees all of it but how a gradient gets into main_grad."""
+    if transformed() or not (has_own_place(weight) or has_own_place(bias)):
+        return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, **options)
+    layer, eps, centered = options["norm"] == "layer_norm", options["eps"], options["zero_centered_gamma"]
+    normed = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
+    y = linear_product(normed.to(_product_type(x)), weight, bias)
+    return (y, normed) if options["return_norm_output"] else y
+
+
 # ---- autograd ----
 
 
@@ -114,17 +127,22 @@ class _NormLinear(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, True)
         ctx.call, ctx.kernels, ctx.product = call, kernels, product
-        # kept apart from the saved tensors: it is written to between forward and backward
-        ctx.weight, ctx.main_grad = weight, main_grad_of(weight) if ctx.needs_input_grad[3] else None
+        # kept apart from the saved tensors: main_grads are written to between forward and backward
+        ctx.parameters = weight, bias
+        ctx.main_grads = (
+            main_grad_of(weight) if ctx.needs_input_grad[3] else None,
+            main_grad_of(bias) if ctx.needs_input_grad[4] and bias is not None else None,
+        )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, stats)
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)
         return (y, normed) if return_norm_output else y
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: Tensor | None, dnormed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, weight, bias, stats = ctx.saved_tensors
-        need_dx, need_dnorm_weight, need_dnorm_bias, need_dweight, need_dbias = ctx.needs_input_grad[:5]
+        x, norm_weight, norm_bias, weight, stats = ctx.saved_tensors
+        wanted = asked(ctx, True, norm_weight is not None, norm_bias is not None, True, ctx.parameters[1] is not None)
+        need_dx, need_dnorm_weight, need_dnorm_bias, need_dweight, need_dbias = (each is not Asked.NOT for each in wanted)
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
         tokens = x.numel() // x.shape[-1]
         rows = None if dy is None else dy.reshape(tokens, weight.shape[0])
@@ -144,11 +162,11 @@ class _NormLinear(torch.autograd.Function):
             normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)[0]
         if rows is not None:
             if need_dbias:
-                dbias = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(bias.dtype)
+                dbias = vector_gradient(column_sums(rows), ctx.parameters[1], ctx.main_grads[1], wanted[4])
             if need_dweight:
                 assert normed is not None
                 normed = normed.to(ctx.product).reshape(tokens, weight.shape[1])
-                dweight = weight_gradient(rows, normed, ctx.weight, ctx.main_grad)
+                dweight = weight_gradient(rows, normed, ctx.parameters[0], ctx.main_grads[0], wanted[3])
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
 
 
@@ -186,6 +204,10 @@ def _cast(x: Tensor) -> bool:
     device = x.device.type
     there = torch.amp.is_autocast_available(device)  # for meta tensors there is none
     return there and torch.is_autocast_enabled(device) and x.dtype is not torch.float64
+
+
+def _product_type(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if _cast(x) else x.dtype
 
 
 def _check(
@@ -251,16 +273,17 @@ def norm_linear(
     """
     _check(x, norm_weight, weight, bias, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma)
     chosen = choose("norm_linear", backend, norm_unsupported(x))
-    options = {"norm": norm, "eps": eps, "zero_centered_gamma": zero_centered_gamma, "return_norm_output": return_norm_output}
+    options: dict[str, Any] = {"norm": norm, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
+    options["return_norm_output"] = return_norm_output
     if chosen not in NATIVE:
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, **options)  # type: ignore[arg-type]
+        return _watched(x, norm_weight, weight, bias, norm_bias, options)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     norm_bias = None if norm_bias is None else norm_bias.contiguous()
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
-    product = torch.get_autocast_dtype(x.device.type) if _cast(x) else x.dtype
+    product = _product_type(x)
     if not needs_grad(x, norm_weight, norm_bias, weight, bias):
         y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, False)
         return (y, normed) if return_norm_output else y

@@ -1,12 +1,18 @@
-"""main_grad: a weight that carries this tensor has its gradient added there, by the matrix product itself.
+"""main_grad: a parameter that carries this tensor has its gradient added there, by what computes the gradient.
 
-Megatron's convention: `weight.main_grad` (fp32, fp16 or bf16, of the weight's shape) accumulates over microbatches. Where
-`weight.grad_added_to_main_grad` exists it is set to True and autograd gets a placeholder, so that the hooks waiting for a
-gradient run; otherwise autograd gets none.
+Megatron's convention. `weight.main_grad` (fp32, fp16 or bf16, of the weight's shape) gathers gradients over microbatches;
+nothing of their size is allocated. What autograd is given instead, and what happens in each kind of pass:
+- `.backward()`: added to main_grad. Where `weight.grad_added_to_main_grad` exists it becomes True and autograd gets zeros, so
+  that the hooks that wait for a gradient run; otherwise it gets none.
+- `torch.autograd.grad(..., weight)`: the gradient itself comes back, and main_grad stays as it is.
+- a pass that does not ask for the weight (`autograd.grad` by something else): nothing is computed.
+A compiled graph can do the first only: in another pass it raises before anything is written.
+- `weight.__fsdp_param__` (Megatron-FSDP): `weight.get_main_grad()` is called in backward and overwritten, not added to.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,49 +23,187 @@ from onepass.runtime.dispatch import registered, watched
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The weight's main_grad, or None where it carries none. Raises where it can't take a gradient."""
-    main_grad: Any = getattr(weight, "main_grad", None)
+# ---- where a gradient goes ----
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The parameter's main_grad, or None where it carries none. Raises where it can't take a gradient."""
+    main_grad: Any = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return None
+    _check_main_grad(main_grad, parameter)
+    return main_grad  # type: ignore[no-any-return]
+
+
+def _check_main_grad(main_grad: object, parameter: Tensor) -> None:
     if not isinstance(main_grad, Tensor):
         raise TypeError(f"main_grad must be a tensor, but is a {type(main_grad).__name__}")
-    if main_grad.shape != weight.shape:
-        raise ValueError(f"main_grad must have its weight's shape {tuple(weight.shape)}, but has {tuple(main_grad.shape)}")
+    if main_grad.shape != parameter.shape:
+        raise ValueError(f"main_grad must have its weight's shape {tuple(parameter.shape)}, but has {tuple(main_grad.shape)}")
     if main_grad.dtype not in _TYPES:
         raise TypeError(f"main_grad must be fp32, fp16 or bf16, but is {main_grad.dtype}")
-    if main_grad.device != weight.device:
-        raise ValueError(f"main_grad must be on {weight.device}, as its weight, but is on {main_grad.device}")
-    return main_grad
+    if main_grad.device != parameter.device:
+        raise ValueError(f"main_grad must be on {parameter.device}, as its weight, but is on {main_grad.device}")
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """The gradient of `x @ weight.T` by weight, of rows dy [M, N] and x [M, K]; added to main_grad where there is one.
+def has_own_place(parameter: Tensor | None) -> bool:
+    """Whether the parameter's gradient goes anywhere but to autograd."""
+    return parameter is not None and (getattr(parameter, "main_grad", None) is not None or _fsdp(parameter))
 
-    `weight` is the parameter itself: what comes back for autograd depends on its attributes.
+
+def _fsdp(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "__fsdp_param__", False))
+
+
+# ---- who asks for it ----
+
+
+class Asked(Enum):
+    """What a backward pass wants of one gradient."""
+
+    GATHERED = "gathered"  # .backward()
+    RETURNED = "returned"  # torch.autograd.grad by this parameter
+    NOT = "not asked for"
+
+
+def asked(ctx: Any, *given: bool) -> list[Asked]:
+    """What the pass that is running wants of the gradients of the Function's first arguments: those given are tensors, not None.
+
+    PyTorch's own `needs_input_grad` says only that somebody may want it some time.
     """
-    if main_grad is None:
-        return (dy.t() @ x).to(weight.dtype)
-    if watched(dy, x, main_grad):
-        _add_op(main_grad, dy, x)
-    else:
-        add_weight_gradient(main_grad, dy, x)
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    nodes = iter(ctx.next_functions) if not torch.compiler.is_compiling() else None  # there the registered op asks, when it runs
+    found = []
+    for there, needed in zip(given, ctx.needs_input_grad, strict=False):
+        node = next(nodes)[0] if there and nodes is not None else None  # of tensors only
+        found.append(Asked.NOT if not needed else Asked.GATHERED if node is None else _asked_of(node))
+    return found
+
+
+def _asked_of(node: Any) -> Asked:
+    try:
+        wanted = torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "leaf node" not in str(error):  # no pass is running: somebody calls backward by hand
+            return Asked.GATHERED
+        return Asked.RETURNED
+    return Asked.GATHERED if wanted else Asked.NOT
+
+
+def _refuse_other_passes(parameter: Tensor) -> None:
+    """In a compiled graph's backward, which adds to main_grad whoever asks for whatever."""
+    running = torch._C._current_autograd_node()
+    for node, _ in running.next_functions if running is not None else ():
+        if getattr(node, "variable", None) is parameter and _asked_of(node) is not Asked.GATHERED:
+            raise RuntimeError(
+                "main_grad must be gathered by .backward(), but this pass is torch.autograd.grad's, and a compiled graph can't "
+                "return another gradient than it was made for, or none: run it uncompiled, or without main_grad on the weight"
+            )
+
+
+# ---- what autograd gets in its place ----
+
+_zeros: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_HOLDERS = 2  # of a storage that is only here: the tensor, and the object that asks
+
+
+def placeholder(parameter: Tensor) -> Tensor | None:
+    """Zeros for the hooks of a parameter whose gradient is in main_grad already; None where nobody waits for any.
+
+    One tensor of each kind is handed out again and again, while it is surely zeros and nobody's: autograd may keep what it gets
+    as `.grad` and add to it in place.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight)
+    if torch.compiler.is_compiling() or _captured(parameter):
+        return torch.zeros_like(parameter)
+    kind = parameter.shape, parameter.dtype, parameter.device
+    kept = _zeros.get(kind)
+    if kept is None or kept._version or torch._C._storage_Use_Count(kept.untyped_storage()._cdata) > _HOLDERS:
+        kept = _zeros[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return kept.detach()
 
 
-def add_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy.T @ x, with fp32 sums and one rounding where main_grad is narrower."""
-    if dy.dtype == main_grad.dtype:
-        main_grad.addmm_(dy.t(), x)
-    elif dy.is_cuda and main_grad.dtype is torch.float32:
-        torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
+def _captured(parameter: Tensor) -> bool:
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _mark(parameter: Tensor) -> None:
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True
+
+
+# ---- putting it there ----
+
+
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
+    """The gradient of `x @ weight.T` by weight, of rows dy [M, N] and x [M, K]: put where it belongs, or for autograd.
+
+    `weight` is the parameter itself; `main_grad` what `main_grad_of` found in forward, as by now it may be another step's.
+    """
+    return _gradient(dy, x, weight, main_grad, wanted)
+
+
+def vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
+    """The same of a bias or a norm's weight, whose gradient is there already, in fp32 or wider."""
+    return _gradient(sums, None, vector, main_grad, wanted)
+
+
+def _gradient(
+    first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, wanted: Asked
+) -> Tensor | None:
+    """Of `first.T @ second`, or of `first` itself where there is no second."""
+    if wanted is Asked.NOT:
+        return None
+    if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(parameter)):
+        return (first if second is None else first.t() @ second).to(parameter.dtype)
+    if _fsdp(parameter):
+        return (_overwrite_op if watched(first, second) else _overwrite)(first, second, parameter)
+    assert main_grad is not None
+    if watched(first, second, main_grad):
+        _add_op(main_grad, first, second, parameter)
+    else:
+        add_gradient(main_grad, first, second)
+        _mark(parameter)
+    return placeholder(parameter)
+
+
+def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool = True) -> None:
+    """main_grad (or nothing) + first.T @ second (or first), with fp32 sums and one rounding where main_grad is narrower."""
+    beta = float(keep)
+    if second is None:
+        main_grad.add_(first) if keep else main_grad.copy_(first)
+    elif first.dtype == main_grad.dtype:
+        main_grad.addmm_(first.t(), second, beta=beta)
+    elif first.is_cuda and main_grad.dtype is torch.float32:
+        torch.addmm(main_grad, first.t(), second, beta=beta, out_dtype=torch.float32, out=main_grad)
     elif main_grad.dtype is torch.float32:
-        main_grad.addmm_(dy.float().t(), x.float())
+        main_grad.addmm_(first.float().t(), second.float(), beta=beta)
     else:  # another 16-bit type, or fp32 into 16 bits
-        main_grad.copy_(torch.addmm(main_grad.float(), dy.float().t(), x.float()))
+        main_grad.copy_(torch.addmm(main_grad.float(), first.float().t(), second.float(), beta=beta))
 
 
-_add_op = registered("add_weight_gradient(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", add_weight_gradient, lambda *_: None)
+def _add_and_mark(main_grad: Tensor, first: Tensor, second: Tensor | None, parameter: Tensor) -> None:
+    _refuse_other_passes(parameter)
+    add_gradient(main_grad, first, second)
+    _mark(parameter)
+
+
+def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
+    """Megatron-FSDP's: its buffer is there in backward only, and its hooks always wait for something."""
+    _refuse_other_passes(parameter)
+    main_grad = parameter.get_main_grad()
+    _check_main_grad(main_grad, parameter)
+    parameter.main_grad = main_grad
+    add_gradient(main_grad, first, second, keep=False)
+    _mark(parameter)
+    return torch.zeros_like(parameter)
+
+
+_add_op = registered(
+    "add_gradient(Tensor(a!) main_grad, Tensor first, Tensor? second, Tensor parameter) -> ()", _add_and_mark, lambda *_: None
+)
+_overwrite_op = registered(
+    "overwrite_gradient(Tensor first, Tensor? second, Tensor parameter) -> Tensor",
+    _overwrite,
+    lambda first, second, parameter: torch.empty_like(parameter),
+)
