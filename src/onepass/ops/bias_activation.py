@@ -30,6 +30,7 @@ from onepass.runtime.formula import run_formula
 from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
+from onepass.runtime.main_grad import gathered
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
@@ -476,15 +477,14 @@ def bias_activation(
     if chosen not in NATIVE:
         options = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
         return run_other("bias_activation", chosen, x, bias, activation, **options)  # type: ignore[no-any-return]
+    bias = gathered(bias)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(bias_activation_reference, activation=act, clamp=clamp, linear_offset=linear_offset)
         result: Tensor = run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=act.parts)
         return result
     offset = float(linear_offset) if linear_offset else None
-    if bias is not None:
-        bias = bias.contiguous()
-    if token_weight is not None:
-        token_weight = token_weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    token_weight = None if token_weight is None else token_weight.contiguous()
     if not needs_grad(x, bias, token_weight):
         forward = _forward_op if watched(x, bias, token_weight) else _forward
         return forward(x, bias, token_weight, act.key, clamp, offset)

@@ -26,6 +26,7 @@ from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, watched
 from onepass.runtime.formula import run_formula
+from onepass.runtime.main_grad import gathered
 
 
 def rms_norm_reference(
@@ -165,6 +166,7 @@ def _norm(
         options = {"residual": residual, "zero_centered_gamma": centered, "memory_efficient": not keep}
         return run_other(name, chosen, x, weight, *((bias,) if layer else ()), eps, **options)
     eps = float(eps)
+    weight, bias = gathered(weight), gathered(bias)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(_formula, layer=layer, eps=eps, centered=centered)
         return run_formula(formula, "input", x, shared=(weight, bias), per_row=(residual,))

@@ -25,7 +25,7 @@ from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed, watched
-from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grad_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grad_of, vector_gradient, weight_gradient
 from onepass.runtime.product import column_sums, linear_product
 
 NORMS = ("rms_norm", "layer_norm")
@@ -277,6 +277,7 @@ def norm_linear(
     options["return_norm_output"] = return_norm_output
     if chosen not in NATIVE:
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
+    norm_weight, norm_bias = gathered(norm_weight), gathered(norm_bias)
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
         return _watched(x, norm_weight, weight, bias, norm_bias, options)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()

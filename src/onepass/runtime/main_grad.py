@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.runtime.dispatch import registered, watched
+from onepass.runtime.dispatch import once, registered, transformed, watched
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -207,3 +207,32 @@ _overwrite_op = registered(
     _overwrite,
     lambda first, second, parameter: torch.empty_like(parameter),
 )
+
+
+# ---- for ops that know nothing of it ----
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor) -> Tensor:
+        ctx.vector, ctx.main_grad = vector, main_grad_of(vector)
+        return vector.detach().to(torch.promote_types(vector.dtype, torch.float32))
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, sums: Tensor) -> Tensor | None:
+        return vector_gradient(sums, ctx.vector, ctx.main_grad, asked(ctx, True)[0])
+
+
+def gathered(vector: Tensor | None) -> Tensor | None:
+    """The vector for an op to use: where it has a main_grad, in fp32, so that its gradient is fp32 when it gets there.
+
+    A bias or a norm's weight is a row: its conversion and its gradient's addition are next to nothing. Others come back at once.
+    """
+    if not has_own_place(vector):  # the usual case
+        return vector
+    assert vector is not None
+    if not (vector.requires_grad and torch.is_grad_enabled()) or transformed():
+        return vector
+    wide: Tensor = _Gathered.apply(vector)  # type: ignore[no-untyped-call]
+    return wide
