@@ -7,7 +7,7 @@ Bytes    beside the products: forward reads x and writes norm(x), which is let g
          norm(x) again, for the weight's gradient, and dx over d norm(x): one kernel, with the gradients of the norm's own
          parameters. So M K elements fewer are kept than by a norm and a linear one after the other.
 Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(x) and weight are rounded to it. The
-         weight's gradient goes into `weight.main_grad` where there is one (runtime/main_grad.py).
+         gradients of parameters that carry main_grad go there (runtime/main_grad.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed, watched
-from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grad_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grads_of, vector_gradient, weight_gradient
 from onepass.runtime.product import column_sums, linear_product
 
 NORMS = ("rms_norm", "layer_norm")
@@ -104,7 +104,7 @@ def _forward(
     return F.linear(normed, weight.to(product), None if bias is None else bias.to(product)), normed, stats
 
 
-def _watched(
+def _traced(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, options: dict[str, Any]
 ) -> Any:
     """The formula for a compiler or a transform, which sees all of it but how a gradient gets into main_grad."""
@@ -127,12 +127,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, True)
         ctx.call, ctx.kernels, ctx.product = call, kernels, product
-        # kept apart from the saved tensors: main_grads are written to between forward and backward
-        ctx.parameters = weight, bias
-        ctx.main_grads = (
-            main_grad_of(weight) if ctx.needs_input_grad[3] else None,
-            main_grad_of(bias) if ctx.needs_input_grad[4] and bias is not None else None,
-        )
+        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)
         return (y, normed) if return_norm_output else y
@@ -260,7 +255,7 @@ def norm_linear(
     Args:
         x: ``[..., K]``.
         norm_weight: ``[K]``, of any floating-point type, or None.
-        weight: ``[N, K]``, of x's type. Where it has a ``main_grad``, its gradient is added there.
+        weight: ``[N, K]``, of x's type. The gradient of a parameter with a ``main_grad``, any of these, is added there.
         bias: ``[N]``, of x's type, or None.
         norm: ``rms_norm`` or ``layer_norm``.
         norm_bias: ``[K]``, for ``layer_norm``.
@@ -279,7 +274,7 @@ def norm_linear(
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
     norm_weight, norm_bias = gathered(norm_weight), gathered(norm_bias)
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return _watched(x, norm_weight, weight, bias, norm_bias, options)
+        return _traced(x, norm_weight, weight, bias, norm_bias, options)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     norm_bias = None if norm_bias is None else norm_bias.contiguous()
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)

@@ -1,7 +1,4 @@
-"""Checks that every op makes of its arguments: each names the argument, what it was and what it must be.
-
-They are asked at every call, so those of tensors ask by themselves and call a function only to say what is wrong.
-"""
+"""Checks that every op makes of its arguments: each names the argument, what it was and what it must be."""
 
 from __future__ import annotations
 
@@ -16,13 +13,9 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def check_floating(name: str, value: object, optional: bool = False) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
-        raise _not_floating(name, value, optional)
-
-
-def _not_floating(name: str, value: object, optional: bool) -> TypeError:
-    kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    what = "a floating-point tensor (16, 32 or 64 bits)"
-    return TypeError(f"{name} must be {what}{' or None' if optional else ''}, but is {kind}")
+        kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        what = "a floating-point tensor (16, 32 or 64 bits)"
+        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, but is {kind}")
 
 
 def check_number(name: str, value: object, optional: bool = False) -> None:
@@ -32,40 +25,30 @@ def check_number(name: str, value: object, optional: bool = False) -> None:
 
 def check_device(name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
-        raise _elsewhere(name, value, x)
-
-
-def _elsewhere(name: str, value: Tensor, x: Tensor) -> ValueError:
-    return ValueError(f"{name} must be on {x.device}, as x, but is on {value.device}")
+        raise ValueError(f"{name} must be on {x.device}, as x, but is on {value.device}")
 
 
 def check_vector(name: str, value: Tensor, x: Tensor) -> None:
     """A bias or a weight: as long as x's last dimension, and on its device."""
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
-        raise _not_floating(name, value, True)
+    check_floating(name, value, optional=True)
     if value.shape != x.shape[-1:]:
         raise ValueError(f"{name} must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(value.shape)}")
-    if value.device != x.device:
-        raise _elsewhere(name, value, x)
+    check_device(name, value, x)
 
 
 def check_same_shape(name: str, value: Tensor, x: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
-        raise _not_floating(name, value, True)
+    check_floating(name, value, optional=True)
     if value.shape != x.shape:
         raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, but has {tuple(value.shape)}")
-    if value.device != x.device:
-        raise _elsewhere(name, value, x)
+    check_device(name, value, x)
 
 
 def check_norm(x: Tensor, eps: float) -> None:
     """x is numbers, there is something to take a mean of, and something to keep its root from 0."""
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
-        raise _not_floating("x", x, False)
+    check_floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of at least 1, but has shape {tuple(x.shape)}")
-    if type(eps) is not float or not _LEAST <= eps < math.inf:
-        check_eps(eps)
+    check_eps(eps)
 
 
 def check_eps(eps: float) -> float:

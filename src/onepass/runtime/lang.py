@@ -42,8 +42,6 @@ def device_function(function: Any) -> Any:
 
 def no_triton(x: Tensor) -> str | None:
     """Why Triton can't run on x, or None. Under the interpreter CPU tensors are as good as any."""
-    if type(x) is Tensor and x.is_cuda and _no_kernels.get(x.get_device(), "not asked yet") is None:
-        return None  # the usual case, asked at every call
     if triton is None:
         return "triton is not installed (pip install 'onepass[triton]')"
     if INTERPRETED:

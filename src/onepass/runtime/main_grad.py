@@ -46,6 +46,15 @@ def _check_main_grad(main_grad: object, parameter: Tensor) -> None:
         raise ValueError(f"main_grad must be on {parameter.device}, as its weight, but is on {main_grad.device}")
 
 
+def main_grads_of(ctx: Any, first: int, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of those that need a gradient, arguments `first` and on of the Function of ctx; the others' are not looked at.
+
+    They are to be kept on ctx, apart from the saved tensors, of which autograd would say that they were written to in between.
+    """
+    needs = ctx.needs_input_grad[first:]
+    return tuple(main_grad_of(t) if need and t is not None else None for t, need in zip(parameters, needs, strict=False))
+
+
 def has_own_place(parameter: Tensor | None) -> bool:
     """Whether the parameter's gradient goes anywhere but to autograd."""
     return parameter is not None and (getattr(parameter, "main_grad", None) is not None or _fsdp(parameter))
@@ -148,9 +157,7 @@ def vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, want
     return _gradient(sums, None, vector, main_grad, wanted)
 
 
-def _gradient(
-    first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, wanted: Asked
-) -> Tensor | None:
+def _gradient(first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
     """Of `first.T @ second`, or of `first` itself where there is no second."""
     if wanted is Asked.NOT:
         return None
@@ -229,9 +236,8 @@ def gathered(vector: Tensor | None) -> Tensor | None:
 
     A bias or a norm's weight is a row: its conversion and its gradient's addition are next to nothing. Others come back at once.
     """
-    if not has_own_place(vector):  # the usual case
+    if vector is None or not has_own_place(vector):  # the usual case
         return vector
-    assert vector is not None
     if not (vector.requires_grad and torch.is_grad_enabled()) or transformed():
         return vector
     wide: Tensor = _Gathered.apply(vector)  # type: ignore[no-untyped-call]

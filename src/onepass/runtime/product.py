@@ -12,19 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.dispatch import bare_apply, once
-from onepass.runtime.main_grad import Asked, asked, main_grad_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad import Asked, asked, main_grads_of, vector_gradient, weight_gradient
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # parameters and main_grads are kept apart from the saved tensors: main_grads are written to before backward
-        ctx.parameters = weight, bias
-        ctx.main_grads = (
-            main_grad_of(weight) if needs_weight else None,
-            main_grad_of(bias) if needs_bias and bias is not None else None,
-        )
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 1, weight, bias)
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
