@@ -100,7 +100,7 @@ def test_frozen_ones_and_evaluation_write_nothing(name, backend):
     for vector in vectors:
         vector.requires_grad_(False)
         vector.main_grad = "not looked at"
-    assert torch.equal(y, OPS[name](x, *vectors, backend))
+    torch.testing.assert_close(OPS[name](x, *vectors, backend), y)  # a kernel that keeps statistics rounds in another order
     OPS[name](x, *vectors, backend).sum().backward()
     assert all(v.grad_added_to_main_grad is False for v in vectors)
 

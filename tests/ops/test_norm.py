@@ -483,18 +483,15 @@ class _OnAGpu:
     def __init__(self, H):
         self.shape, self.dtype, self.device, self.is_cuda = (4, H), BF16, torch.device("cuda", 0), True
 
-    def element_size(self):
-        return 2
-
 
 @pytest.mark.parametrize(("H", "needed"), [(12289, 2), (65536, 8), (65537, 9), (131072, 16), (262144, 32)])
 def test_rows_shared_by_programs_need_room_for_all_of_them(H, needed, monkeypatch):
     monkeypatch.setattr(kernels, "no_triton", lambda x: None)
-    monkeypatch.setattr(norm_backward, "shared_memory", lambda device: 232448)
-    norm_backward._tiles_on.cache_clear()
     for there in (needed - 1, needed):
         monkeypatch.setattr(norm_backward, "processors", lambda device, there=there: there)
         reason = kernels.norm_unsupported(_OnAGpu(H))
         assert (reason is None) == (there >= needed), reason
         assert reason is None or reason == f"rows of {H} need {needed} multiprocessors, and the GPU has {there}"
-    norm_backward._tiles_on.cache_clear()
+    for layer in (False, True):
+        tiles = norm_backward.backward_tiles(H, layer, 4, False, 0, 216064)
+        assert tiles.shared and -(-tiles.pieces // tiles.resident) == needed

@@ -193,10 +193,9 @@ def bare(group):
     found = {}
     for dtype in TYPES:
         x = strided(numbers(2, group.rank(), (4, 3), dtype)).requires_grad_()
-        whole, gathering = collectives.start_all_gather(x, group)
-        part, scattering = collectives.start_reduce_scatter(x, group)
-        waited = scattering.wait(), gathering.wait()
-        same = waited[0] is part and waited[1] is whole and not whole.requires_grad and not part.requires_grad
+        gathering, scattering = collectives.start_all_gather(x, group), collectives.start_reduce_scatter(x, group)
+        part, whole = scattering.wait(), gathering.wait()
+        same = scattering.wait() is part and gathering.wait() is whole and not whole.requires_grad and not part.requires_grad
         unchanged = torch.equal(x, numbers(2, group.rank(), (4, 3), dtype))
         totals = []
         for layout in (torch.clone, strided):
@@ -215,8 +214,8 @@ def in_flight(group):
     works = []
     for index in range(8):
         x = torch.full((1000, 8), float(group.rank() + index))
-        works.append(collectives.start_all_gather(x, group)[1])
-        works.append(collectives.start_reduce_scatter(x.bfloat16(), group)[1])
+        works.append(collectives.start_all_gather(x, group))
+        works.append(collectives.start_reduce_scatter(x.bfloat16(), group))
         del x
         torch.full((1000, 8), float("nan"))
     buffer = torch.full((6, 1000), float(group.rank()))
@@ -292,8 +291,8 @@ def compiled(group):
         return collectives.split_sequence(collectives.gather_sequence(y, group, sum_gradient=False) * 3, group)
 
     def pieces(x):
-        part = collectives.start_reduce_scatter(x, group)[1].wait()
-        return collectives.start_all_reduce(collectives.start_all_gather(part * 2, group)[1].wait() + 1, group).wait() * 3
+        part = collectives.start_reduce_scatter(x, group).wait()
+        return collectives.start_all_reduce(collectives.start_all_gather(part * 2, group).wait() + 1, group).wait() * 3
 
     def both(x):
         return chain(x), pieces(x)
@@ -323,6 +322,5 @@ def alone(group, others):
 def handed_back(x, group):
     """Whether every function gives x itself."""
     mappings = [getattr(collectives, name.partition(" ")[0])(x, group) for name in cases(2)]
-    (whole, gathering), (part, scattering) = collectives.start_all_gather(x, group), collectives.start_reduce_scatter(x, group)
-    waited = [work.wait() for work in (gathering, scattering, collectives.start_all_reduce(x, group))]
-    return all(y is x for y in [*mappings, whole, part, *waited])
+    pieces = collectives.start_all_gather, collectives.start_reduce_scatter, collectives.start_all_reduce
+    return all(y is x for y in [*mappings, *(start(x, group).wait() for start in pieces)])

@@ -35,6 +35,7 @@ from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_mem
 WORDS = tl.constexpr(32)  # of int32, from the counters to the first word: words lie on lines of the cache of their own,
 LINE = tl.constexpr(16)  # each slot's, of int64: half the speed is lost where many programs poll a line that others write
 ALWAYS_HELD = 8192  # rows up to this are held by one program, whatever their type
+SHARED = 8192  # columns of a shared row that a multiprocessor has, in every shape of tiles
 SLOTS = 4  # rounds whose words may be in use at a time: one is written while the one before is read, by the slowest two back
 
 
@@ -291,7 +292,7 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
     elif H <= 4096:
         tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 4, 7 - ceil_div(H, 1024), 2)
     elif H <= 5120:
-        tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 8, 3, 1 if layer else 2)
+        tiles = Tiles(False, 1, 1024, ceil_div(H, 1024), 4 if layer else 8, 3, 2)
     elif H <= ALWAYS_HELD or (H <= 12288 and not wide):
         tiles = Tiles(False, 1, 2048, ceil_div(H, 2048), 8, 4 if H <= 6144 else 3, 1)
     elif H <= 65536 and (wide or not layer):
@@ -324,10 +325,8 @@ def reads_twice(tiles: Tiles) -> bool:
 
 def too_few_processors(x: Tensor) -> str | None:
     """Why rows this wide can't be shared by programs that run at the same time, or None: they would not all find a place."""
-    tiles, there = tiles_for(x, None, None, None, False), processors(x.device)
-    if tiles.shared and tiles.pieces > tiles.resident * there:
-        return f"rows of {x.shape[-1]} need {ceil_div(tiles.pieces, tiles.resident)} multiprocessors, and the GPU has {there}"
-    return None
+    needed, there = ceil_div(x.shape[-1], SHARED), processors(x.device)
+    return f"rows of {x.shape[-1]} need {needed} multiprocessors, and the GPU has {there}" if needed > there else None
 
 
 @lru_cache(1024)

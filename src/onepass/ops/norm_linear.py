@@ -24,7 +24,7 @@ from onepass.kernels.norm_formula import norm_formula
 from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
-from onepass.runtime.dispatch import bare_apply, needs_grad, once, transformed, watched
+from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
 from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grads_of, vector_gradient, weight_gradient
 from onepass.runtime.product import column_sums, linear_product
 
@@ -72,7 +72,7 @@ def _by_formula(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
-    return formula.to(x.dtype), None
+    return cast(formula, x.dtype), None
 
 
 def _backward_by_formula(
@@ -100,7 +100,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """y, norm(x) and, where backward will want them, the rows' statistics."""
     normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call, keep=keep)
-    normed = normed.to(product)
+    normed = cast(normed, product)
     return F.linear(normed, weight.to(product), None if bias is None else bias.to(product)), normed, stats
 
 
@@ -196,9 +196,7 @@ def variant(
 
 def _cast(x: Tensor) -> bool:
     """Whether autocast is on: the linear layer's operands are rounded to its type then, but for fp64, which it leaves alone."""
-    device = x.device.type
-    there = torch.amp.is_autocast_available(device)  # for meta tensors there is none
-    return there and torch.is_autocast_enabled(device) and x.dtype is not torch.float64
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
 
 
 def _product_type(x: Tensor) -> torch.dtype:

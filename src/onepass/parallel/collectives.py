@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.runtime.dispatch import once
+from onepass.runtime.dispatch import cast, once
 from onepass.runtime.validation import validating
 
 # PyTorch's functional collectives: compilers and dispatch modes see them. What does the same in torch.distributed has other
@@ -43,57 +43,53 @@ _ops = torch.ops._c10d_functional
 
 
 class Pending:
-    """A collective under way, whose result is there after `wait`. On a GPU the current stream waits, and the CPU goes on.
+    """A collective under way, whose result `wait` returns. On a GPU the current stream waits, and the CPU goes on.
 
     Until then what was sent must not be written. The thread that started it is the one to wait; autograd's threads count as the
     one that ran forward.
     """
 
-    __slots__ = ("_held", "_result", "_running")
+    __slots__ = ("_finish", "_held", "_result")
 
-    def __init__(self, result: Tensor, running: Tensor | None = None, held: Tensor | None = None) -> None:
-        """running is what the collective writes: the result itself, or what becomes the result when it is copied there."""
-        self._result, self._running, self._held = result, running, held
+    def __init__(self, running: Tensor, finish: Callable[[Tensor], Tensor] | None = None, held: Tensor | None = None) -> None:
+        """running is what the collective writes, and finish makes the result of it; None where there is nothing to wait for."""
+        self._result, self._finish, self._held = running, finish, held
 
     def wait(self) -> Tensor:
         """Wait for the result, and return it. A second call does nothing more."""
-        running = self._running
-        if running is not None:
-            finished = _ops.wait_tensor(running)  # in a compiled graph another tensor, and the one to go on with
-            self._result = finished if running is self._result else self._result.copy_(finished)
-            self._running = self._held = None
+        if self._finish is not None:
+            self._result = self._finish(_ops.wait_tensor(self._result))
+            self._finish = self._held = None
         return self._result
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Pending]:
-    """All ranks' x, one after the other along the first dimension: (whole, work), where whole is there after work.wait()."""
+def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """All ranks' x, one after the other along the first dimension."""
     group = _with_others(group)
     if group is None:
-        return x, Pending(x)
+        return Pending(x)
     _check_dimensions(x)
     if _checking():
         _check_agreement("x", _said(x), group)
     sent = x.detach().contiguous()
-    whole = _ops.all_gather_into_tensor(sent, group.size(), group.group_name)
-    return whole, Pending(whole, whole, sent)
+    return Pending(_ops.all_gather_into_tensor(sent, group.size(), group.group_name), _as_it_is, sent)
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Pending]:
-    """This rank's part, along the first dimension, of the sum of all x: (part, work), where part is there after work.wait()."""
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """This rank's part, along the first dimension, of the sum of all x."""
     group = _with_others(group)
     if group is None:
-        return x, Pending(x)
+        return Pending(x)
     if _checking():
         _check_agreement("x", _said(x), group)
-    size = _equal_part(x, 0, group)
+    _equal_part(x, 0, group)
     sent = x.detach().to(_type_of_sum(x)).contiguous()
     running = _ops.reduce_scatter_tensor(sent, "sum", group.size(), group.group_name)
-    part = running if running.dtype == x.dtype else x.new_empty(size, *x.shape[1:])
-    return part, Pending(part, running, sent)
+    return Pending(running, lambda total: cast(total, x.dtype), sent)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Sum x over the ranks of group, in place. Until work.wait(), x is neither what it was nor the sum."""
+    """Sum x over the ranks of group, in place. Until it is waited for, x is neither what it was nor the sum."""
     group = _with_others(group)
     if group is None:
         return Pending(x)
@@ -102,8 +98,13 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     result = x.detach()
     running = result.to(_type_of_sum(x)).contiguous()  # the same tensor, where x is contiguous and summed in its own type
     # compilers take no op that returns what it writes: in a graph the sum is another tensor, copied to x at the end
-    all_reduce = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-    return Pending(result, all_reduce(running, "sum", group.group_name))
+    if torch.compiler.is_compiling():
+        return Pending(_ops.all_reduce(running, "sum", group.group_name), result.copy_)
+    return Pending(_ops.all_reduce_(running, "sum", group.group_name), _as_it_is if running is result else result.copy_)
+
+
+def _as_it_is(finished: Tensor) -> Tensor:
+    return finished
 
 
 def _type_of_sum(x: Tensor) -> torch.dtype:
@@ -121,16 +122,15 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if _checking():
         _check_agreement("x", _said(x), group)
     running = _ops.all_reduce(x.to(_type_of_sum(x)), "sum", group.group_name)
-    total: Tensor = _ops.wait_tensor(running).to(x.dtype)
-    return total
+    return cast(_ops.wait_tensor(running), x.dtype)
 
 
 def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return start_all_gather(x, group)[1].wait()
+    return start_all_gather(x, group).wait()
 
 
 def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return start_reduce_scatter(x, group)[1].wait()
+    return start_reduce_scatter(x, group).wait()
 
 
 def _part_of_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -39,6 +39,11 @@ def watched(*tensors: Tensor | None) -> bool:
     return False
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), for what a Function returns: PyTorch 2.11's compiler loses its gradient where `to` passes x on."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd will want a backward of a call on these."""
     if torch.is_grad_enabled():

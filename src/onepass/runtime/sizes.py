@@ -17,9 +17,14 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@lru_cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere."""
+    # compilers warn of caches that they look behind
+    return (_processors.__wrapped__ if torch.compiler.is_compiling() else _processors)(device)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
