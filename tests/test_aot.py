@@ -84,6 +84,14 @@ def test_recording_leaves_no_trace():
         room.bias_activation(x.to("meta"), backend="triton")
 
 
+def test_known_spills_are_allowed_where_they_are_known():
+    (kernel, call, arch), spills = next(iter(aot.ALLOWED_SPILLS.items()))
+    assert aot.Compiled(kernel, call, "bf16", arch, spills=spills).fine
+    assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills + 1).fine
+    assert not aot.Compiled(kernel, call, "bf16", arch - 10, spills=1).fine
+    assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills, failure="no").fine
+
+
 @pytest.mark.parametrize(
     ("spills", "failure", "status"), [(0, "", 0), (2, "", 1), (0, "CompilationError: no", 1)], ids=["fine", "spills", "fails"]
 )

@@ -254,6 +254,10 @@ def uncovered(found: Iterable[Launch]) -> list[str]:
 # ---- compiling them ----
 
 
+# Spills that cost less than what is without them: 7 % and more of the time on an H200, docs/notes/0002-norm.md.
+ALLOWED_SPILLS = {("norm_backward rows", "layer_norm 2048x5000", 100): 8}
+
+
 @dataclass(frozen=True)
 class Compiled:
     kernel: str
@@ -267,7 +271,7 @@ class Compiled:
 
     @property
     def fine(self) -> bool:
-        return not self.spills and not self.failure
+        return self.spills <= ALLOWED_SPILLS.get((self.kernel, self.call, self.arch), 0) and not self.failure
 
 
 class _NoGpu:
@@ -374,7 +378,7 @@ def _table(rows: list[Compiled], archs: tuple[int, ...]) -> Any:
 def _cell(row: Compiled) -> str:
     if row.failure:
         return "[bold red]failed[/]"
-    spills = f"[bold red]{row.spills}[/]" if row.spills else "0"
+    spills = f"[bold {'yellow' if row.fine else 'red'}]{row.spills}[/]" if row.spills else "0"
     return f"{row.registers}  {row.shared}  {spills}"
 
 
