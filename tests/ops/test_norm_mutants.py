@@ -128,8 +128,11 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "rows: statistics again without eps": (norm_backward, "tl.sum(total, 1) / H + eps)", "tl.sum(total, 1) / H)", ROWS),
     "rows: statistics again count columns outside": (norm_backward, "away = tl.where((i * BLOCK_H + tl.arange(0, BLOCK_H) < H)[None, :], away - mean, 0.0)", "away = away - mean", CHUNKS),
     "rows: statistics again of the first chunk": (norm_backward, "for i in tl.static_range(1, CHUNKS):", "for i in tl.static_range(2, CHUNKS):", CHUNKS),
-    "rows: dbias's sums where dweight's are": (norm_backward, "tl.store(at + (PARTS - 1) * H, tl.sum(dbiases[i], 0)", "tl.store(at, tl.sum(dbiases[i], 0)", ROWS),
-    "rows: partial sums in bf16": (norm_backward, "tl.store(at, tl.sum(dweights[i], 0),", "tl.store(at, tl.sum(dweights[i], 0).to(tl.bfloat16).to(tl.float32),", ROWS),
+    "rows: dbias's sums where dweight's are": (norm_backward, "_store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases", "_store_sums(dbias_ptr, at, dbiases", ROWS),
+    "rows: partial sums in bf16": (norm_backward, "tl.store(partial_ptr + columns, total,", "tl.store(partial_ptr + columns, total.to(tl.bfloat16).to(tl.float32),", ROWS),
+    "rows: one program's sums are nobody's": (norm_backward, "mask=(columns < H) & alone)", "mask=(columns < 0) & alone)", ROWS),
+    "rows: one program's sums in bf16": (norm_backward, "tl.store(out_ptr + columns, total,", "tl.store(out_ptr + columns, total.to(tl.bfloat16).to(tl.float32),", ROWS),
+    "rows: each program is alone": (norm_backward, "alone = programs == 1", "alone = programs > 0", ROWS),
     "rows: dx rounded through bf16": (norm_backward, "_store_chunk(dx_ptr, rows, columns, real, dx, H", "_store_chunk(dx_ptr, rows, columns, real, dx.to(tl.bfloat16).to(tl.float32), H", ROWS),
     # ---- backward, shared rows ----
     "shared: dh forgotten": (norm_backward, "dx += _tile(dh_ptr, row,", "dx += 0.0 * _tile(dh_ptr, row,", SHARED),

@@ -81,6 +81,16 @@ def _add_rows(sums, values, FOLD: tl.constexpr):
     return sums + (tl.sum(values, 0)[None, :] if FOLD else values)
 
 
+@device_function
+def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr):
+    """The sums of a program's rows: where it is alone, they are the result."""
+    for i in tl.static_range(CHUNKS):
+        columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
+        total = tl.sum(sums[i], 0)
+        tl.store(out_ptr + columns, total, mask=(columns < H) & alone)
+        tl.store(partial_ptr + columns, total, mask=(columns < H) & (alone == 0))
+
+
 @kernel
 def _rows_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
@@ -154,18 +164,18 @@ def _rows_kernel(
                 _store_chunk(dx_ptr, rows, columns, real, dx, H, (i + 1) * BLOCK_H <= H)
     PARTS: tl.constexpr = (dweight_ptr is not None) + (dbias_ptr is not None)
     if PARTS > 0:
-        for i in tl.static_range(CHUNKS):
-            columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-            at = partial_ptr + program * (PARTS * H) + columns
-            if dweight_ptr is not None:
-                tl.store(at, tl.sum(dweights[i], 0), mask=columns < H)
-            if dbias_ptr is not None:
-                tl.store(at + (PARTS - 1) * H, tl.sum(dbiases[i], 0), mask=columns < H)
-        helpers = some_helpers()
-        helper = join(arrived_ptr, helpers)
-        if helper >= 0:
-            share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, SHARE_S, SHARE_H)
-            leave(arrived_ptr, helpers)
+        alone = programs == 1
+        at = partial_ptr + program * (PARTS * H)
+        if dweight_ptr is not None:
+            _store_sums(dweight_ptr, at, dweights, alone, H, BLOCK_H, CHUNKS)
+        if dbias_ptr is not None:
+            _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H, BLOCK_H, CHUNKS)
+        if alone == 0:
+            helpers = some_helpers()
+            helper = join(arrived_ptr, helpers)
+            if helper >= 0:
+                share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, SHARE_S, SHARE_H)
+                leave(arrived_ptr, helpers)
 
 
 @device_function

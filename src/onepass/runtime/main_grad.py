@@ -80,11 +80,14 @@ def asked(ctx: Any, *given: bool) -> list[Asked]:
 
     PyTorch's own `needs_input_grad` says only that somebody may want it some time.
     """
-    nodes = iter(ctx.next_functions) if not torch.compiler.is_compiling() else None  # there the registered op asks, when it runs
+    needs = ctx.needs_input_grad
+    if torch.compiler.is_compiling():  # there the registered op asks, when it runs
+        return [Asked.GATHERED if need else Asked.NOT for need in needs[: len(given)]]
     found = []
-    for there, needed in zip(given, ctx.needs_input_grad, strict=False):
-        node = next(nodes)[0] if there and nodes is not None else None  # of tensors only
-        found.append(Asked.NOT if not needed else Asked.GATHERED if node is None else _asked_of(node))
+    edges = iter(ctx.next_functions)  # of tensors only
+    for there, needed in zip(given, needs, strict=False):
+        node = next(edges)[0] if there else None
+        found.append(_asked_of(node) if needed else Asked.NOT)
     return found
 
 
