@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.kernels import bias_activation as kernels
 from onepass.kernels.activations import _BUILT_IN
 from onepass.ops import bias_activation as room
 from onepass.testing import aot
@@ -55,8 +56,8 @@ def test_an_op_without_calls_is_told(monkeypatch):
 
 def test_launches_are_those_of_the_call():
     forward, backward, column_sum = aot.launches("swiglu 16384x16384 token_weight")
-    assert forward.kernel is room._forward_kernel
-    assert backward.kernel is room._backward_kernel
+    assert forward.kernel is kernels._forward_kernel
+    assert backward.kernel is kernels._backward_kernel
     names = dict(zip(forward.kernel.jit.arg_names, forward.args, strict=True))
     assert (names["x_ptr"], names["weight_ptr"], names["codes_ptr"]) == (torch.bfloat16, torch.float32, None)
     assert (names["M"], names["H"], names["X_ROW"]) == (16384, 16384, 32768)

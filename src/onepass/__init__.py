@@ -5,7 +5,9 @@ from importlib.metadata import version as _version
 from onepass import nn, parallel
 from onepass.integrations import norm_backends as _norm_backends
 from onepass.kernels.activations import register_activation
+from onepass.ops.activation_linear import activation_linear
 from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
+from onepass.ops.linear import linear
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import norm_linear
 from onepass.runtime.backend import explain, register_backend, use_backend
@@ -15,6 +17,7 @@ _norm_backends.register()  # by name, never by "auto"; loads none of those packa
 
 __version__ = _version("onepass")
 __all__ = [
+    "activation_linear",
     "bias_activation",
     "bias_geglu",
     "bias_gelu",
@@ -22,6 +25,7 @@ __all__ = [
     "bias_swiglu",
     "explain",
     "layer_norm",
+    "linear",
     "nn",
     "norm_linear",
     "parallel",

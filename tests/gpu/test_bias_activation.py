@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import onepass
+from onepass.kernels import bias_activation as shared
 from onepass.kernels import column_sum
 from onepass.ops import bias_activation as room
 from onepass.runtime import saved
@@ -46,7 +47,7 @@ def close_to_formula(activation, x, bias, dy, **options):
 
 def compiled():
     """How many kernels of this op Triton has compiled or loaded so far in this process."""
-    kernels = room._forward_kernel, room._backward_kernel, column_sum._column_sum_kernel
+    kernels = shared._forward_kernel, shared._backward_kernel, column_sum._column_sum_kernel
     return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 

@@ -118,16 +118,20 @@ def draw(case: Case, seed: int = 0):
 
 @contextlib.contextmanager
 def small_tiles(room):
-    """Few, fat programs for the interpreter; several strips, the last of which ends inside a block; several column tiles."""
+    """Few, fat programs for the interpreter; several strips, the last of which ends inside a block; several column tiles.
+
+    A room that is a mutant has kernels of its own, which are found from what it imports.
+    """
+    names = room.activation_unsupported.__globals__
 
     def forward(M, H, fp8):
-        block_h = 64 if fp8 or H > 32 else room.power_of_two(H)
-        return room._Tiles(16, block_h, room.ceil_div(H, block_h), room.ceil_div(M, 16), 16, 4)
+        block_h = 64 if fp8 or H > 32 else names["power_of_two"](H)
+        return names["_Tiles"](16, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, 16), 16, 4)
 
     def backward(M, H, *_):
-        block_h = min(room.power_of_two(H), 64)
-        rows = 12 if M > 12 else room.ceil_div(M, 4) * 4  # three blocks of 4
-        return room._Tiles(4, block_h, room.ceil_div(H, block_h), room.ceil_div(M, rows), rows, 4, 1)
+        block_h = min(names["power_of_two"](H), 64)
+        rows = 12 if M > 12 else names["ceil_div"](M, 4) * 4  # three blocks of 4
+        return names["_Tiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
 
     # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
@@ -136,18 +140,17 @@ def small_tiles(room):
         assert count <= counters.numel()
         return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
 
-    plans = [getattr(room, name) for name in ("_forward_plan", "_backward_plan")]
-    before = {name: getattr(room, name) for name in ("_forward_tiles", "_backward_tiles", "kept_scratch")}
-    room._forward_tiles, room._backward_tiles, room.kept_scratch = forward, backward, scratch
-    for plan in plans:
-        plan.cache_clear()
+    changes = {"_forward_tiles": forward, "_backward_tiles": backward, "kept_scratch": scratch}
+    before = {name: names[name] for name in changes}
+    names.update(changes)
+    for plan in ("_forward_plan", "_backward_plan"):
+        names[plan].cache_clear()
     try:
         yield counters
     finally:
-        for name, function in before.items():
-            setattr(room, name, function)
-        for plan in plans:
-            plan.cache_clear()
+        names.update(before)
+        for plan in ("_forward_plan", "_backward_plan"):
+            names[plan].cache_clear()
 
 
 # ---- the oracle ----

@@ -30,5 +30,13 @@ def equal(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def nearly_equal(first, second):
+    """But for the last bits in fp32: on a GPU a kernel that keeps statistics is another binary, which rounds in another order."""
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item() if b.numel() else 0)
+    return True
+
+
 def relative(got, exact):
     return ((got.double() - exact).norm() / exact.norm()).item()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 import onepass.ops.bias_activation as room
 from onepass.kernels import activations
+from onepass.kernels import bias_activation as kernels
 from onepass.runtime.lang import device_function, triton
 from onepass.runtime.saved import SAVES
 from onepass.testing.poison import saved_tensors, unchanged
@@ -365,13 +366,15 @@ def test_registered_ops_are_what_they_say(lead, H, layout):
     dy = laid_out(torch.randn(*lead, H, device=DEVICE), layout)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     options = "swiglu", 1.0, 0.5
-    torch.library.opcheck(room._forward_op, (x, bias, weight, *options), test_utils=tests)
-    torch.library.opcheck(room._forward_op, (x, None, None, "gelu", None, None), test_utils=tests)
-    torch.library.opcheck(room._forward_fp8_op, (x, bias, None, *options), test_utils=tests)
-    _, codes, exponents = room._forward_fp8_op(x, bias, weight, *options)
+    torch.library.opcheck(kernels.registered_forward, (x, bias, weight, *options), test_utils=tests)
+    torch.library.opcheck(kernels.registered_forward, (x, None, None, "gelu", None, None), test_utils=tests)
+    torch.library.opcheck(kernels.registered_forward_fp8, (x, bias, None, *options), test_utils=tests)
+    _, codes, exponents = kernels.registered_forward_fp8(x, bias, weight, *options)
     for needs in ((True, True, True), (False, True, False), (True, False, True)):
-        torch.library.opcheck(room._backward_op, (dy, x, None, bias, weight, *options, *needs), test_utils=tests)
-    torch.library.opcheck(room._backward_op, (dy, codes, exponents, bias, weight, *options, True, True, True), test_utils=tests)
+        torch.library.opcheck(kernels._backward_op, (dy, x, None, bias, weight, *options, *needs), test_utils=tests)
+    torch.library.opcheck(
+        kernels._backward_op, (dy, codes, exponents, bias, weight, *options, True, True, True), test_utils=tests
+    )
 
 
 @backends

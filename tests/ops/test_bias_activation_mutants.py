@@ -7,6 +7,7 @@ import onepass.ops.bias_activation as room
 
 pytest.importorskip("triton")
 from onepass.kernels import activations, fp8, rows, strips
+from onepass.kernels import bias_activation as kernels
 from onepass.runtime import launch
 from onepass.testing.mutants import mutate
 
@@ -19,88 +20,88 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     ),
     "x rounded to bf16": (rows, "return x.to(tl.float32)", "return x.to(tl.bfloat16).to(tl.float32)"),
     "linear half's bias in backward is the gate's": (
-        room,
+        kernels,
         "bias2 = load_vector(bias_ptr, columns + H,",
         "bias2 = load_vector(bias_ptr, columns,",
     ),
     "linear half's bias in forward is the gate's": (
-        room,
+        kernels,
         "linear = x2 + load_vector(bias_ptr, columns + H,",
         "linear = x2 + load_vector(bias_ptr, columns,",
     ),
     "clamp before the bias": (
-        room,
+        kernels,
         "    z = x + load_vector(",
         "    if clamp is not None:\n        x = tl.where(x > clamp, clamp, x)\n    z = x + load_vector(",
     ),
     "upper clamp's edge passes no gradient": (
-        room,
+        kernels,
         "over, over2 = z > clamp, (linear > clamp)",
         "over, over2 = z >= clamp, (linear > clamp)",
     ),
-    "lower clamp's edge passes no gradient": (room, "| (linear < -clamp)", "| (linear <= -clamp)"),
+    "lower clamp's edge passes no gradient": (kernels, "| (linear < -clamp)", "| (linear <= -clamp)"),
     "gate clamped on both sides": (
-        room,
+        kernels,
         "return tl.where(gate > clamp, clamp, gate),",
         "return tl.where(gate > clamp, clamp, tl.where(gate < -clamp, -clamp, gate)),",
     ),
     "gate's derivative at the unclamped value": (
-        room,
+        kernels,
         "z, linear = _clamped(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
         "_, linear = _clamped(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
     ),
     "clamped values pass gradient": (
-        room,
+        kernels,
         "dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)",
         "dz = tl.where(over, 0.0, dz)",
     ),
     "offset before the clamp": (
-        room,
+        kernels,
         "        if clamp is not None:\n            z, linear = _clamped(z, linear, clamp)\n        if offset is not None:\n            linear += offset\n",
         "        if offset is not None:\n            linear += offset\n        if clamp is not None:\n            z, linear = _clamped(z, linear, clamp)\n",
     ),
     "offset forgotten in backward": (
-        room,
+        kernels,
         "            if offset is not None:\n                linear += offset\n        if dweight_ptr",
         "        if dweight_ptr",
     ),
     "token weight in its own gradient": (
-        room,
+        kernels,
         "tl.sum(tl.where(inside, y * dy, 0.0), 1)",
         "tl.sum(tl.where(inside, y * dy * tl.load(weight_ptr + rows)[:, None].to(tl.float32), 0.0), 1)",
     ),
     "token weight's gradient of the next tile's row": (
-        room,
+        kernels,
         "dweight_ptr + tile * M.to(tl.int64)",
         "dweight_ptr + tile * (M.to(tl.int64) - 1)",
     ),
     "token weight forgotten in backward": (
-        room,
-        "        if weight_ptr is not None:\n            dy *= ",
-        "        if weight_ptr is not None:\n            tl.sum(dy) * ",
+        kernels,
+        "            dy *= weight\n",
+        "",
     ),
     "bias gradient rounded a strip": (
-        room,
+        kernels,
         "tl.store(at, tl.sum(dbias, 0),",
         "tl.store(at, tl.sum(dbias, 0).to(tl.bfloat16).to(tl.float32),",
     ),
     "dx rounded through bf16": (
-        room,
+        kernels,
         "columns[None, :], dz, mask=inside)",
         "columns[None, :], dz.to(tl.bfloat16).to(tl.float32), mask=inside)",
     ),
     "bias gradient of dx as stored": (
-        room,
+        kernels,
         "        dbias += dz\n",
         "        dbias += dz.to(dx_ptr.dtype.element_ty).to(tl.float32)\n",
     ),
     "strips overlap by a block": (
-        room,
+        kernels,
         "for first in tl.range(0, ROWS, BLOCK_M, num",
         "for first in tl.range(0, ROWS + 1, BLOCK_M, num",
     ),
     "strips lose their last block": (
-        room,
+        kernels,
         "for first in tl.range(0, ROWS, BLOCK_M, num",
         "for first in tl.range(0, ROWS - BLOCK_M, BLOCK_M, num",
     ),
@@ -110,11 +111,11 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
         "mask = (strips < STRIPS - 1)",
     ),
     "second to last arriver sums": (strips, "== tl.num_programs(1) - 1", "== tl.maximum(tl.num_programs(1) - 2, 0)"),
-    "counter not set back": (room, "            tl.store(arrived_ptr + tile, 0)\n", ""),
-    "counter of the first tile for all": (room, "arrive(arrived_ptr, tile)", "arrive(arrived_ptr, 0)"),
-    "last row lost": (room, "    real = rows < M\n", "    real = rows < M - 1\n"),
-    "last column lost": (room, "    within = (columns < H)[None, :]", "    within = (columns < H - 1)[None, :]"),
-    "a store one row too far": (room, "inside = (rows < M)[:, None] &", "inside = (rows <= M)[:, None] &"),
+    "counter not set back": (kernels, "            tl.store(arrived_ptr + tile, 0)\n", ""),
+    "counter of the first tile for all": (kernels, "arrive(arrived_ptr, tile)", "arrive(arrived_ptr, 0)"),
+    "last row lost": (kernels, "    real = rows < M\n", "    real = rows < M - 1\n"),
+    "last column lost": (kernels, "    within = (columns < H)[None, :]", "    within = (columns < H - 1)[None, :]"),
+    "a store one row too far": (kernels, "inside = (rows < M)[:, None] &", "inside = (rows <= M)[:, None] &"),
     "row stride taken for the width": (
         rows,
         "tl.load(x_ptr + rows[:, None] * X_ROW +",
@@ -135,7 +136,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
         "s + z * s * rest * (_GELU_1",
         "s + (z * s - z * s * s) * (_GELU_1",
     ),
-    "last row counted again where its block ends later": (room, "inside = real[:, None] & within", "inside = within"),
+    "last row counted again where its block ends later": (kernels, "inside = real[:, None] & within", "inside = within"),
     "relu's edge has a slope": (activations, "return tl.where(z <= 0.0, 0.0, 1.0)", "return tl.where(z < 0.0, 0.0, 1.0)"),
     "quick gelu's constant in the derivative": (activations, "s + 1.702 * (z * s * rest)", "s + 1.7 * (z * s * rest)"),
     "gelu's cubic term in the derivative": (activations, "_GELU_1 + 3.0 * _GELU_3 * z * z", "_GELU_1 + 2.0 * _GELU_3 * z * z"),

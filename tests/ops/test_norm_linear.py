@@ -375,8 +375,8 @@ def test_explain(layer):
 MUTANTS = {
     "no norm_bias": ("x, None, norm_weight, norm_bias, eps, layer", "x, None, norm_weight, None, eps, layer", "values"),
     "the weight's gradient of x itself": (
-        "normed = normed.to(ctx.product).reshape(",
-        "normed = x.to(ctx.product).reshape(",
+        "weight_gradient(rows, rows_of(normed.to(",
+        "weight_gradient(rows, rows_of(x.to(",
         "values",
     ),
     "d norm(x) forgotten": (

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from onepass.parallel.product import linear_product
 from onepass.runtime import main_grad as room
 from onepass.runtime.main_grad import Asked, add_gradient, main_grad_of, placeholder, vector_gradient, weight_gradient
-from onepass.runtime.product import linear_product
 from onepass.testing.poison import unchanged
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -170,7 +170,7 @@ def test_dgrad_then_wgrad_as_zero_bubble_schedules_do(monkeypatch):
     y = linear_product(h, weight, bias).sum()
     products = []
     real = room.weight_gradient
-    monkeypatch.setattr("onepass.runtime.product.weight_gradient", lambda *args: products.append(1) or real(*args))
+    monkeypatch.setattr("onepass.parallel.product.weight_gradient", lambda *args: products.append(1) or real(*args))
     (dx,) = torch.autograd.grad(y, h, retain_graph=True)
     assert not products
     dweight, dbias = torch.autograd.grad(y, (weight, bias))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Inputs, OpBench, outputs_of
+from onepass.bench.model import Call, Case, Inputs, OpBench, differentiate, outputs_of
 
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # elements of fp64 at a time; the formula needs a dozen such
 
@@ -104,7 +104,11 @@ def outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
 
 def _by_name(call: Call, inputs: Inputs, tensors: dict[str, Tensor], incoming: list[Tensor]) -> dict[str, Tensor]:
     results = outputs_of(call(*tensors.values()))
-    grads = torch.autograd.grad(results, [tensors[name] for name in inputs.asked], incoming)
+    asked = [tensors[name] for name in inputs.asked]
+    for tensor in asked:
+        if hasattr(tensor, "main_grad"):
+            tensor.main_grad.zero_()
+    grads = differentiate(results, asked, incoming, inputs.trained)
     found = {name: result.detach() for name, result in zip(inputs.grads, results, strict=True)}
     return found | {f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from onepass.bench.model import Call, Inputs, outputs_of
+from onepass.bench.model import Call, Inputs, differentiate, outputs_of
 from onepass.runtime.ceilings import Clock
 
 _IN_A_GRAPH = 20  # calls: what starting a graph costs is spread over them
@@ -26,7 +26,7 @@ def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float,
     results = call(*inputs.tensors.values())
     outputs = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
     kept = _asked_for(device) - asked_for - sum(outputs.values())
-    got = torch.autograd.grad(results, list(inputs.asked.values()), grads)
+    got = differentiate(results, list(inputs.asked.values()), grads, inputs.trained)
     torch.cuda.synchronize(device)
     del results, got
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20, kept / 2**20

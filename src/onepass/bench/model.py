@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ class Inputs:
     tensors: dict[str, Tensor]  # those that require a gradient are differentiated
     by_row: frozenset[str]  # have a row for each row of the outputs; the others are whole, their gradients summed over rows
     grads: dict[str, Tensor]  # for each output, by its name and in its order, the gradient that comes back
+    trained: bool = False  # by .backward(), which gathers a parameter's gradient in its main_grad; else by autograd.grad
 
     @property
     def asked(self) -> dict[str, Tensor]:
@@ -47,6 +48,17 @@ class Inputs:
 
 def outputs_of(result: Result) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
+
+
+def differentiate(result: Result, asked: Sequence[Tensor], incoming: Sequence[Tensor], trained: bool) -> tuple[Tensor, ...]:
+    """The gradients of those asked, wherever they are put."""
+    if not trained:
+        return torch.autograd.grad(result, asked, incoming)
+    torch.autograd.backward(result, incoming)
+    grads: tuple[Tensor, ...] = tuple(getattr(tensor, "main_grad", tensor.grad) for tensor in asked)  # type: ignore[misc]
+    for tensor in asked:
+        tensor.grad = None
+    return grads
 
 
 @dataclass(frozen=True)

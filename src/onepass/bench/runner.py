@@ -22,7 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import accuracy, gpu
-from onepass.bench.model import Call, Case, CaseResult, Contender, CpuTime, CpuTimes, Inputs, Measured, OpBench, Result
+from onepass.bench.model import (
+    Call,
+    Case,
+    CaseResult,
+    Contender,
+    CpuTime,
+    CpuTimes,
+    Inputs,
+    Measured,
+    OpBench,
+    Result,
+    differentiate,
+)
 from onepass.bench.peers import forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
@@ -151,15 +163,13 @@ def _lane(name: str, call: Call, inputs: Inputs) -> _Lane:
 
     def backward(given: tuple[Result, list[Tensor]]) -> tuple[Tensor, ...]:
         results, incoming = given
-        return torch.autograd.grad(results, asked, incoming)
+        return differentiate(results, asked, incoming, inputs.trained)
 
     def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(call(*tensors), asked, grads)
+        return differentiate(call(*tensors), asked, grads, inputs.trained)
 
-    def train() -> None:
-        torch.autograd.backward(call(*tensors), grads)
-        for tensor in asked:
-            tensor.grad = None
+    def train() -> tuple[Tensor, ...]:
+        return differentiate(call(*tensors), asked, grads, True)
 
     return _Lane(name, forward, backward, before_backward, both, train, [], [])
 

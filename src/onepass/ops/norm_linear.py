@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,11 +23,20 @@ from onepass.kernels.norm import norm_unsupported, norm_variant, registered_back
 from onepass.kernels.norm_backward import norm_backward
 from onepass.kernels.norm_formula import norm_formula
 from onepass.kernels.norm_forward import norm_forward
+from onepass.parallel.product import (
+    Spread,
+    column_sums,
+    linear_product,
+    rows_of,
+    spread_over,
+    start_input_gradient,
+    start_whole,
+)
+from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
-from onepass.runtime.checks import check_device, check_floating, check_norm, check_vector
+from onepass.runtime.checks import check_linear, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
 from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grads_of, vector_gradient, weight_gradient
-from onepass.runtime.product import column_sums, linear_product
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -76,7 +86,7 @@ def _by_formula(
 
 
 def _backward_by_formula(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: None,
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor | None,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     needs = need_dx, need_dweight, need_dbias
@@ -96,23 +106,25 @@ def _backward_by_formula(
 
 def _forward(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    call: tuple[float, bool, bool], kernels: bool, product: torch.dtype, keep: bool,
+    call: tuple[float, bool, bool], kernels: bool, product: torch.dtype, spread: Spread | None, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """y, norm(x) and, where backward will want them, the rows' statistics."""
     normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call, keep=keep)
     normed = cast(normed, product)
-    return F.linear(normed, weight.to(product), None if bias is None else bias.to(product)), normed, stats
+    whole = start_whole(normed, spread).wait()
+    return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, stats
 
 
 def _traced(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, options: dict[str, Any]
-) -> Any:
-    """The formula for a compiler or a transform, which sees all of it but how a gradient gets into main_grad."""
-    if transformed() or not (has_own_place(weight) or has_own_place(bias)):
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, spread: Spread | None,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks."""
+    if spread is None and (transformed() or not (has_own_place(weight) or has_own_place(bias))):
         return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, **options)
     layer, eps, centered = options["norm"] == "layer_norm", options["eps"], options["zero_centered_gamma"]
     normed = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
-    y = linear_product(normed.to(_product_type(x)), weight, bias)
+    y = linear_product(normed.to(product_type(x)), weight, bias, spread)
     return (y, normed) if options["return_norm_output"] else y
 
 
@@ -123,10 +135,10 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-        call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype,
+        call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype, spread: Spread | None,
     ) -> Any:  # fmt: skip
-        y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, True)
-        ctx.call, ctx.kernels, ctx.product = call, kernels, product
+        y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, True)
+        ctx.call, ctx.kernels, ctx.product, ctx.spread = call, kernels, product, spread
         ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)
@@ -135,34 +147,73 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, dy: Tensor | None, dnormed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, norm_weight, norm_bias, weight, stats = ctx.saved_tensors
-        wanted = asked(ctx, True, norm_weight is not None, norm_bias is not None, True, ctx.parameters[1] is not None)
-        need_dx, need_dnorm_weight, need_dnorm_bias, need_dweight, need_dbias = (each is not Asked.NOT for each in wanted)
-        dx = dnorm_weight = dnorm_bias = dweight = dbias = None
-        tokens = x.numel() // x.shape[-1]
-        rows = None if dy is None else dy.reshape(tokens, weight.shape[0])
-        through_norm = need_dx or need_dnorm_weight or need_dnorm_bias
-        normed = None
-        if through_norm:
-            dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
-        if dnormed is not None and (through_norm or need_dweight):
-            backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
-            needs = need_dx, need_dnorm_weight, need_dnorm_bias
-            rebuild = need_dweight and rows is not None
-            into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
-            dx, dnorm_weight, dnorm_bias, normed = backward(
-                dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, rebuild, into_dy
-            )
-        elif need_dweight and rows is not None:
-            normed = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)[0]
-        if rows is not None:
-            if need_dbias:
-                dbias = vector_gradient(column_sums(rows), ctx.parameters[1], ctx.main_grads[1], wanted[4])
-            if need_dweight:
-                assert normed is not None
-                normed = normed.to(ctx.product).reshape(tokens, weight.shape[1])
-                dweight = weight_gradient(rows, normed, ctx.parameters[0], ctx.main_grads[0], wanted[3])
-        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
+        saved = ctx.saved_tensors
+        wanted = asked(ctx, True, saved[1] is not None, saved[2] is not None, True, ctx.parameters[1] is not None)
+        dbias = None
+        if dy is not None and wanted[4] is not Asked.NOT:
+            dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], wanted[4])
+        if ctx.spread is None or dy is None:
+            grads = _backward_alone(ctx, saved, dy, dnormed, wanted)
+        else:
+            grads = _backward_spread(ctx, saved, dy, dnormed, wanted)
+        return *grads, dbias, None, None, None, None, None
+
+
+Grads = tuple[Tensor | None, ...]  # of x, the norm's weight, its bias, and the weight
+
+
+def _backward_alone(
+    ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dnormed: Tensor | None, wanted: list[Asked]
+) -> Grads:  # fmt: skip
+    """One kernel for the norm's gradients and norm(x), which the weight's gradient needs."""
+    x, norm_weight, norm_bias, weight, stats = saved
+    needs = [each is not Asked.NOT for each in wanted[:3]]
+    need_dweight = wanted[3] is not Asked.NOT and dy is not None
+    rows = None if dy is None else rows_of(dy)
+    grads: Grads = (None, None, None)
+    normed = None
+    if any(needs):
+        dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
+    if dnormed is not None and (any(needs) or need_dweight):
+        backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
+        into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
+        found = backward(dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, need_dweight, into_dy)
+        grads, normed = found[:3], found[3]
+    elif need_dweight:
+        normed = _rebuilt(ctx, x, norm_weight, norm_bias)
+    if not need_dweight:
+        return *grads, None
+    assert rows is not None and normed is not None
+    return *grads, weight_gradient(rows, rows_of(normed.to(ctx.product)), ctx.parameters[0], ctx.main_grads[0], wanted[3])
+
+
+def _backward_spread(
+    ctx: Any, saved: tuple[Any, ...], dy: Tensor, dnormed: Tensor | None, wanted: list[Asked]
+) -> Grads:  # fmt: skip
+    """norm(x) comes from all ranks under the product for d norm(x), whose sum comes under the product for the weight."""
+    x, norm_weight, norm_bias, weight, stats = saved
+    needs = [each is not Asked.NOT for each in wanted[:3]]
+    need_dweight = wanted[3] is not Asked.NOT
+    gathering = summing = dweight = None
+    if need_dweight:
+        gathering = start_whole(_rebuilt(ctx, x, norm_weight, norm_bias), ctx.spread)
+    if any(needs):
+        summing = start_input_gradient(dy, weight.to(ctx.product), ctx.spread)
+    if gathering is not None:
+        dweight = weight_gradient(rows_of(dy), rows_of(gathering.wait()), ctx.parameters[0], ctx.main_grads[0], wanted[3])
+    if summing is None:
+        return None, None, None, dweight
+    through = summing.wait()
+    dnormed = through if dnormed is None else through + dnormed
+    backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
+    into_dy = x.dtype == ctx.product
+    grads = backward(dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, False, into_dy)[:3]
+    return *grads, dweight
+
+
+def _rebuilt(ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Tensor:
+    normed, _ = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)
+    return normed.to(ctx.product)
 
 
 def _through_linear(rows: Tensor | None, weight: Tensor, dnormed: Tensor | None, x: Tensor) -> Tensor | None:
@@ -194,15 +245,6 @@ def variant(
     return f"{kernels}; products by cuBLAS; norm(x) is rebuilt in backward"
 
 
-def _cast(x: Tensor) -> bool:
-    """Whether autocast is on: the linear layer's operands are rounded to its type then, but for fp64, which it leaves alone."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
-
-
-def _product_type(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type) if _cast(x) else x.dtype
-
-
 def _check(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
@@ -219,20 +261,7 @@ def _check(
         if norm == "rms_norm":
             raise ValueError("norm_bias needs norm='layer_norm': an RMSNorm has no bias")
         check_vector("norm_bias", norm_bias, x)
-    check_floating("weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must have shape (N, {x.shape[-1]}), with x's last dimension, but has {tuple(weight.shape)}")
-    cast = _cast(x)
-    if weight.dtype != x.dtype and not cast:
-        raise TypeError(f"weight must have x's type {x.dtype}, but is {weight.dtype}")
-    check_device("weight", weight, x)
-    if bias is not None:
-        check_floating("bias", bias, optional=True)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
-        if bias.dtype != x.dtype and not cast:
-            raise TypeError(f"bias must have x's type {x.dtype}, but is {bias.dtype}")
-        check_device("bias", bias, x)
+    check_linear(x, x.shape[-1], weight, bias)
 
 
 def norm_linear(
@@ -246,6 +275,8 @@ def norm_linear(
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
     return_norm_output: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
     backend: str | None = None,
 ) -> Any:
     """A norm and the linear layer after it; only x is kept for backward, which rebuilds the normalised rows.
@@ -258,7 +289,12 @@ def norm_linear(
         norm: ``rms_norm`` or ``layer_norm``.
         norm_bias: ``[K]``, for ``layer_norm``.
         eps, zero_centered_gamma: the norm's, as in `rms_norm` and `layer_norm`.
-        return_norm_output: return norm(x) as well; it can be differentiated too.
+        return_norm_output: return norm(x) as well, of the x that is given; it can be differentiated too.
+        tp_group: the ranks that each have some rows of the weight and of the bias, and get as many columns of y: x's gradient is
+            summed over them, under the product for the weight's. Forward and backward are collective.
+        sequence_parallel: x is this rank's part along the first dimension, and norm(x) is gathered for the product, y that of all
+            parts; so is x's gradient this rank's part, and those of the norm's parameters are parts of a sum over tp_group
+            (`onepass.parallel.reduce_sequence_parallel_grads`).
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -268,20 +304,22 @@ def norm_linear(
     chosen = choose("norm_linear", backend, norm_unsupported(x))
     options: dict[str, Any] = {"norm": norm, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
     options["return_norm_output"] = return_norm_output
+    spread = spread_over(tp_group, by_row=False, sequence=sequence_parallel)
     if chosen not in NATIVE:
+        options |= {"tp_group": tp_group, "sequence_parallel": sequence_parallel} if spread is not None else {}
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
     norm_weight, norm_bias = gathered(norm_weight), gathered(norm_bias)
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return _traced(x, norm_weight, weight, bias, norm_bias, options)
+        return _traced(x, norm_weight, weight, bias, norm_bias, spread, options)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     norm_bias = None if norm_bias is None else norm_bias.contiguous()
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
-    product = _product_type(x)
+    product = product_type(x)
     if not needs_grad(x, norm_weight, norm_bias, weight, bias):
-        y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, False)
+        y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, False)
         return (y, normed) if return_norm_output else y
-    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product)
+    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product, spread)
 
 
 register_op(norm_linear, _check, unsupported, variant)

@@ -65,7 +65,7 @@ class Pending:
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """All ranks' x, one after the other along the first dimension."""
-    group = _with_others(group)
+    group = with_others(group)
     if group is None:
         return Pending(x)
     _check_dimensions(x)
@@ -77,7 +77,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """This rank's part, along the first dimension, of the sum of all x."""
-    group = _with_others(group)
+    group = with_others(group)
     if group is None:
         return Pending(x)
     if _checking():
@@ -90,7 +90,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Sum x over the ranks of group, in place. Until it is waited for, x is neither what it was nor the sum."""
-    group = _with_others(group)
+    group = with_others(group)
     if group is None:
         return Pending(x)
     if _checking():
@@ -180,13 +180,13 @@ def _mapped(x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor]
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """x as it is, which all ranks have alike; its gradient is the sum of theirs. Before a column-parallel product."""
-    group = _with_others(group)
+    group = with_others(group)
     return x if group is None else _mapped(x, _same, _sum, group)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of all ranks' x; the gradient, which all ranks have alike, is passed on. After a row-parallel product."""
-    group = _with_others(group)
+    group = with_others(group)
     return x if group is None else _mapped(x, _sum, _same, group)
 
 
@@ -199,7 +199,7 @@ def gather_last(x: Tensor, group: dist.ProcessGroup | None, *, sizes: Sequence[i
         sizes: each rank's last dimension, where it is known, as it must be for `torch.compile(fullgraph=True)`. Otherwise the
             ranks tell each other, and the CPU waits for that.
     """
-    group = _with_others(group)
+    group = with_others(group)
     if group is None:
         return x
     _check_dimensions(x)
@@ -214,7 +214,7 @@ def split_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     The last dimension must be a multiple of the size of group.
     """
-    group = _with_others(group)
+    group = with_others(group)
     if group is None:
         return x
     sizes = (_equal_part(x, -1, group),) * group.size()
@@ -230,7 +230,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup | None, *, sum_gradient:
         sum_gradient: whether ranks go on with different work, as a column-parallel product does: gradients are summed, and this
             rank's part of the sum is its own. Otherwise all have the same gradient, and each takes its part without a word.
     """
-    group = _with_others(group)
+    group = with_others(group)
     return x if group is None else _mapped(x, _gather_rows, _reduce_scatter_rows if sum_gradient else _part_of_rows, group)
 
 
@@ -239,7 +239,7 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup | None) -> Tenso
 
     After a row-parallel product, under sequence parallelism. The first dimension must be a multiple of the size of group.
     """
-    group = _with_others(group)
+    group = with_others(group)
     return x if group is None else _mapped(x, _reduce_scatter_rows, _gather_rows, group)
 
 
@@ -248,14 +248,14 @@ def split_sequence(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     The first dimension must be a multiple of the size of group.
     """
-    group = _with_others(group)
+    group = with_others(group)
     return x if group is None else _mapped(x, _part_of_rows, _gather_rows, group)
 
 
 # ---- what they ask of their arguments ----
 
 
-def _with_others(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def with_others(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, or None where there is nobody to talk to."""
     if group is None:
         return None

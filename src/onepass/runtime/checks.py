@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from onepass.runtime.autocast import under_autocast
+
 _LEAST = torch.finfo(torch.float32).tiny
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -69,3 +71,22 @@ def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
             f"{name} must have shape {tuple(tokens)} or {(*tokens, 1)}, one number a token, but has {tuple(value.shape)}"
         )
     check_device(name, value, x)
+
+
+def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None) -> None:
+    """The weight and the bias of a product with rows of K numbers, made of x: of x's type, which autocast would see to."""
+    check_floating("weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != K:
+        raise ValueError(f"weight must have shape (N, {K}), with x's last dimension, but has {tuple(weight.shape)}")
+    cast = under_autocast(x)
+    if weight.dtype != x.dtype and not cast:
+        raise TypeError(f"weight must have x's type {x.dtype}, but is {weight.dtype}")
+    check_device("weight", weight, x)
+    if bias is None:
+        return
+    check_floating("bias", bias, optional=True)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
+    if bias.dtype != x.dtype and not cast:
+        raise TypeError(f"bias must have x's type {x.dtype}, but is {bias.dtype}")
+    check_device("bias", bias, x)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.runtime.dispatch import once, registered, transformed, watched
+from onepass.runtime.dispatch import cast, once, registered, transformed, watched
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -51,8 +51,10 @@ def main_grads_of(ctx: Any, first: int, *parameters: Tensor | None) -> tuple[Ten
 
     They are to be kept on ctx, apart from the saved tensors, of which autograd would say that they were written to in between.
     """
-    needs = ctx.needs_input_grad[first:]
-    return tuple(main_grad_of(t) if need and t is not None else None for t, need in zip(parameters, needs, strict=False))
+    found = []
+    for parameter, needed in zip(parameters, ctx.needs_input_grad[first:], strict=False):
+        found.append(main_grad_of(parameter) if needed and parameter is not None else None)
+    return tuple(found)
 
 
 def has_own_place(parameter: Tensor | None) -> bool:
@@ -165,7 +167,7 @@ def _gradient(first: Tensor, second: Tensor | None, parameter: Tensor, main_grad
     if wanted is Asked.NOT:
         return None
     if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(parameter)):
-        return (first if second is None else first.t() @ second).to(parameter.dtype)
+        return cast(first if second is None else first.t() @ second, parameter.dtype)
     if _fsdp(parameter):
         return (_overwrite_op if watched(first, second) else _overwrite)(first, second, parameter)
     assert main_grad is not None
@@ -220,6 +222,91 @@ _overwrite_op = registered(
     "overwrite_gradient(Tensor first, Tensor? second, Tensor parameter) -> Tensor",
     _overwrite,
     lambda first, second, parameter: torch.empty_like(parameter),
+)
+
+
+# ---- of a weight whose rows are looked up ----
+
+
+def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
+    """The gradient of `weight[ids]` by weight, of rows dy [M, K] and ids [M]: put where it belongs, or for autograd.
+
+    Rows of one id are added up in fp32 or wider, in their order; a narrower gradient is rounded once.
+    """
+    if wanted is Asked.NOT:
+        return None
+    if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(weight)):
+        return (_scatter_op if watched(dy, ids, weight) else _scattered)(dy, ids, weight)
+    if _fsdp(weight):
+        return (_overwrite_rows_op if watched(dy, ids) else _overwrite_rows)(dy, ids, weight)
+    assert main_grad is not None
+    if watched(dy, ids, main_grad):
+        _add_rows_op(main_grad, dy, ids, weight)
+    else:
+        add_rows(main_grad, dy, ids)
+        _mark(weight)
+    return placeholder(weight)
+
+
+def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:
+    """main_grad[ids] += dy, with fp32 sums, without atomics and without waiting for a GPU."""
+    if main_grad.dtype in (torch.float32, torch.float64):
+        _add_in_order(main_grad, ids, dy.to(main_grad.dtype))
+        return
+    if not ids.shape[0]:
+        return
+    ids, order = ids.sort(stable=True)
+    new = torch.ones_like(ids)
+    new[1:] = ids[1:] != ids[:-1]
+    which = new.cumsum(0) - 1  # of the different ids
+    sums = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
+    _add_in_order(sums, which, dy[order].float())
+    # written as often as the id is there, the same each time
+    main_grad.index_copy_(0, ids, (main_grad[ids].float() + sums[which]).to(main_grad.dtype))
+
+
+def _add_in_order(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    if total.is_cuda:
+        total.index_put_((ids,), rows, accumulate=True)  # sorts; index_add_ is atomic there, and this one on a CPU
+    else:
+        total.index_add_(0, ids, rows)
+
+
+def _scattered(dy: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    dweight = torch.zeros_like(weight)
+    add_rows(dweight, dy, ids)
+    return dweight
+
+
+def _add_rows_and_mark(main_grad: Tensor, dy: Tensor, ids: Tensor, weight: Tensor) -> None:
+    _refuse_other_passes(weight)
+    add_rows(main_grad, dy, ids)
+    _mark(weight)
+
+
+def _overwrite_rows(dy: Tensor, ids: Tensor, weight: Any) -> Tensor:
+    """Megatron-FSDP's, as in `_overwrite`."""
+    _refuse_other_passes(weight)
+    main_grad = weight.get_main_grad()
+    _check_main_grad(main_grad, weight)
+    weight.main_grad = main_grad
+    add_rows(main_grad.zero_(), dy, ids)
+    _mark(weight)
+    return torch.zeros_like(weight)
+
+
+_scatter_op = registered(
+    "scattered_gradient(Tensor dy, Tensor ids, Tensor weight) -> Tensor",
+    _scattered,
+    lambda dy, ids, weight: torch.empty_like(weight),
+)
+_add_rows_op = registered(
+    "add_rows_gradient(Tensor(a!) main_grad, Tensor dy, Tensor ids, Tensor weight) -> ()", _add_rows_and_mark, lambda *_: None
+)
+_overwrite_rows_op = registered(
+    "overwrite_rows_gradient(Tensor dy, Tensor ids, Tensor weight) -> Tensor",
+    _overwrite_rows,
+    lambda dy, ids, weight: torch.empty_like(weight),
 )
 
 

@@ -38,6 +38,7 @@ import onepass.kernels
 import onepass.ops
 from onepass.bench.options import short
 from onepass.kernels.activations import ACTIVATIONS
+from onepass.ops.activation_linear import activation_linear
 from onepass.ops.bias_activation import bias_activation
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import NORMS, norm_linear
@@ -157,8 +158,44 @@ def _norm_linear_call(norm: str, width: int) -> Call:
     return Call(f"norm_linear {norm} 2048x{width}", dtype, run)
 
 
+def _activation_linear_calls() -> Iterator[Call]:
+    """The activations' kernels are covered; here backward also rebuilds y."""
+    wide, rest = (16384, 8192), ((777, 5000), (600_000, 64), (37, 1))
+    for activation in ACTIVATIONS:
+        yield _activation_linear_call(activation, wide)
+    for activation in ("gelu", "swiglu"):
+        for shape in rest:
+            yield _activation_linear_call(activation, shape)
+        yield _activation_linear_call(activation, (4096, 96), option="everything")
+        for dtype in (torch.float16, torch.float32):
+            yield _activation_linear_call(activation, wide, dtype)
+        for option in ("activation_bias", "fp8", "everything"):
+            yield _activation_linear_call(activation, wide, option=option)
+
+
+def _activation_linear_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
+) -> Call:
+    rows, inner = shape
+    act = ACTIVATIONS[activation]
+
+    def run() -> Tensor:
+        everything = option == "everything"
+        x = _meta(rows, inner * act.parts, dtype=dtype)
+        return activation_linear(
+            x, _meta(64, inner, dtype=dtype), None, activation,
+            activation_bias=_meta(x.shape[-1], dtype=dtype) if everything or option == "activation_bias" else None,
+            token_weight=_meta(rows, dtype=torch.float32) if everything else None,
+            clamp=7.0 if everything and act.gated else None, linear_offset=1.0 if everything and act.gated else 0.0,
+            save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+        )  # fmt: skip
+
+    return Call(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
+
+
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "bias_activation": _bias_activation_calls,
+    "activation_linear": _activation_linear_calls,
     "norm": _norm_calls,
     "norm_linear": _norm_linear_calls,
 }

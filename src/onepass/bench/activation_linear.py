@@ -1,0 +1,121 @@
+"""activation_linear against the two calls it replaces: an activation, and the matrix product that follows.
+
+Time      is the products', so a copy says nothing: forward and backward are set against those of `separate`, which is our
+          bias_activation and then F.linear. What is to be won is memory: the activation's output is not kept (see what is kept
+          and the peak).
+Bytes     forward reads x and the weight and writes y; backward reads dy, x and the weight, and writes dx and dweight.
+Asked for the gradients of x and of the product's weight. No biases, as in a Llama's MLP.
+Peers     eager and torch.compile: the activation as people write it, then F.linear.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.peers import compiled
+from onepass.kernels.activations import find_activation
+from onepass.ops.activation_linear import activation_linear, activation_linear_reference
+from onepass.ops.bias_activation import bias_activation, bias_activation_reference
+from onepass.runtime.backend import explain
+
+OP = "activation_linear"
+_FULL = [("swiglu", 16384, 8192, 2048), ("swiglu", 16384, 14336, 4096), ("gelu", 16384, 16384, 4096)]
+_SMALL = [("swiglu", 2048, 8192, 2048), ("gelu", 2048, 16384, 4096)]
+_CPU = [("swiglu", 256, 768, 512), ("gelu", 256, 768, 512)]  # many a CPU multiplies bf16 at 1 GFLOP/s
+_CPU_SMALL = [("swiglu", 128, 192, 128)]
+
+
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+    parts = find_activation(variant).parts
+    x, weight, y = (n * dtype.itemsize for n in (tokens * inner * parts, inner * outer, tokens * outer))
+    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
+    return [_case(*shape, dtype) for shape in shapes]
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, 64, 128, 128, case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    tokens, inner, outer = case.shape
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
+
+    x = random(tokens, inner * find_activation(case.variant).parts)
+    weight = Parameter(random(outer, inner).mul_(inner**-0.5))
+    return Inputs({"x": x.requires_grad_(), "weight": weight}, frozenset({"x"}), {"y": random(tokens, outer)})
+
+
+def _formula(case: Case) -> Call:
+    return partial(activation_linear_reference, activation=case.variant)
+
+
+def _baseline(case: Case) -> Call:
+    """The activation in fp32, rounded once, and products of what is stored."""
+
+    def call(x: Tensor, weight: Tensor) -> Result:
+        return F.linear(bias_activation_reference(x.float(), activation=case.variant).to(x.dtype), weight)
+
+    return call
+
+
+# ---- ours, and as people write it ----
+
+
+def _ours(case: Case) -> Call:
+    return partial(activation_linear, activation=case.variant)
+
+
+def _separate(case: Case) -> Call:
+    def call(x: Tensor, weight: Tensor) -> Result:
+        return F.linear(bias_activation(x, None, case.variant), weight)
+
+    return call
+
+
+def _eager(case: Case) -> Call:
+    act = find_activation(case.variant)
+
+    def call(x: Tensor, weight: Tensor) -> Result:
+        if not act.gated:
+            return F.linear(act.formula(x), weight)
+        gate, linear = x.chunk(2, -1)
+        return F.linear(act.formula(gate) * linear, weight)
+
+    return call
+
+
+def _compiled(case: Case) -> Call:
+    return compiled(_eager(case))
+
+
+def _contenders(case: Case) -> list[Contender]:
+    return [
+        Contender("onepass", _ours, ours=True),
+        Contender("separate", _separate),
+        Contender("eager", _eager),
+        Contender("torch.compile", _compiled, compiles=True),
+    ]
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values(), activation=case.variant).backend
+
+
+_APART = "has no activation with the product that follows, alone"
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={name: _APART for name in ("Liger", "QuACK", "Apex", "Megatron-core", "Transformer Engine")},
+    baseline=_baseline, reference="separate",
+)  # fmt: skip

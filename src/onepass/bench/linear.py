@@ -1,0 +1,99 @@
+"""linear with a main_grad, against F.linear and the addition that a data-parallel hook makes afterwards.
+
+Time      is the products', so a copy says nothing: forward and backward are set against those of `F.linear + add_`.
+Bytes     forward reads x and the weight and writes y; backward reads dy, x, weight and main_grad, and writes dx and main_grad.
+Asked for the gradient of x, and the weight's (and the bias's) in an fp32 main_grad, by .backward() as in training.
+Peers     `F.linear + add_` is what people run without Apex's extension, torch.compile the same compiled. Apex's own kernel is one
+          cuBLAS product; benchmarks/wgrad.py measures that product by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.peers import compiled
+from onepass.ops.linear import linear, linear_reference
+from onepass.runtime.backend import explain
+
+OP = "linear"
+_FULL = [
+    ("plain", 2048, 4096, 4096), ("plain", 8192, 4096, 4096), ("plain", 8192, 4096, 14336), ("plain", 4096, 8192, 28672),
+    ("plain", 8192, 12288, 12288), ("bias", 8192, 4096, 4096),
+]  # fmt: skip
+_SMALL = [("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096)]
+_CPU = [("plain", 256, 512, 768), ("bias", 256, 512, 768)]
+_CPU_SMALL = [("plain", 128, 128, 192)]
+
+
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+    x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
+    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, y + 2 * x + weight + 8 * inner * outer)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
+    return [_case(*shape, dtype) for shape in shapes]
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, 64, 128, 128, case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    tokens, inner, outer = case.shape
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
+
+    tensors = {"x": random(tokens, inner).requires_grad_(), "weight": Parameter(random(outer, inner).mul_(inner**-0.5))}
+    if case.variant == "bias":
+        tensors["bias"] = Parameter(random(outer))
+    for name in tensors.keys() - {"x"}:
+        _gather(tensors[name])
+    return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)}, trained=True)
+
+
+def _gather(parameter: Tensor) -> None:
+    """Give it a main_grad, and the hook that adds what comes as .grad: ours leaves nothing there."""
+    main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    parameter.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+
+
+def _formula(case: Case) -> Call:
+    return linear_reference
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
+    return F.linear(x, weight, bias)
+
+
+def _contenders(case: Case) -> list[Contender]:
+    return [
+        Contender("onepass", lambda case: linear, ours=True),
+        Contender("F.linear + add_", lambda case: _linear),
+        Contender("torch.compile", lambda case: compiled(_linear), compiles=True),
+    ]
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values()).backend
+
+
+_APART = "has no linear layer with a main_grad"
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={"Liger": _APART, "QuACK": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
+             "Transformer Engine": "not compared yet"},
+    baseline=lambda case: _linear, reference="F.linear + add_",
+)  # fmt: skip

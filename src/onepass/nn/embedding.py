@@ -1,0 +1,169 @@
+"""An embedding of which each rank of a tensor-parallel group has some of the rows.
+
+A rank looks up the ids whose rows it has, the others' are zeros, and the sum over the ranks is the embedding. The weight's
+gradient, in fp32 or wider, goes where runtime/main_grad.py says, without atomics: it is the same at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from onepass.nn.sharding import DividedParameters, Division, check_size, range_of
+from onepass.parallel.collectives import reduce_scatter_sequence, sum_over_group
+from onepass.runtime.dispatch import bare_apply, once, transformed
+from onepass.runtime.main_grad import Asked, asked, main_grads_of, rows_gradient
+from onepass.runtime.validation import validating
+
+# ---- rows of this rank ----
+
+
+def _rows(weight: Tensor, ids: Tensor, first: int, size: int, sound: bool) -> Tensor:
+    """The rows of ids; zeros for other ranks' ids, NaN for those of nobody."""
+    rows = weight.shape[0]
+    if sound and rows == size:
+        return F.embedding(ids, weight)
+    local = ids.long() - first
+    here = (local >= 0) & (local < rows)
+    fill = torch.where((ids >= 0) & (ids < size), 0.0, torch.nan).to(weight.dtype).unsqueeze(-1)
+    if rows == 0:
+        return fill.expand(*ids.shape, weight.shape[1]).contiguous()
+    return torch.where(here.unsqueeze(-1), F.embedding(torch.where(here, local, 0), weight), fill)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, size: int, sound: bool) -> Tensor:
+        ctx.weight, ctx.main_grad, ctx.how = weight, main_grads_of(ctx, 0, weight)[0], (first, size, sound)
+        ctx.save_for_backward(ids)
+        return _rows(weight, ids, first, size, sound)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        wanted = asked(ctx, True)[0]
+        if wanted is Asked.NOT:
+            return None, None, None, None, None
+        flat, local = _gradients_of_rows(dy, ids, ctx.weight.shape[0], *ctx.how)
+        return rows_gradient(flat, local, ctx.weight, ctx.main_grad, wanted), None, None, None, None
+
+
+def _gradients_of_rows(dy: Tensor, ids: Tensor, rows: int, first: int, size: int, sound: bool) -> tuple[Tensor, Tensor]:
+    """[tokens, features] and the row of each; nothing is picked out, which would have to wait for the GPU.
+
+    Tokens of other ranks add zeros, here and there: all to one row would be added one after the other.
+    """
+    dy, local = dy.reshape(ids.numel(), dy.shape[-1]), ids.reshape(-1).long() - first
+    if sound and rows == size:
+        return dy, local
+    if rows == 0:
+        return dy[:0], local[:0]
+    here = (local >= 0) & (local < rows)
+    elsewhere = torch.arange(local.shape[0], device=local.device) % rows
+    return torch.where(here.unsqueeze(-1), dy, 0.0), torch.where(here, local, elsewhere)
+
+
+_apply = bare_apply(_Rows)
+
+
+# ---- the module ----
+
+
+class VocabParallelEmbedding(DividedParameters):
+    """torch.nn.Embedding, of which each rank of tp_group has some of the rows. Megatron's, without its config.
+
+    The ranks have `vocab_range` of the rows each, as torch.chunk divides: the last may have fewer, or none. The parts start as
+    those of the undivided embedding, if all ranks have the same random state: each rank makes the whole weight, and keeps its
+    part. The state dict has this rank's rows under torch.nn.Embedding's key; `onepass.nn.sharded_state_dict` has the whole.
+
+    An id outside of the vocabulary raises on a CPU and under `onepass.validate()`; on a GPU, and compiled, its row is NaN.
+
+    Args:
+        num_embeddings: the size of the whole vocabulary.
+        embedding_dim: the size of a row.
+        init_method: called on the whole weight. By default it starts as torch.nn.Embedding's does: normal.
+        reduce_scatter_embeddings: ids are [batch, sequence], and y is this rank's part of [sequence, batch, embedding_dim], for
+            sequence-parallel layers. In a group of one, too, y has the sequence first.
+        tp_group: the ranks; None is this one alone.
+        device, dtype: the weight's.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        reduce_scatter_embeddings: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp_group)
+        check_size("num_embeddings", num_embeddings)
+        check_size("embedding_dim", embedding_dim)
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method must be a function of the weight or None, but is {init_method!r}")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.init_method, self.reduce_scatter_embeddings = init_method, reduce_scatter_embeddings
+        self.vocab_range = range_of(num_embeddings, self.rank, self.ranks)
+        self.vocab_start_index, self.vocab_end_index = self.vocab_range
+        rows = self.vocab_end_index - self.vocab_start_index
+        self.hold("weight", rows, embedding_dim, device=device, dtype=dtype, division=Division(0, num_embeddings))
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        """As the undivided embedding starts."""
+        self.start("weight", self.init_method or nn.init.normal_)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., embedding_dim] of ids [...], which are the same on all ranks."""
+        self._check(ids)
+        sound = self._look(ids)
+        how = ids, self.vocab_start_index, self.num_embeddings, sound
+        y: Tensor = _rows(self.weight, *how) if transformed() else _apply(self.weight, *how)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_sequence(y.transpose(0, 1).contiguous(), self.tp_group)
+        return sum_over_group(y, self.tp_group)
+
+    def _check(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            kind = f"of {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise TypeError(f"ids must be an int32 or int64 tensor, but is {kind}")
+        if ids.device != self.weight.device:
+            raise ValueError(f"ids must be on {self.weight.device}, as weight, but is on {ids.device}")
+        if self.reduce_scatter_embeddings and (ids.dim() != 2 or ids.shape[1] % self.ranks):
+            raise ValueError(
+                "ids must have shape [batch, sequence] for reduce_scatter_embeddings, its sequence a multiple of "
+                f"{self.ranks}, the size of tp_group, but has {tuple(ids.shape)}"
+            )
+
+    def _look(self, ids: Tensor) -> bool:
+        """Whether all ids have been seen to be rows of the vocabulary. Raises where one is seen that isn't."""
+        if ids.device.type not in ("cpu", "meta") and not validating():
+            return False
+        if torch.compiler.is_compiling() or transformed() or ids.is_meta or isinstance(ids, FakeTensor):
+            return False  # there are no values to look at
+        if ids.numel():
+            least, most = ids.aminmax()
+            if least < 0 or most >= self.num_embeddings:
+                raise IndexError(
+                    f"ids must be from 0 to {self.num_embeddings - 1}, the rows of the vocabulary, but are from {least} to {most}"
+                )
+        return True
+
+    def extra_repr(self) -> str:
+        said = [f"{self.num_embeddings}", f"{self.embedding_dim}"]
+        if self.ranks > 1:
+            said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"]
+        return ", ".join(said + (["reduce_scatter_embeddings=True"] if self.reduce_scatter_embeddings else []))

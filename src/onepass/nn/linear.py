@@ -1,0 +1,256 @@
+"""Linear layers: torch's with our product, and those of which each rank of a tensor-parallel group has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.nn.sharding import DividedParameters, Division, check_size
+from onepass.ops.linear import linear
+from onepass.parallel.collectives import gather_last, split_last
+
+Init = Callable[[Tensor], Any]
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear by `onepass.linear`: the gradients of parameters that carry ``main_grad`` are added there."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        _check_input(input, self.in_features, "in_features")
+        return linear(input, self.weight, self.bias)
+
+
+def _check_input(x: Tensor, size: int, name: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, but is a {type(x).__name__}")
+    if x.shape[-1:] != (size,):
+        raise ValueError(f"x's last dimension must be {size}, {name}, but x has shape {tuple(x.shape)}")
+
+
+class _ParallelLinear(DividedParameters):
+    """What both have: sizes, a start, and how they are written."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    _flags: tuple[str, ...] = ()  # what extra_repr tells
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        skip_bias_add: bool,
+        init_method: Init | None,
+        tp_group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__(tp_group)
+        check_size("input_size", input_size)
+        check_size("output_size", output_size)
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method must be a function of the weight or None, but is {init_method!r}")
+        self.input_size, self.output_size = input_size, output_size
+        self.skip_bias_add, self.init_method = skip_bias_add, init_method
+        self.sequence_parallel = sequence_parallel and self.ranks > 1  # one rank alone has the whole sequence
+
+    def reset_parameters(self) -> None:
+        """As the undivided layer starts. With an init_method it makes the weight, and the bias is zeros, as in Megatron."""
+        if self.weight is not None:
+            self.start("weight", self.init_method or _as_torch)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.input_size)
+            self.start("bias", nn.init.zeros_ if self.init_method else lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def extra_repr(self) -> str:
+        said = [f"{self.input_size}", f"{self.output_size}", f"bias={self.bias is not None}", f"tp={self.ranks}"]
+        return ", ".join(said + [f"{name}=True" for name in self._flags if getattr(self, name)])
+
+
+def _as_torch(weight: Tensor) -> None:
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank of tp_group has some of the outputs. Megatron's, without its config.
+
+        up = ColumnParallelLinear(1024, 4096, tp_group=group)
+        down = RowParallelLinear(4096, 1024, tp_group=group)
+        y, _ = down(torch.nn.functional.gelu(up(x)[0]))
+
+    forward returns (y, None), or (y, bias) with skip_bias_add. The parts start as those of the undivided layer, if all ranks have
+    the same random state: each rank makes the whole weight, and keeps its part. The state dict has this rank's parts under
+    torch.nn.Linear's keys; `onepass.nn.sharded_state_dict` has the whole.
+
+    Args:
+        input_size: the size of x's last dimension.
+        output_size: that of the whole y; a multiple of the group's size, and of stride times that.
+        bias: False leaves it away.
+        gather_output: every rank has the whole y, not its part. Without sequence_parallel only.
+        skip_bias_add: leave the bias to the caller, who may fuse it, as `onepass.bias_activation` does.
+        init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
+        stride: the outputs are so many blocks, of each of which a rank has its part: 2 for the outputs of a gated activation, so
+            that each rank has gates and what they are to gate.
+        skip_weight_param_allocation: have no weight: it comes with each call, as another module's.
+        tp_group: the ranks; None is this one alone.
+        sequence_parallel: x is this rank's part of the first dimension, and so is its gradient.
+        allreduce_dgrad: sum x's gradient over the ranks, which have the same x. None is yes, unless sequence_parallel; with no,
+            each rank has its part of a sum.
+        device, dtype: the parameters'.
+    """
+
+    _flags = ("gather_output", "skip_bias_add", "skip_weight_param_allocation", "sequence_parallel")
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        init_method: Init | None = None,
+        stride: int = 1,
+        skip_weight_param_allocation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel)
+        self.output_size_per_partition = self.divided("output_size", output_size, stride)
+        self.gather_output, self.stride = gather_output, stride
+        self.skip_weight_param_allocation = skip_weight_param_allocation
+        if gather_output:
+            self._check_gather("gather_output", sequence_parallel, bias)
+        if allreduce_dgrad and sequence_parallel:
+            raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: x's gradient is summed already")
+        self.allreduce_dgrad = self.ranks > 1 and not self.sequence_parallel and allreduce_dgrad is not False
+        division = Division(0, output_size, stride)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if not skip_weight_param_allocation:
+            self.hold("weight", self.output_size_per_partition, input_size, device=device, dtype=dtype, division=division)
+        if bias:
+            self.hold("bias", self.output_size_per_partition, device=device, dtype=dtype, division=division)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y, None), or with skip_bias_add (y, bias).
+
+        Args:
+            x: ``[..., input_size]``.
+            weight: this rank's part of another weight, used instead of the module's own.
+            runtime_gather_output: in place of gather_output, where it isn't None.
+        """
+        if runtime_gather_output:
+            self._check_gather("runtime_gather_output", self.sequence_parallel, self.bias is not None)
+        _check_input(x, self.input_size, "input_size")
+        y = linear(
+            x,
+            self._weight(weight),
+            None if self.skip_bias_add else self.bias,
+            tp_group=self.tp_group,
+            allreduce_dgrad=self.allreduce_dgrad,
+            sequence_parallel=self.sequence_parallel,
+        )
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            y = gather_last(y, self.tp_group, sizes=(self.output_size_per_partition,) * self.ranks)
+        return y, self.bias if self.skip_bias_add else None
+
+    def _weight(self, given: Tensor | None) -> Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
+        shape = (self.output_size_per_partition, self.input_size)
+        if given is not None and given.shape != shape:
+            raise ValueError(f"weight must have shape {shape}, this rank's part, but has {tuple(given.shape)}")
+        return weight
+
+    def _check_gather(self, name: str, sequence_parallel: bool, bias: bool) -> None:
+        """The same for a group of one, so that what runs there runs on several ranks."""
+        if sequence_parallel:
+            raise ValueError(f"{name} and sequence_parallel exclude each other: there, what follows takes this rank's part of y")
+        if bias and self.skip_bias_add:
+            raise ValueError(f"{name} and skip_bias_add exclude each other: the whole y doesn't fit this rank's part of bias")
+        if self.stride > 1:
+            raise ValueError(f"{name} and stride exclude each other: the ranks' parts side by side are not in the whole's order")
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank of tp_group has some of the inputs; y is the sum. Megatron's, without its config.
+
+    forward returns (y, None), or (y, bias) with skip_bias_add. Start and state dict are as ColumnParallelLinear's; the bias is
+    whole on every rank.
+
+    Args:
+        input_size: the size of the whole x's last dimension; a multiple of the group's size.
+        output_size: the size of y's last dimension.
+        bias: False leaves it away. It is added after the sum.
+        input_is_parallel: x is this rank's part, as a column-parallel layer makes it. Otherwise it is whole, and divided here,
+            without sequence_parallel only.
+        skip_bias_add: leave the bias to the caller.
+        init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
+        tp_group: the ranks; None is this one alone.
+        sequence_parallel: y is this rank's part of the first dimension. The bias is then marked `sequence_parallel`: its gradient
+            is a part of a sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        device, dtype: the parameters'.
+    """
+
+    weight: nn.Parameter
+    _marked = ("bias",)
+    _flags = ("skip_bias_add", "sequence_parallel")
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        init_method: Init | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel)
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError("sequence_parallel needs input_is_parallel=True: x is divided by features, and y by the sequence")
+        self.input_size_per_partition = self.divided("input_size", input_size)
+        self.input_is_parallel = input_is_parallel
+        shape, division = (output_size, self.input_size_per_partition), Division(1, input_size)
+        self.hold("weight", *shape, device=device, dtype=dtype, division=division)
+        self.register_parameter("bias", None)
+        if bias:
+            self.hold("bias", output_size, device=device, dtype=dtype)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, None), or with skip_bias_add (y, bias)."""
+        if self.input_is_parallel:
+            _check_input(x, self.input_size_per_partition, "this rank's part of input_size")
+        else:
+            _check_input(x, self.input_size, "input_size")
+            x = split_last(x, self.tp_group)
+        y = linear(
+            x,
+            self.weight,
+            None if self.skip_bias_add else self.bias,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            reduce_output=True,
+        )
+        return y, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.input_is_parallel else ", input_is_parallel=False")

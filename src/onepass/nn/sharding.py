@@ -1,0 +1,158 @@
+"""Parameters of which each rank of a tensor-parallel group has a part: their start, their marks, and their checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.nn.norm import MarkedParameters, is_size
+
+
+class Division(NamedTuple):
+    """How a whole parameter is divided over the ranks, in their order."""
+
+    dim: int
+    size: int  # of the whole, along dim
+    stride: int = 1  # the whole is so many blocks, of each of which a rank has its part: 2 for a gate and what it is to gate
+
+
+def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
+    """This rank's part of a whole parameter."""
+    dim, size, stride = division
+    block = size // stride
+    first, last = range_of(block, rank, ranks)
+    parts = [whole.narrow(dim, at * block + first, last - first) for at in range(stride)]
+    return parts[0] if stride == 1 else torch.cat(parts, dim)
+
+
+def range_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """From where to where this rank's part goes, as torch.chunk and DTensor divide: the last ranks may have less, or nothing."""
+    each = -(-size // ranks)
+    return min(rank * each, size), min((rank + 1) * each, size)
+
+
+def check_size(name: str, value: object) -> None:
+    if not is_size(value):
+        raise ValueError(f"{name} must be a size of at least 1, but is {value!r}")
+
+
+class DividedParameters(MarkedParameters):
+    """A module that has this rank's part of its parameters.
+
+    They carry Megatron's marks, tensor_model_parallel, partition_dim and partition_stride, and carry them again when a move or a
+    copy has made new ones. The parts start as those of the undivided module: each rank makes the whole parameter, one at a time
+    and on its device, and keeps its part. So all ranks must come with the same random state, and leave with the same one.
+    """
+
+    tp_group: dist.ProcessGroup | None
+    sequence_parallel = False
+    _marked: tuple[str, ...] = ()
+    _divisions: dict[str, Division]  # of the parameters that are divided, by name
+
+    def __init__(self, tp_group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):  # new_group's answer to ranks it leaves out
+            raise TypeError(
+                f"tp_group must be None or a torch.distributed.ProcessGroup that has this rank, but is {tp_group!r}: "
+                "a rank that is in no group has no part of this module"
+            )
+        self.tp_group = tp_group
+        self.rank, self.ranks = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+        self._divisions = {}
+
+    def divided(self, name: str, size: int, stride: int = 1) -> int:
+        """This rank's part of a size that must divide evenly."""
+        check_size(name, size)
+        check_size("stride", stride)
+        if size % (self.ranks * stride):
+            said = "the size of tp_group" + (" times stride" if stride > 1 else "")
+            raise ValueError(f"{name} must be a multiple of {self.ranks * stride}, {said}, but is {size}")
+        return size // self.ranks
+
+    def hold(self, name: str, *shape: int, device: Any, dtype: Any, division: Division | None = None) -> None:
+        """Make room for a parameter, of which shape is this rank's part."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        if division is not None:
+            self._divisions[name] = division
+
+    @torch.no_grad()
+    def start(self, name: str, init: Callable[[Tensor], Any]) -> None:
+        """Call init on the whole parameter, and keep this rank's part."""
+        parameter, division = getattr(self, name), self._divisions.get(name)
+        if division is None or self.ranks == 1:
+            init(parameter)
+            return
+        whole = parameter.new_empty(whole_shape(parameter, division))
+        init(whole)
+        parameter.copy_(part_of(whole, division, self.rank, self.ranks))
+
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        for name, division in self._divisions.items():
+            parameter: Any = getattr(self, name)
+            if parameter is not None:
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim, parameter.partition_stride = division.dim, division.stride
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameters:
+        memo[id(self.tp_group)] = self.tp_group  # a copy has the same group, which can't be copied
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+def whole_shape(part: Tensor, division: Division) -> tuple[int, ...]:
+    return *part.shape[: division.dim], division.size, *part.shape[division.dim + 1 :]
+
+
+# ---- checkpoints ----
+
+
+def sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The state dict for torch.distributed.checkpoint: it can be loaded where the tensor-parallel group has another size.
+
+        torch.distributed.checkpoint.save(onepass.nn.sharded_state_dict(model), checkpoint_id=folder)
+        torch.distributed.checkpoint.load(onepass.nn.sharded_state_dict(model), checkpoint_id=folder)
+
+    Parameters of which this rank has a part are DTensors over their module's tp_group, everything else is as in `state_dict()`.
+    They share the module's memory, so that what is loaded is in the module at once. A parameter with a stride, which is no plain
+    part of the whole, is as many entries, ``weight.0``, ``weight.1``, ..., each a block of the whole, whatever the group's size.
+    """
+    state: dict[str, Any] = dict(module.state_dict(prefix=prefix))
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, DividedParameters):
+            for name, division in part._divisions.items():
+                key = prefix + (f"{path}.{name}" if path else name)
+                if key in state:
+                    _divide(state, key, division, part.tp_group)
+    return state
+
+
+def _divide(state: dict[str, Any], key: str, division: Division, group: dist.ProcessGroup | None) -> None:
+    """Put what stands for the whole parameter where its part is."""
+    local = state[key]
+    dim, size, stride = division
+    if stride == 1:
+        state[key] = _whole(local, division, group)
+        return
+    del state[key]
+    for at, block in enumerate(local.chunk(stride, dim)):
+        state[f"{key}.{at}"] = _whole(block, Division(dim, size // stride), group)
+
+
+def _whole(local: Tensor, division: Division, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or group.size() == 1:
+        return local
+    from torch.distributed.device_mesh import DeviceMesh  # takes its time to import, and `import onepass` needs none of it
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size(whole_shape(local, division))
+    mesh = DeviceMesh.from_group(group, local.device.type)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(division.dim)], run_check=False, shape=shape, stride=strides)

@@ -1,0 +1,441 @@
+"""Flat gradient buffers over a model's parameters, reduced over the data-parallel ranks while backward still runs.
+
+Every trainable parameter gets `main_grad`, a view of a flat buffer. The last parameters of the model lie first, which is roughly
+the order in which gradients come, and the buffer is cut into buckets. When the last microbatch's gradients of a bucket are all
+there, its reduction starts. The order of the buckets is the same on all ranks: one that is full waits for those before it, and
+`finish` starts what is left, so that a parameter without a gradient, on one rank or on all, holds nobody up.
+
+A gradient gets into main_grad in one of three ways (`onepass.runtime.main_grad` has the first):
+- an op of onepass adds it there itself, and autograd gets a placeholder of zeros;
+- another op's comes as `.grad`: the parameter's hook adds it in main_grad's type and sets `.grad` to None at once;
+- somebody put it in `.grad` by hand, as zero-bubble schedules do: the next hook or `finish` adds it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.parallel.collectives import start_all_gather
+from onepass.runtime import main_grad as convention
+from onepass.runtime.validation import validating
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ALIGNED = 64  # elements: where a parameter and a rank's part begin, for matrix products and NCCL
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a parameter's gradient lies in its bucket."""
+
+    name: str
+    parameter: Any  # a Tensor that carries main_grad
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A stretch of a buffer, of parameters of one type, that is reduced at a time."""
+
+    index: int
+    places: list[Place]
+    flat: Tensor
+    mine: Tensor  # what of flat this rank has the reduced gradient of: all of it, or its shard
+    first: int  # where in flat that begins
+    missing: set[int] = field(default_factory=set)  # parameters without a gradient of the last microbatch yet
+    held: set[int] = field(default_factory=set)  # those with more to come after backward
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients came
+    work: Any = None  # the reduction under way
+
+    def parts(self) -> Iterator[tuple[Place, int, int]]:
+        """What `mine` has of each parameter, as a stretch of flat."""
+        for place in self.places:
+            start, stop = max(place.start, self.first), min(place.stop, self.first + self.mine.numel())
+            if start < stop:
+                yield place, start, stop
+
+
+class MainGrads:
+    """Gradients of a model's parameters in flat buffers, reduced over data-parallel ranks under backward.
+
+        main_grads = MainGrads(model)
+        for step in range(steps):
+            main_grads.zero_()
+            with main_grads.accumulate():       # every microbatch but the last
+                loss(...).backward()
+            loss(...).backward()                # the last: reductions start as buckets fill
+            main_grads.finish()
+            main_grads.clip_(1.0)
+            optimizer.step()                    # `MasterWeights`, or anything that reads main_grad
+
+    The weights are to be the same on all ranks at the start; nothing is broadcast. A parameter's gradient comes once in a
+    backward, also where it is tied or its layer is used several times (under reentrant checkpointing, which runs backwards in
+    the backward, it comes once for each of them, and that raises). The object must be kept: dropped, it lets go of the
+    parameters as `close` does.
+
+    Args:
+        parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
+            ones are skipped.
+        group: the data-parallel ranks; None is all of them. With one rank, or torch.distributed not initialised, nothing is sent.
+        dtype: of the buffers, and of the sums over microbatches and over ranks: with a 16-bit type every one of them is rounded.
+        bucket_bytes: a bucket's size. A parameter that is larger has one of its own.
+        shard: reduce-scatter instead of all-reduce (ZeRO-1). After `finish` main_grad is right in this rank's part of each
+            bucket (`Bucket.mine`) and undefined elsewhere.
+        average: divide by the number of ranks, before the sum.
+        tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
+            rank to rank and count on each; the others count on the group's rank 0.
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 32 << 20,
+        shard: bool = False,
+        average: bool = True,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        named = _trainable(parameters)
+        if dtype not in _TYPES:
+            raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, but is {dtype!r}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, but is {bucket_bytes}")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group, self.tp_group = _with_others("group", group), _with_others("tp_group", tp_group)
+        self.ranks = 1 if self.group is None else self.group.size()
+        self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
+        planned = _planned(named, bucket_bytes // dtype.itemsize)
+        if validating() and self.group is not None:
+            _check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
+
+        self.buffers, self.buckets = self._allocated(planned)
+        self._average = average and self.ranks > 1
+        self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
+        handles = []
+        for bucket in self.buckets:
+            for place in bucket.places:
+                parameter = place.parameter
+                parameter.main_grad = bucket.flat[place.start : place.stop].view(parameter.shape)
+                parameter.main_grads = weakref.ref(self)
+                hook = partial(_arrived, weakref.ref(self))  # no cycle through the parameter: buffers are freed at once
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
+        self._finalizer.atexit = False
+        self._accumulating = False
+        self._open()
+
+    def _allocated(self, planned: list[list[Place]]) -> tuple[list[Tensor], list[Bucket]]:
+        """One buffer for each device and type of parameters, as weights are gathered in their own type."""
+        whole = _ALIGNED * self.ranks
+        sizes = [_up(places[-1].stop, whole) for places in planned]
+        kinds = [_kind(places[0].parameter) for places in planned]
+        totals: dict[tuple[torch.device, torch.dtype], int] = {}
+        for kind, size in zip(kinds, sizes, strict=True):
+            totals[kind] = totals.get(kind, 0) + size
+        buffers = {kind: torch.zeros(total, dtype=self.dtype, device=kind[0]) for kind, total in totals.items()}
+        rest = dict(buffers)
+        buckets = []
+        for index, (places, kind, size) in enumerate(zip(planned, kinds, sizes, strict=True)):
+            flat, rest[kind] = rest[kind][:size], rest[kind][size:]
+            first, length = 0, size
+            if self.shard:
+                assert self.group is not None
+                length = size // self.ranks
+                first = self.group.rank() * length
+            buckets.append(Bucket(index, places, flat, flat[first : first + length], first))
+        return list(buffers.values()), buckets
+
+    # ---- a step ----
+
+    def zero_(self) -> None:
+        """Begin a step: clear buffers, `.grad` and flags."""
+        self._wait()
+        for buffer in self.buffers:
+            buffer.zero_()
+        self._open()
+
+    def _open(self) -> None:
+        self._next = 0  # the first bucket whose reduction has not begun
+        self._finished = False
+        for bucket in self.buckets:
+            bucket.missing = {id(place.parameter) for place in bucket.places}
+            bucket.held.clear()
+            bucket.streams.clear()
+            for place in bucket.places:
+                place.parameter.grad = None
+                place.parameter.grad_added_to_main_grad = False
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward in this block is not the last microbatch's: no reduction starts (DDP's `no_sync`)."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def finish(self) -> None:
+        """Start the reductions that have not begun, and wait for all. On a GPU the current stream waits, not the CPU."""
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if place.parameter.grad is not None:
+                    self.check_open(place.parameter)
+                if id(place.parameter) in bucket.held:
+                    raise RuntimeError(
+                        f"finish() must come after all gradients, but {place.name}'s are deferred: flush them first"
+                    )
+        for bucket in self.buckets[self._next :]:
+            for place in bucket.places:
+                self._take(place.parameter)
+            self._start(bucket)
+        self._wait()
+        self._finished = True
+
+    def close(self) -> None:
+        """Take hooks and main_grad from the parameters."""
+        self._wait()
+        self._finalizer()
+
+    # ---- gradients come ----
+
+    def _arrived(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[id(parameter)]
+        if self._accumulating:
+            if self._next:
+                raise RuntimeError(_late(self._name(parameter), "the step's reductions had begun"))
+            self._take(parameter)
+            return
+        self.check_open(parameter)
+        if id(parameter) not in bucket.missing:
+            raise RuntimeError(_late(self._name(parameter), "another one's outside of accumulate()"))
+        self._take(parameter)
+        bucket.missing.discard(id(parameter))
+        if parameter.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(parameter.device))
+        if not bucket.missing:
+            self._start_full()
+
+    def _take(self, parameter: Any) -> None:
+        """Add `.grad` to main_grad. The flag does not say that there is nothing in it: a tied weight's may hold another op's."""
+        grad = parameter.grad
+        parameter.grad_added_to_main_grad = False
+        if grad is None:
+            return
+        parameter.grad = None
+        if not _is_placeholder(grad):
+            grad = grad.detach()  # under create_graph it has a graph
+            parameter.main_grad.add_(grad.to(self.dtype) if grad.is_sparse else grad)
+
+    def _start_full(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            if bucket.missing or bucket.held:
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        self._next = bucket.index + 1
+        if self.group is None:
+            return
+        for stream in bucket.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        op = dist.ReduceOp.SUM
+        if self._average and bucket.flat.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group):
+            op = dist.ReduceOp.AVG  # NCCL divides while it reads, before it adds
+        elif self._average:
+            bucket.flat.div_(self.ranks)
+        if self.shard:
+            # PyTorch 2.13 has another name for it, and warns at the one before
+            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            bucket.work = reduce_scatter(bucket.mine, bucket.flat, op, self.group, async_op=True)
+        else:
+            bucket.work = dist.all_reduce(bucket.flat, op, self.group, async_op=True)
+
+    def _wait(self) -> None:
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    # ---- for gradients that come after backward ----
+
+    def check_open(self, parameter: Tensor) -> None:
+        """Raise where the reduction of the parameter's bucket has begun, so that adding to main_grad would lose a gradient."""
+        if self._bucket_of[id(parameter)].index < self._next:
+            raise RuntimeError(_late(self._name(parameter), "the reduction of its bucket had begun"))
+
+    def hold(self, parameter: Tensor) -> None:
+        """The parameter's bucket is to wait for `release`: a gradient of it is kept for later. Raises where it is too late."""
+        self.check_open(parameter)
+        self._bucket_of[id(parameter)].held.add(id(parameter))
+
+    def release(self, parameter: Tensor) -> None:
+        """All that was kept for later is in main_grad: the bucket's reduction starts, where nothing else is missing."""
+        self._bucket_of[id(parameter)].held.discard(id(parameter))
+        self._start_full()
+
+    def _name(self, parameter: Tensor) -> str:
+        return next(place.name for place in self._bucket_of[id(parameter)].places if place.parameter is parameter)
+
+    # ---- the whole gradient ----
+
+    @torch.no_grad()
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole gradient, over shards and tp_group too, in fp32. The CPU does not wait for it."""
+        self.check_finished("norm()")
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, but is {norm_type}")
+        parts = [
+            bucket.flat[start:stop]
+            for bucket in self.buckets
+            for place, start, stop in bucket.parts()
+            if self._counts(place.parameter)
+        ]
+        device = self.buffers[0].device
+        each = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else []
+        total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
+        for group in (self.group if self.shard else None, self.tp_group):
+            # norms of norms, gathered: nothing overflows as a square would, and a maximum keeps NaN
+            total = start_all_gather(torch.linalg.vector_norm(total, norm_type).view(1), group).wait()
+        whole: Tensor = torch.linalg.vector_norm(total, norm_type)
+        return whole
+
+    def _counts(self, parameter: Tensor) -> bool:
+        return self.tp_group is None or self.tp_group.rank() == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradient to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does; the norm it had."""
+        self.check_finished("clip_()")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be 0 or more, but is {max_norm}")
+        total = self.norm(norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for part in [bucket.mine for bucket in self.buckets] if self.shard else self.buffers:
+            part.mul_(factor.to(part.device))
+        return total
+
+    def check_finished(self, what: str) -> None:
+        if not self._finished:
+            raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
+
+
+# ---- what parameters call ----
+
+
+def _arrived(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
+    main_grads = owner()
+    if main_grads is not None:
+        main_grads._arrived(parameter)
+
+
+def _let_go(parameters: list[Any], handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    for parameter in parameters:
+        for name in ("main_grad", "main_grads", "grad_added_to_main_grad"):
+            parameter.__dict__.pop(name, None)
+
+
+def _is_placeholder(grad: Tensor) -> bool:
+    """Whether it is surely the zeros of an op that has added to main_grad: adding them would be right, and in vain."""
+    zeros = convention._zeros.get((grad.shape, grad.dtype, grad.device))
+    return zeros is not None and zeros.data_ptr() == grad.data_ptr() and not zeros._version
+
+
+def _late(name: str, after: str) -> str:
+    return (
+        f"{name} must get its gradients before the step's reductions, but got one after {after}: run every backward but the "
+        "last in `with main_grads.accumulate():`, flush deferred gradients before finish(), begin the next step with zero_()"
+    )
+
+
+# ---- what lies where ----
+
+
+def _trainable(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]:
+    if isinstance(parameters, Tensor):  # it could be iterated over: its rows
+        raise TypeError("parameters must be a module or parameters, but is one tensor: put it in a list")
+    listed = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
+    named = [each if isinstance(each, tuple) else (f"parameter {index}", each) for index, each in enumerate(listed)]
+    names: set[str] = set()
+    seen: set[int] = set()
+    trainable = []
+    for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters must be a module or parameters, but {name} is a {type(parameter).__name__}")
+        if id(parameter) in seen or name in names:
+            raise ValueError(f"parameters must have each parameter and name once, but {name} is there twice")
+        seen.add(id(parameter))
+        names.add(name)
+        if parameter.requires_grad:
+            _check(name, parameter)
+            trainable.append((name, parameter))
+    if not trainable:
+        frozen = f"has {len(named)} frozen ones only" if named else "is empty"
+        raise ValueError(f"parameters must have one that requires a gradient, but {frozen}")
+    return trainable
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if parameter.dtype not in _TYPES:
+        raise TypeError(f"parameters must be fp32, fp16 or bf16, but {name} is {parameter.dtype}")
+    if not parameter.is_leaf:
+        raise ValueError(f"parameters must be leaves of autograd's graph, but {name} is what an operator returned")
+    if getattr(parameter, "main_grad", None) is not None:
+        raise ValueError(f"parameters must have no main_grad yet, but {name} has: close() the MainGrads that it belongs to")
+
+
+def _kind(parameter: Tensor) -> tuple[torch.device, torch.dtype]:
+    return parameter.device, parameter.dtype
+
+
+def _planned(named: list[tuple[str, Any]], limit: int) -> list[list[Place]]:
+    """The buckets, of up to limit elements, in the order in which their last gradients are expected."""
+    filling: dict[tuple[torch.device, torch.dtype], tuple[int, list[Place]]] = {}
+    full = []
+    for order, (name, parameter) in enumerate(reversed(named)):
+        kind = _kind(parameter)
+        _, places = filling.get(kind, (order, []))
+        start = _up(places[-1].stop, _ALIGNED) if places else 0
+        if places and start + parameter.numel() > limit:
+            full.append(filling[kind])
+            places, start = [], 0
+        filling[kind] = order, [*places, Place(name, parameter, start, start + parameter.numel())]
+    return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]
+
+
+def _up(size: int, multiple: int) -> int:
+    return max(1, math.ceil(size / multiple)) * multiple
+
+
+# ---- who else is there ----
+
+
+def _with_others(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None where there is nobody to talk to."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # new_group gives a number to the ranks left out
+        raise TypeError(f"{name} must be None or a torch.distributed.ProcessGroup that has this rank, but is {group!r}")
+    return group if group is not None and group.size() > 1 else None
+
+
+def _check_agreement(mine: object, group: dist.ProcessGroup) -> None:
+    all_of_them: list[object] = [None] * group.size()
+    dist.all_gather_object(all_of_them, mine, group=group)
+    for rank, theirs in enumerate(all_of_them):
+        if theirs != all_of_them[0]:
+            raise RuntimeError(
+                f"parameters must be the same, in one order, on all ranks of group, but differ on its ranks 0 and {rank}"
+            )

@@ -1,0 +1,474 @@
+"""What activation_linear is, what it keeps, and how it behaves under whatever people do to an op."""
+
+import itertools
+
+import pytest
+import torch
+from ops.activation_linear_calls import NAMES, op, tensors
+from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, PLAIN, laid_out, small_tiles
+from ops.calls import backends, equal, gradients, incoming, needs_triton, relative
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.activation_linear as room
+from onepass.kernels import bias_activation as kernels
+from onepass.runtime.saved import SAVES, fp8_dequantise, fp8_quantise
+from onepass.testing.budget import compare, run
+from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
+
+saves = pytest.mark.parametrize("save", SAVES)
+kinds = pytest.mark.parametrize("activation", ("swiglu", "gelu"))
+CLAMPED = {"clamp": 1.0, "linear_offset": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with small_tiles(room):
+        yield
+
+
+# ---- what it computes ----
+
+
+def as_kept(x, save, activation):
+    """x as backward sees it."""
+    parts = 2 if activation in GATED else 1
+    return fp8_dequantise(*fp8_quantise(x, parts), x.dtype, parts) if save == "fp8" else x
+
+
+def results(call, given, dy, kept, dtype=None):
+    """y at x, and the gradients at the x that is kept."""
+    return run(call, given | {"x": kept}, dy, dtype) | {"y": run(call, given, None, dtype)["y"]}
+
+
+def report_of(function, dtype, activation, save="input", backend="torch", lead=(3, 11), without=(), vector=None, **options):
+    """Ours against the formula in fp64; the baseline is the same formula in the inputs' own types."""
+    some = zip(NAMES, tensors(activation, lead, 70, 48, dtype, vector, without), strict=True)
+    given = {name: t if t is None else t.detach() for name, t in some}
+    dy = torch.randn(*lead, 48, device=DEVICE).to(dtype)
+    reference = op(activation, room.activation_linear_reference, **options)
+    kept = as_kept(given["x"], save, activation)
+    with poisoned(), unchanged(**given, dy=dy):
+        ours = run(op(activation, function, save=save, backend=backend, **options), given, dy)
+    exact = results(reference, given, dy, kept, torch.float64)
+    if dtype is FP32:
+        return {name: relative(ours[name], exact[name]) for name in exact}
+    return compare([(ours, results(reference, given, dy, kept), exact)], dtype)
+
+
+@backends
+@saves
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED))
+def test_values_and_gradients_in_fp32(activation, save, backend):
+    for options in ({}, CLAMPED) if activation in GATED else ({},):
+        errors = report_of(None, FP32, activation, save, backend, **options)
+        assert all(error <= 1e-6 for error in errors.values()), errors
+
+
+@backends
+@saves
+@pytest.mark.parametrize("dtype", (BF16, FP16))
+@pytest.mark.parametrize("activation", ("swiglu", "gelu", "relu"))
+def test_values_and_gradients_in_16_bits(activation, dtype, save, backend):
+    for vector in (dtype, FP32):
+        report = report_of(None, dtype, activation, save, backend, (4, 64), vector=vector)
+        assert report, report
+
+
+@backends
+@kinds
+def test_with_and_without_each_tensor(activation, backend):
+    for count in (1, 2, 3):
+        for without in itertools.combinations(NAMES[2:], count):
+            errors = report_of(None, FP32, activation, backend=backend, without=without)
+            assert all(error <= 1e-6 for error in errors.values()), (without, errors)
+
+
+@backends
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED))
+def test_it_is_the_activation_and_the_linear(activation, backend):
+    inputs = tensors(activation, dtype=BF16, vector=FP32)
+
+    def separate(x, weight, bias, activation_bias, token_weight):
+        y = onepass.bias_activation(x, activation_bias, activation, token_weight=token_weight, backend=backend)
+        return F.linear(y, weight, bias)
+
+    ours, theirs = (gradients(f, inputs) for f in (op(activation, backend=backend), separate))
+    assert equal(ours[:3], theirs[:3]) and equal(ours[4:], theirs[4:])  # but the bias's gradient: theirs has bf16 partial sums
+    torch.testing.assert_close(ours[3], theirs[3])
+
+
+@backends
+def test_fp64(backend):
+    inputs = [t.detach().double().requires_grad_() for t in tensors(lead=(2,), K=3, N=4)]
+    if backend == "triton":
+        with pytest.raises(RuntimeError, match="float64"):
+            op(backend="triton")(*inputs)
+        return
+    assert torch.autograd.gradcheck(op(backend=backend, **CLAMPED), inputs)
+
+
+@backends
+@saves
+@kinds
+@pytest.mark.parametrize(("lead", "K", "N"), [((0,), 8, 6), ((2, 0), 8, 6), ((3,), 0, 6), ((3, 2), 8, 0), ((0,), 0, 0)])
+def test_zero_sizes(lead, K, N, activation, save, backend):
+    inputs = tensors(activation, lead, K or 1, N)
+    if not K:
+        inputs = [t if i in (2, 4) else t.detach()[..., :0].requires_grad_() for i, t in enumerate(inputs)]
+    y, *grads = gradients(op(activation, save=save, backend=backend), inputs)
+    assert y.shape == (*lead, N) and [g.shape for g in grads] == [t.shape for t in inputs]
+    assert K == 0 or not any(g.any() for g in grads)
+    if not K and N:
+        assert torch.equal(y, inputs[2].detach().expand(y.shape))
+
+
+@backends
+@saves
+@pytest.mark.parametrize("layout", ("strided", "sliced", "transposed", "swapped", "expanded", "unaligned"))
+def test_layouts(layout, save, backend):
+    x, *rest = (t.detach() for t in tensors(lead=(6, 5)))
+    dy = torch.randn(6, 5, 24, device=DEVICE)
+    other, dy = laid_out(x, layout), laid_out(dy, layout)
+    got, expected = (
+        run(op(save=save, backend=backend), dict(zip(NAMES, (t, *rest), strict=True)), d)
+        for t, d in ((other, dy), (other.contiguous(), dy.contiguous()))
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@backends
+@kinds
+def test_one_row_without_leading_dimensions_and_a_column_of_token_weights(activation, backend):
+    inputs = tensors(activation, ())
+    inputs[4] = inputs[4].detach().view(1).requires_grad_()
+    one = gradients(op(activation, backend=backend), inputs)
+    row = [inputs[0].detach()[None].requires_grad_(), *inputs[1:4], inputs[4].detach()[None].requires_grad_()]
+    for a, b in zip(one, gradients(op(activation, backend=backend), row), strict=True):
+        torch.testing.assert_close(a, b.view(a.shape))
+
+
+# ---- the kernel that rebuilds ----
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("fp8", (False, True), ids=("", "fp8"))
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED))
+def test_backward_rebuilds_what_forward_wrote(activation, fp8, dtype):
+    x, _, _, bias, token_weight = (t.detach() for t in tensors(activation, (21,), 72, dtype=dtype))
+    call = (activation, 1.0, 0.5) if activation in GATED else (activation, None, None)
+    kept, exponents = fp8_quantise(x, 2 if activation in GATED else 1) if fp8 else (x, None)
+    seen = as_kept(x, "fp8" if fp8 else "input", activation)
+    dy = torch.randn(21, 72, device=DEVICE).to(dtype)
+    expected = kernels.activation_forward(seen, bias, token_weight, *call)
+    grads = kernels.activation_backward(dy, kept, exponents, bias, token_weight, *call, True, True, True, dtype)
+    assert grads[3] is None
+    for into_dy in (False, True):
+        given = dy.clone()
+        with poisoned():
+            found = kernels.activation_backward(
+                given, kept, exponents, bias, token_weight, *call, True, True, True, dtype, dtype, into_dy
+            )
+        torch.testing.assert_close(found[3], expected, rtol=1e-6 if dtype is FP32 else 1e-2, atol=1e-6)
+        if DEVICE == "cpu":  # a compiler may contract differently
+            assert torch.equal(found[3], expected)
+        assert equal(found[:3], grads[:3])
+        assert (found[3].data_ptr() == given.data_ptr()) is into_dy and (into_dy or torch.equal(given, dy))
+    again = kernels.rebuilt(kept, exponents, bias, token_weight, *call, dtype)
+    torch.testing.assert_close(again, expected, rtol=1e-6 if dtype is FP32 else 1e-2, atol=1e-6)
+
+
+@needs_triton
+def test_y_takes_no_place_of_which_two_threads_read():
+    dy, x = torch.randn(6, 1, device=DEVICE), torch.randn(6, 1, device=DEVICE)
+    y = kernels.activation_backward(dy, x, None, None, None, "silu", None, None, True, False, False, FP32, FP32, True)[3]
+    assert y.data_ptr() != dy.data_ptr()  # a block of 4 numbers and 128 threads
+    torch.testing.assert_close(y, F.silu(x))
+
+
+@needs_triton
+def test_registered_ops_are_what_they_say():
+    x, _, _, bias, token_weight = (t.detach() for t in tensors())
+    dy, call = torch.randn(5, 3, 40, device=DEVICE), ("swiglu", 1.0, 0.5)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for forward in (kernels.registered_forward, kernels.registered_forward_fp8):
+        torch.library.opcheck(forward, (x, bias, token_weight, *call, BF16), test_utils=tests)
+    for needs in ((True, True, True), (False, True, False), (False, False, False)):
+        for dx_type, y_type in ((FP32, FP32), (None, None), (BF16, FP32)):
+            given = dy, x, None, bias, token_weight, *call, *needs, dx_type, y_type
+            torch.library.opcheck(kernels._backward_op, given, test_utils=tests)
+
+
+# ---- which gradients are asked for ----
+
+
+@backends
+@saves
+@kinds
+def test_every_choice_of_what_is_frozen(activation, save, backend):
+    inputs = tensors(activation, (3, 2), 20, 12)
+    call = op(activation, save=save, backend=backend)
+    expected = gradients(call, inputs)[1:]
+    for count in range(1, 5):
+        for asking in itertools.combinations(range(5), count):
+            for i, t in enumerate(inputs):
+                t.requires_grad_(i in asking)
+            for i, grad in zip(asking, gradients(call, inputs)[1:], strict=True):
+                torch.testing.assert_close(grad, expected[i], msg=lambda said, i=i, asking=asking: f"{i} of {asking}: {said}")
+
+
+@backends
+@saves
+def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
+    inputs = tensors()
+    did = []
+
+    def spied(name, note):
+        stock = getattr(room, name)
+        monkeypatch.setattr(room, name, lambda *args: did.append(note(args)) or stock(*args))
+
+    spied("start_input_gradient", lambda _: "d activation")
+    spied("weight_gradient", lambda _: "weight")
+    if backend == "triton":
+        spied("activation_backward", lambda args: "and y" if args[12] is not None else "no y")
+        spied("rebuilt", lambda _: "y alone")
+
+    def of(*asking):
+        y = op(save=save, backend=backend)(*inputs)
+        did.clear()
+        torch.autograd.grad(y.sum(), [inputs[NAMES.index(name)] for name in asking])
+        return list(did)
+
+    def kernel(what):
+        return [what] if backend == "triton" else []
+
+    assert of("x") == ["d activation", *kernel("no y")]
+    assert of("activation_bias", "token_weight") == ["d activation", *kernel("no y")]
+    assert of("x", "weight") == ["d activation", *kernel("and y"), "weight"]
+    assert of("weight") == [*kernel("y alone"), "weight"]
+    assert of("bias") == []
+
+
+@backends
+@saves
+def test_nothing_is_kept_where_nothing_asks(save, backend):
+    inputs = tensors()
+    call = op(save=save, backend=backend)
+    inputs[1].main_grad = torch.zeros(1)  # of a wrong shape: nobody looks
+    with saved_tensors() as kept, torch.no_grad():
+        first = call(*inputs)
+    with saved_tensors() as kept_frozen:
+        frozen = call(*(t.detach() for t in inputs))
+    assert not kept and not kept_frozen and torch.equal(first, frozen) and not frozen.requires_grad
+    some = [t.detach() for t in inputs]
+    with saved_tensors() as kept:
+        call(*some[:2], some[2].requires_grad_(), *some[3:])  # the bias alone needs nothing of x
+    assert not any(t.numel() >= some[0].numel() for t in kept)
+
+
+# ---- what is kept, and what is written ----
+
+
+@backends
+@saves
+@kinds
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_keeps_x_only_in_its_store(activation, dtype, save, backend):
+    K = 128
+    x, weight, *_ = tensors(activation, (9, 4), K, 24, dtype)
+    with saved_tensors() as kept:
+        op(activation, save=save, backend=backend)(x, weight)
+    if save == "fp8":
+        assert bytes_kept(kept, weight) == x.numel() + x.numel() // 64
+    else:
+        assert bytes_kept([t for t in kept if t.device == x.device], weight, x) == 0
+
+    def separate():
+        return F.linear(onepass.bias_activation(x, None, activation, backend=backend), weight)
+
+    with saved_tensors() as kept:
+        separate()
+    assert bytes_kept(kept, weight, x) == 9 * 4 * K * dtype.itemsize
+
+
+@backends
+@saves
+def test_kept_tensors_inputs_and_incoming_gradients_are_not_written(save, backend):
+    inputs = tensors()
+    with saved_tensors() as kept:
+        y = op(save=save, backend=backend)(*inputs)
+    dy = torch.randn_like(y)
+    with unchanged(dy=dy, y=y, **{f"kept{i}": t for i, t in enumerate(kept)}, **dict(zip(NAMES, inputs, strict=True))):
+        y.backward(dy)
+    places = [t.untyped_storage().data_ptr() for t in (*(t.grad for t in inputs), dy)]
+    assert len(set(places)) == len(places)
+
+
+@backends
+@saves
+def test_twice_over_a_retained_graph_and_called_again(save, backend):
+    inputs, call = tensors(), op(save=save, backend=backend)
+    y = call(*inputs)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    again = torch.autograd.grad(y, inputs, dy)
+    assert equal(first, again) and equal(first, torch.autograd.grad(call(*inputs), inputs, dy))
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@saves
+@kinds
+def test_compiling_gives_the_same(activation, save, backend):
+    inputs = tensors(activation, dtype=BF16)
+    call = op(activation, save=save, backend=backend)
+
+    def block(x, *rest):
+        return call(x * 1, *rest) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for some in (inputs, [*inputs[:2], None, None, None]):
+        for a, b in zip(gradients(block, some), gradients(compiled, some), strict=True):
+            if backend == "triton":
+                assert torch.equal(a, b)
+            else:  # the compiler sees the formula, and rounds where that does; fp8: its weight gets the exact activation
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=(6e-2 if save == "fp8" else 2e-2) * b.abs().max().item())
+
+
+@backends
+@saves
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointing_gives_the_same(reentrant, save, backend):
+    inputs = tensors()
+
+    def block(x, *rest):
+        return op(save=save, backend=backend)(x * 2, *rest)
+
+    assert equal(gradients(block, inputs), gradients(lambda *t: checkpoint(block, *t, use_reentrant=reentrant), inputs))
+
+
+@backends
+@pytest.mark.parametrize("constant", (True, False))
+def test_a_second_derivative_raises(constant, backend):
+    inputs = tensors()
+    y = op(backend=backend)(*inputs)
+    (dx,) = torch.autograd.grad(y, inputs[0], torch.ones_like(y, requires_grad=not constant), create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        dx.square().sum().backward()
+
+
+@kinds
+def test_transforms_take_the_formula(activation):
+    x, *rest = (t.detach() for t in tensors(activation, (5,), without=("token_weight",))[:4])
+    calls = [lambda t, f=f: op(activation, f)(t, *rest) for f in (None, room.activation_linear_reference)]
+    torch.testing.assert_close(torch.func.vmap(calls[0])(x), calls[1](x))
+    torch.testing.assert_close(*(torch.func.grad(lambda t, f=f: f(t).square().sum())(x) for f in calls))
+
+
+@backends
+@saves
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_autocast_rounds_the_operands_of_the_product(dtype, save, backend):
+    x, weight, bias, activation_bias, token_weight = tensors(lead=(7,), K=64)
+    x = x.detach().to(dtype).requires_grad_()
+    weight.main_grad = torch.zeros_like(weight)
+    with torch.autocast(DEVICE, BF16):
+        y = op(save=save, backend=backend)(x, weight, bias, activation_bias, token_weight)
+    assert y.dtype is BF16
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias, activation_bias, token_weight)]
+    exact[0] = as_kept(x.detach(), save, "swiglu").double().requires_grad_()
+    op(function=room.activation_linear_reference)(*exact).backward(dy.double())
+    got = x.grad, weight.main_grad, bias.grad, activation_bias.grad, token_weight.grad
+    for grad, true in zip(got, exact, strict=True):
+        assert relative(grad, true.grad) < 1e-2
+    assert x.grad.dtype is dtype and bias.grad.dtype is FP32 and weight.grad is None
+    inputs = [t.detach().double() for t in (x, weight, bias, activation_bias, token_weight)]
+    with torch.autocast(DEVICE, BF16):
+        assert op(backend="torch")(*inputs).dtype is torch.float64
+
+
+@backends
+def test_in_inference_mode_and_on_parameters(backend):
+    inputs = tensors()
+    with torch.inference_mode():
+        y = op(backend=backend)(*inputs)
+    again = op(backend=backend)(inputs[0], *(torch.nn.Parameter(t.detach()) for t in inputs[1:]))
+    assert torch.equal(y, again)
+
+
+# ---- main_grad ----
+
+
+@backends
+@saves
+@pytest.mark.parametrize("mode", ("eager", "aot_eager"))
+def test_parameters_in_every_pass(mode, save, backend):
+    """Gathered by backward, returned to who asks for them by name, left alone by the others; compiled, the first only."""
+    inputs = tensors()
+    x, weight, bias, activation_bias, token_weight = inputs
+    call = op(save=save, backend=backend)
+    mine = weight, bias, activation_bias
+    expected = torch.autograd.grad(call(*inputs).square().sum(), (x, *mine))
+    parameters = [torch.nn.Parameter(t.detach()) for t in mine]
+    for parameter in parameters:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    given = [x, *parameters, token_weight]
+
+    def run(*given):
+        return call(*given).square().sum()
+
+    torch._dynamo.reset()
+    loss = run if mode == "eager" else torch.compile(run, fullgraph=True, backend=mode)
+    exact = backend == "triton" or mode == "eager" or save != "fp8"
+    for step in (1, 2):
+        loss(*given).backward()
+        for parameter, total in zip(parameters, expected[1:], strict=True):
+            close = {"rtol": 1e-5, "atol": 1e-4} if exact else {"rtol": 0.1, "atol": 0.06 * total.abs().max().item()}
+            torch.testing.assert_close(parameter.main_grad, step * total, **close)
+        assert all(t.grad_added_to_main_grad is True and not t.grad.any() for t in parameters)
+    torch.testing.assert_close(x.grad, 2 * expected[0])
+    with unchanged(**{f"main{i}": t.main_grad for i, t in enumerate(parameters)}):
+        for asked, what in (([x], expected[:1]), (parameters, expected[1:])):
+            if mode == "eager":
+                torch.testing.assert_close(torch.autograd.grad(loss(*given), asked), what)
+            else:
+                with pytest.raises(RuntimeError, match="main_grad must be gathered"):
+                    torch.autograd.grad(loss(*given), asked)
+
+
+@backends
+@pytest.mark.parametrize("main", (FP32, BF16))
+def test_main_grad_of_bf16_weights_over_two_microbatches(main, backend):
+    x, weight, *rest = tensors(lead=(6, 8), dtype=BF16)
+    start = torch.randn_like(weight, dtype=main)
+    weight.main_grad, place = start.clone(), None
+    exact = start.double()
+    for step in range(2):
+        x = torch.randn_like(x).requires_grad_()
+        y = op(backend=backend)(x, weight, *rest)
+        dy, place = torch.randn_like(y), weight.main_grad.data_ptr()
+        y.backward(dy)
+        activated = onepass.bias_activation(x, rest[1], "swiglu", token_weight=rest[2], backend=backend).detach().double()
+        exact += dy.double().flatten(0, -2).T @ activated.flatten(0, -2)
+        assert relative(weight.main_grad, exact) <= (1e-6 if main is FP32 else 4e-3), step
+        assert weight.main_grad.data_ptr() == place and weight.grad is None
+
+
+@backends
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointing_adds_to_main_grad_once(reentrant, backend):
+    x, weight, *rest = tensors()
+    expected = gradients(op(backend=backend), (x, weight, *rest))[2]
+    weight.main_grad = torch.zeros_like(weight)
+    y = checkpoint(lambda t: op(backend=backend)(t, weight, *rest), x, use_reentrant=reentrant)
+    y.backward(incoming(y))
+    torch.testing.assert_close(weight.main_grad, expected)
+    assert weight.grad is None

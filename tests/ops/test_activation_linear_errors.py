@@ -1,0 +1,60 @@
+"""What is said of a call of activation_linear: bad input, each with its message, and an explanation."""
+
+import pytest
+import torch
+from ops.activation_linear_calls import op, tensors
+from ops.calls import needs_triton
+
+import onepass
+from onepass.testing.poison import unchanged
+
+x, weight, bias, wide = torch.ones(2, 12), torch.ones(3, 6), torch.ones(3), torch.ones(12)
+BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
+    "integer x": ((x.int(), weight), {}, TypeError, ("x must be", "floating-point", "torch.int32")),
+    "no tensor": (([1.0], weight), {}, TypeError, ("x must be", "list")),
+    "a scalar": ((torch.tensor(1.0), weight), {}, ValueError, ("x must", "dimension")),
+    "half a pair": ((x[:, :11], weight), {}, ValueError, ("x must have an even last dimension", "11")),
+    "weight of x's width": ((x, torch.ones(3, 12)), {}, ValueError, ("weight must have shape (N, 6)", "(3, 12)")),
+    "weight turned": ((x, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
+    "weight nothing": ((x, None), {}, TypeError, ("weight must be", "NoneType")),
+    "weight of another type": ((x, weight.bfloat16()), {}, TypeError, ("weight must", "float32", "bfloat16")),
+    "weight elsewhere": ((x, weight.to("meta")), {}, ValueError, ("weight must be on cpu", "meta")),
+    "short bias": ((x, weight, bias[:2]), {}, ValueError, ("bias must have shape (3,)", "(2,)")),
+    "bias of another type": ((x, weight, bias.half()), {}, TypeError, ("bias must", "float32", "float16")),
+    "an activation's name for a bias": ((x, weight, "gelu"), {}, TypeError, ("bias must be", "str")),
+    "no such activation": ((x, weight, None, "mish"), {}, ValueError, ("activation must be one of", "'mish'")),
+    "short activation_bias": ((x, weight), {"activation_bias": wide[:6]}, ValueError, ("activation_bias", "(12,)", "(6,)")),
+    "activation_bias a number": ((x, weight), {"activation_bias": 1.0}, TypeError, ("activation_bias must be", "float")),
+    "token_weight of columns": ((x, weight), {"token_weight": wide}, ValueError, ("token_weight must", "(2,)", "(12,)")),
+    "a clamp of no gate": ((x[:, :6], weight, None, "gelu"), {"clamp": 1.0}, ValueError, ("clamp (1.0) needs a gated", "'gelu'")),
+    "an offset of no gate": ((x[:, :6], weight, None, "gelu"), {"linear_offset": 1.0}, ValueError, ("linear_offset", "'gelu'")),
+    "no such store": ((x, weight), {"save": "fp4"}, ValueError, ("save must be one of input, fp8, offload", "'fp4'")),
+    "unknown backend": ((x, weight), {"backend": "cuda"}, ValueError, ("backend must be one of auto", "'cuda'")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    args, options, error, words = BAD[what]
+    with unchanged(x=x, weight=weight, bias=bias), pytest.raises(error) as raised:
+        onepass.activation_linear(*args, **options)
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+def test_infinities_and_fp8_under_validate():
+    with onepass.validate(), pytest.raises(ValueError, match="x must be finite"):
+        onepass.activation_linear(x * float("inf"), weight, save="fp8")
+
+
+def test_a_wrong_main_grad_raises_before_anything_is_written():
+    inputs = tensors()
+    inputs[1].main_grad = torch.zeros(40, 24, device=inputs[1].device)
+    with unchanged(main_grad=inputs[1].main_grad), pytest.raises(ValueError, match=r"main_grad must .* \(24, 40\)"):
+        op()(*inputs)
+
+
+@needs_triton
+def test_explain():
+    said = onepass.explain("activation_linear", *(t.detach() for t in tensors()[:3]), backend="triton")
+    assert all(word in said.variant for word in ("forward in blocks", "cuBLAS", "rebuilt in backward")), said.variant

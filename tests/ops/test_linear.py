@@ -1,0 +1,235 @@
+"""linear: the formula's values and gradients, main_grad in every kind of pass, what it keeps, what people wrap around it, errors.
+
+Spread over ranks: tests/parallel/test_products.py. main_grad's own rules: tests/runtime/test_main_grad.py.
+"""
+
+import pytest
+import torch
+from ops.calls import backends, equal, gradients, relative
+from ops.norm_oracle import BF16, DEVICE, FP16, FP32
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass.ops.linear import linear_reference
+from onepass.testing.poison import unchanged
+
+SHAPES = [((3, 5), 40, 24), ((), 7, 3), ((1,), 1, 1), ((0, 4), 8, 6), ((6,), 8, 0), ((5,), 0, 4)]
+
+
+def tensors(lead=(3, 5), K=40, N=24, dtype=FP32, with_bias=True, main=None):
+    """x, weight and bias, all of which ask for a gradient; `main`: the type of the parameters' main_grads."""
+    x = torch.randn(*lead, K, device=DEVICE).to(dtype).requires_grad_()
+    weight = nn.Parameter((torch.randn(N, K, device=DEVICE) / max(K, 1) ** 0.5).to(dtype))
+    bias = nn.Parameter(torch.randn(N, device=DEVICE).to(dtype)) if with_bias else None
+    for parameter in (weight, bias):
+        if main is not None and parameter is not None:
+            parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE, dtype=main)
+    return x, weight, bias
+
+
+@backends
+@pytest.mark.parametrize("dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_pytorch_where_nothing_is_asked_of_it(shape, dtype, backend):
+    x, weight, bias = tensors(*shape, dtype)
+    for some in ((x, weight, bias), (x, weight, None)):
+        assert equal(gradients(lambda *t: onepass.linear(*t, backend=backend), some), gradients(F.linear, some))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("main", (FP32, BF16), ids=lambda t: f"main {t}")
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_main_grad_gathers_over_microbatches(dtype, main, shape):
+    x, weight, bias = tensors(*shape, dtype, main=main)
+    exact = [0, 0]
+    for _ in range(4):
+        x = torch.randn_like(x).requires_grad_()
+        y = onepass.linear(x, weight, bias)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+        dx, *grads = torch.autograd.grad(linear_reference(*wide), wide, dy.double())
+        exact = [a + b for a, b in zip(exact, grads, strict=True)]
+        torch.testing.assert_close(y.double(), linear_reference(*wide), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(x.grad.double(), dx, rtol=2e-2, atol=2e-2)
+    assert weight.grad is None and bias.grad is None
+    for parameter, grad in zip((weight, bias), exact, strict=True):
+        if grad.numel() and grad.any():
+            assert relative(parameter.main_grad, grad) < (1e-5 if main is FP32 else 1e-2)
+
+
+def test_a_layer_used_twice_and_a_weight_that_two_share():
+    """Sums are exact; a use that knows nothing of main_grad puts its gradient in .grad."""
+    x, weight, _ = tensors(K=24, N=24, with_bias=False, main=FP32)
+    onepass.linear(onepass.linear(x, weight), weight).sum().backward()
+    wide = weight.detach().double().requires_grad_()
+    F.linear(F.linear(x.double(), wide), wide).sum().backward()
+    torch.testing.assert_close(weight.main_grad.double(), wide.grad, rtol=1e-5, atol=1e-4)
+    weight.main_grad.zero_()
+    ids = torch.arange(12, device=DEVICE)
+    onepass.linear(F.embedding(ids, weight), weight).sum().backward()
+    wide.grad = None
+    F.linear(F.embedding(ids, wide), wide).sum().backward()
+    torch.testing.assert_close((weight.main_grad + weight.grad).double(), wide.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_placeholders_of_two_weights_of_one_shape():
+    """One of them tied: neither's .grad turns up in the other's, over several microbatches."""
+    tied = tensors(K=24, N=24, with_bias=False, main=FP32)[1]
+    other = tensors(K=24, N=24, with_bias=False, main=FP32)[1]
+    for parameter in (tied, other):
+        parameter.grad_added_to_main_grad = False
+    ids, once = torch.arange(12, device=DEVICE), None
+    for step in range(1, 4):
+        onepass.linear(onepass.linear(F.embedding(ids, tied), other), tied).sum().backward()
+        once = tied.grad.clone() if once is None else once
+        assert tied.grad_added_to_main_grad and other.grad_added_to_main_grad
+        assert not other.grad.any()
+        torch.testing.assert_close(tied.grad, step * once)  # the embedding's own, and nothing more
+        assert once.any()
+
+
+def test_each_kind_of_pass_gets_what_it_asks_for():
+    x, weight, bias = tensors(main=FP32)
+    plain = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.autograd.grad(F.linear(*plain).square().sum(), plain)
+    with unchanged(weight=weight.main_grad, bias=bias.main_grad):
+        assert torch.equal(torch.autograd.grad(onepass.linear(x, weight, bias).square().sum(), x)[0], expected[0])
+        got = torch.autograd.grad(onepass.linear(x, weight, bias).square().sum(), (weight, bias))
+    torch.testing.assert_close(got, expected[1:])
+    loss = onepass.linear(x, weight, bias).square().sum()
+    loss.backward(retain_graph=True)
+    once = weight.main_grad.clone()
+    loss.backward()
+    torch.testing.assert_close(weight.main_grad, 2 * once)
+    torch.testing.assert_close(once, expected[1])
+
+
+@pytest.mark.parametrize("frozen", (0, 1, 2), ids=("x", "weight", "bias"))
+def test_frozen_ones_cost_nothing_and_others_lose_nothing(frozen):
+    x, weight, bias = inputs = tensors(main=FP32)
+    inputs[frozen].requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = onepass.linear(*inputs)
+    y.sum().backward()
+    assert len(kept) == (2 if frozen == 2 else 1)
+    assert (x.grad is not None) == (frozen != 0)
+    assert weight.main_grad.any() == (frozen != 1) and bias.main_grad.any() == (frozen != 2)
+
+
+def test_keeps_x_and_the_weight_and_allocates_no_gradient():
+    x, weight, _ = tensors(with_bias=False, main=FP32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = onepass.linear(x, weight)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
+    place = weight.main_grad.data_ptr()
+    y.sum().backward()
+    assert weight.grad is None and weight.main_grad.data_ptr() == place
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_under_autocast(dtype):
+    x, weight, bias = tensors(main=FP32)
+    plain = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    with torch.autocast(DEVICE, dtype):
+        y, expected = onepass.linear(x, weight, bias), F.linear(*plain)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close([x.grad, weight.main_grad, bias.main_grad], [t.grad for t in plain], rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointing_gathers_once(reentrant):
+    x, weight, bias = tensors(main=FP32)
+    onepass.linear(x * 2, weight, bias).sum().backward()
+    once = weight.main_grad.clone()
+    weight.main_grad.zero_()
+    checkpoint(lambda x: onepass.linear(x * 2, weight, bias), x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(weight.main_grad, once)
+
+
+@pytest.mark.parametrize("flag", (False, True), ids=("", "flag"))
+@pytest.mark.parametrize("mode", ("aot_eager", "inductor"))
+def test_compiled_without_a_break(mode, flag):
+    x, weight, bias = tensors(main=FP32)
+    if flag:
+        weight.grad_added_to_main_grad = bias.grad_added_to_main_grad = False
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    linear_reference(*wide).square().sum().backward()
+    torch._dynamo.reset()
+    loss = torch.compile(lambda x: onepass.linear(x, weight, bias).square().sum(), fullgraph=True, backend=mode)
+    for step in (1, 2):
+        loss(x).backward()
+        for parameter, grad in zip((weight, bias), (t.grad for t in wide[1:]), strict=True):
+            torch.testing.assert_close(parameter.main_grad.double(), step * grad, rtol=1e-4, atol=1e-3)
+            assert not flag or parameter.grad_added_to_main_grad is True
+
+
+def test_not_differentiable_twice_with_a_main_grad():
+    x, weight, _ = tensors(with_bias=False, main=FP32)
+    (dx,) = torch.autograd.grad(onepass.linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx.sum().backward()
+
+
+def test_strided_rows_and_nothing_written():
+    _, weight, bias = tensors(main=FP32)
+    wide = torch.randn(5, 3, 80, device=DEVICE)
+    x = wide[..., ::2].transpose(0, 1).requires_grad_()
+    y = onepass.linear(x, weight, bias)
+    dy = torch.randn_like(y).transpose(0, 1).contiguous().transpose(0, 1)
+    with unchanged(wide=wide, dy=dy, weight=weight):
+        y.backward(dy)
+    torch.testing.assert_close(y, F.linear(x, weight, bias))
+    torch.testing.assert_close(weight.main_grad, torch.einsum("abn,abk->nk", dy, x), rtol=1e-5, atol=1e-4)
+
+
+X, W = torch.zeros(2, 8), torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: onepass.linear(X.int(), W), TypeError, "x must be a floating-point tensor"),
+        (lambda: onepass.linear(torch.tensor(1.0), W), ValueError, "x must have at least one dimension, but is a scalar"),
+        (lambda: onepass.linear(X, W.t()), ValueError, r"weight must have shape \(N, 8\), with x's last .*, but has \(8, 3\)"),
+        (lambda: onepass.linear(X, W.bfloat16()), TypeError, "weight must have x's type torch.float32, but is torch.bfloat16"),
+        (lambda: onepass.linear(X, W, X[0]), ValueError, r"bias must have shape \(3,\), as weight's rows, but has \(8,\)"),
+        (lambda: onepass.linear(X, W, W[:, 0].half()), TypeError, "bias must have x's type torch.float32, but is torch.float16"),
+        (lambda: onepass.linear(X, W.to("meta")), ValueError, "weight must be on cpu, as x, but is on meta"),
+        (lambda: onepass.linear(X, W, backend="apex"), RuntimeError, "'apex' is not registered for linear"),
+    ],
+)
+def test_errors_name_the_argument(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "error", "words"),
+    [
+        (torch.zeros(8, 3), ValueError, r"main_grad must have its weight's shape \(3, 8\), but has \(8, 3\)"),
+        (torch.zeros(3, 8, dtype=torch.int32), TypeError, "main_grad must be fp32, fp16 or bf16, but is torch.int32"),
+        (torch.zeros(3, 8, device="meta"), ValueError, "main_grad must be on cpu, as its weight, but is on meta"),
+        ("here", TypeError, "main_grad must be a tensor, but is a str"),
+    ],
+)
+def test_a_wrong_main_grad_is_refused_in_forward(main_grad, error, words):
+    weight = nn.Parameter(W.clone())
+    weight.main_grad = main_grad
+    with pytest.raises(error, match=words):
+        onepass.linear(X, weight)
+
+
+def test_explain_says_where_gradients_go():
+    x, weight, bias = tensors()
+    assert "gradients to autograd" in str(onepass.explain(onepass.linear, x, weight, bias))
+    weight.main_grad = torch.zeros_like(weight)
+    assert "gradients into main_grad" in str(onepass.explain(onepass.linear, x, weight, bias))

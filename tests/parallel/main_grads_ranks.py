@@ -1,0 +1,346 @@
+"""What two or four processes do together, each in its own, and the model that they and the tests train."""
+
+import copy
+import functools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import onepass
+from onepass.parallel.main_grads import MainGrads
+from onepass.parallel.master_weights import MasterWeights
+
+FP32, BF16 = torch.float32, torch.bfloat16
+BYTES = 2048  # a bucket's, of which the model then has several
+STEPS, MICROBATCHES = 3, 2
+CLIPPED = {FP32: 0.5, BF16: None}  # to what norm, where the weights have this type
+
+
+class Mixed(nn.Module):
+    """Layers of PyTorch and of onepass, used twice; a weight tied between an op of each; one unused and one frozen."""
+
+    def __init__(self, dtype=FP32, norms=None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.embedding = nn.Embedding(11, 20)
+        self.first = onepass.nn.NormLinear(20, 36)
+        self.norm = onepass.nn.RMSNorm(36)
+        self.second = nn.Linear(36, 20)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
+        self.last_norm = nn.Parameter(torch.ones(20))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+        self.to(dtype)
+        if norms is not None:
+            for parameter in (self.first.layer_norm_weight, self.norm.weight, self.last_norm):
+                parameter.data = parameter.data.to(norms)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.frozen
+        for _ in range(2):
+            x = x + self.second(self.norm(F.gelu(self.first(x))))
+        return onepass.norm_linear(x, self.last_norm, self.embedding.weight)
+
+    def plain(self, tokens):
+        """The same by PyTorch alone."""
+        x = self.embedding(tokens) * self.frozen
+        for _ in range(2):
+            h = F.linear(rms(x, self.first.layer_norm_weight), self.first.weight, self.first.bias)
+            x = x + self.second(rms(F.gelu(h), self.norm.weight))
+        return F.linear(rms(x, self.last_norm), self.embedding.weight)
+
+
+def rms(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def loss(model, place, microbatch, plain=False):
+    generator = torch.Generator().manual_seed(100 * place + microbatch)
+    tokens, labels = torch.randint(11, (2, 6, 4), generator=generator)
+    logits = (model.plain if plain else model)(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, FP32)), labels.flatten())
+
+
+def exact(places, microbatches=MICROBATCHES, average=True):
+    """fp64 gradients of all places' microbatches, by name."""
+    scale = len(places) if average else 1
+    return {name: None if grad is None else grad / scale for name, grad in _exact(tuple(places), microbatches).items()}
+
+
+@functools.cache
+def _exact(places, microbatches):
+    model = Mixed(torch.float64)
+    for place in places:
+        for microbatch in range(microbatches):
+            loss(model, place, microbatch, plain=True).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def backwards(main_grads, model, place, first=0):
+    """All microbatches of a step."""
+    with main_grads.accumulate():
+        for microbatch in range(first, first + MICROBATCHES - 1):
+            loss(model, place, microbatch).backward()
+    loss(model, place, first + MICROBATCHES - 1).backward()
+
+
+def parts(main_grads):
+    """This rank's part of each gradient, and where in it that begins."""
+    return {
+        place.name: (start - place.start, bucket.flat[start:stop].clone())
+        for bucket in main_grads.buckets
+        for place, start, stop in bucket.parts()
+    }
+
+
+def said(call, *args):
+    try:
+        call(*args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+class Sent:
+    """What is sent in the block: the name and the number of elements of each reduction."""
+
+    NAMES = [name for name in ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+
+    def __enter__(self):
+        self.real, calls = {name: getattr(dist, name) for name in self.NAMES}, []
+        for name in self.NAMES:
+            setattr(dist, name, self.noting(name, calls))
+        return calls
+
+    def noting(self, name, calls):
+        def noted(tensor, *args, **options):
+            calls.append((name.removesuffix("_single").removesuffix("_tensor"), tensor.numel()))
+            return self.real[name](tensor, *args, **options)
+
+        return noted
+
+    def __exit__(self, *exception):
+        for name, real in self.real.items():
+            setattr(dist, name, real)
+
+
+def run(rank, ranks, folder):
+    """What a spawned process runs: every scenario, in one order."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    pairs = [dist.new_group(members) for members in ([[0, 2], [1, 3], [0, 1], [2, 3]] if ranks == 4 else [])]
+    scenarios = [reduced, overlap, unused_on_one_rank, by_hand_and_held, norms, narrow, trained, resumed, agreement]
+    with onepass.use_backend("torch"):
+        found = {scenario.__name__: scenario(rank) for scenario in scenarios}
+        found["alone"] = lonely(rank, alone)
+        found["other"] = said(lambda: MainGrads(Mixed(), group=-100))
+        if ranks == 4:
+            data, tensor = pairs[rank % 2], pairs[2 + rank // 2]
+            found["pairs"] = [reduced(rank, data, shard)["averaged"] for shard in (False, True)]
+            found["tensor_parallel"] = [tensor_parallel(rank, data, tensor, shard) for shard in (False, True)]
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+# ---- scenarios ----
+
+
+def reduced(rank, group=None, shard=False):
+    """Two steps, of which the second must not see the first; averaged, summed and in shards."""
+    found = {}
+    for name, options in {"averaged": {"shard": shard}, "summed": {"average": False}, "shards": {"shard": True}}.items():
+        model = Mixed()
+        main_grads = MainGrads(model, group=group, bucket_bytes=BYTES, **options)
+        backwards(main_grads, model, rank, first=5)
+        main_grads.finish()
+        main_grads.zero_()
+        backwards(main_grads, model, rank)
+        main_grads.finish()
+        found[name] = parts(main_grads)
+    return found
+
+
+def overlap(rank):
+    """What is sent, and when gradients come, in a step."""
+    found = {}
+    for shard in (False, True):
+        model = Mixed()
+        main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
+        with Sent() as calls:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+            with main_grads.accumulate():
+                loss(model, rank, 0).backward()
+                loss(model, rank, 1).backward()
+            before = len([call for call in calls if isinstance(call, tuple)])
+            calls.clear()
+            loss(model, rank, 2).backward()
+            backward = list(calls)
+            main_grads.finish()
+        sizes = [bucket.mine.numel() for bucket in main_grads.buckets]
+        found[shard] = {"before": before, "backward": backward, "finish": calls[len(backward) :], "sizes": sizes}
+    return found
+
+
+def unused_on_one_rank(rank):
+    """Its bucket, and those after it, wait for finish on that rank only; the order is the same on all."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [nn.Parameter(torch.randn(40 + 50 * index, generator=generator)) for index in range(5)]
+    main_grads = MainGrads(weights, bucket_bytes=4)
+    with Sent() as calls:
+        sum((index + 1) * (rank + 1) * w.sum() for index, w in enumerate(weights) if (rank, index) != (0, 3)).backward()
+        backward = len(calls)
+        main_grads.finish()
+    return {"backward": backward, "sent": calls, "grads": [w.main_grad.mean() for w in weights]}
+
+
+def by_hand_and_held(rank):
+    """A gradient that comes without a hook, and one that is kept for later."""
+    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    main_grads = MainGrads([two, one], bucket_bytes=4)  # one's bucket is the first
+    one.grad = torch.full((3,), rank + 1.0)
+    with Sent() as calls:
+        main_grads.hold(one)
+        (one.sum() + two.sum()).backward()
+        held = len(calls)
+        too_early = said(main_grads.finish)
+        one.main_grad += 10.0
+        main_grads.release(one)
+        released = len(calls)
+        too_late = said(lambda: main_grads.check_open(one)), said(lambda: main_grads.hold(one))
+        main_grads.finish()
+    return {"sent": [held, released, len(calls)], "said": [too_early, *too_late], "grads": [one.main_grad, two.main_grad]}
+
+
+def norms(rank):
+    found = {}
+    for shard in (False, True):
+        model = Mixed()
+        main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
+        backwards(main_grads, model, rank)
+        main_grads.finish()
+        found[shard] = [main_grads.norm(p) for p in (2.0, 1.0, float("inf"))]
+        found[shard].append(main_grads.clip_(0.05))
+        found[shard].append(main_grads.norm())
+        main_grads.zero_()
+        model.second.weight.main_grad[0, 0] = float("nan")
+        main_grads.finish()
+        found[shard] += [main_grads.norm(), main_grads.norm(float("inf"))]
+    return found
+
+
+def tensor_parallel(rank, data, tensor, shard):
+    """Of three parameters one differs over the tensor-parallel ranks."""
+    cut, whole, other = (nn.Parameter(torch.zeros(100)) for _ in range(3))
+    cut.tensor_model_parallel, whole.tensor_model_parallel = True, False
+    main_grads = MainGrads([cut, whole, other], group=data, shard=shard, tp_group=tensor)
+    place = tensor.rank()
+    (cut * (1.0 + place) + whole * 3.0 + other * 4.0).sum().backward()
+    main_grads.finish()
+    norm = main_grads.clip_(1.0)
+    return norm, main_grads.norm()
+
+
+def narrow(rank):
+    """bf16 buffers, and a parameter of another type in each bucket's place."""
+    one, two = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(9, dtype=BF16))
+    main_grads = MainGrads([one, two], dtype=BF16, average=False)
+    with main_grads.accumulate():
+        (one * (1 + 2.0**-9)).sum().backward()
+    (one.sum() + two.sum() * (rank + 1)).backward()
+    main_grads.finish()
+    return [one.main_grad, two.main_grad, len(main_grads.buffers)]
+
+
+def weights_for(model, main_grads):
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]  # the frozen one too
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.03}]
+    return MasterWeights(main_grads, lambda groups: torch.optim.AdamW(groups, lr=0.02), groups)
+
+
+def train(model, main_grads, weights, rank, steps, clip=None):
+    for step in steps:
+        main_grads.zero_()
+        backwards(main_grads, model, rank, first=10 * step)
+        main_grads.finish()
+        if clip is not None:
+            main_grads.clip_(clip)
+        weights.step()
+
+
+def trained(rank):
+    """With and without shard."""
+    found = {}
+    for dtype, clip in CLIPPED.items():
+        for shard in (False, True):
+            model = Mixed(dtype, norms=FP32)
+            main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
+            weights = weights_for(model, main_grads)
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            versions = [p._version for p in trainable]
+            train(model, main_grads, weights, rank, range(STEPS), clip)
+            moved = all(p._version > version for p, version in zip(trainable, versions, strict=True))
+            sizes = sum(each["exp_avg"].numel() for each in weights.optimizer.state.values())
+            found[dtype, shard] = {name: p.detach().clone() for name, p in model.named_parameters()}, sizes, moved
+    return found
+
+
+def resumed(rank):
+    """Two steps, saved; a new model goes on from there. Another rank's state is refused, and changes nothing."""
+    found = {}
+    for shard in (False, True):
+        model = Mixed(BF16, norms=FP32)
+        main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
+        weights = weights_for(model, main_grads)
+        train(model, main_grads, weights, rank, range(2))
+        state = copy.deepcopy(weights.state_dict())  # the optimizer's are its own tensors
+        at_two = {name: p.detach().clone() for name, p in model.named_parameters()}
+        train(model, main_grads, weights, rank, range(2, STEPS))
+        straight = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        other = Mixed(BF16, norms=FP32)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2.0)
+        theirs = MainGrads(other, bucket_bytes=BYTES, shard=shard)
+        again = weights_for(other, theirs)
+        wrong = {**state, "shard": [state["shard"][0] + 1, state["shard"][1]]}
+        name = next(iter(state["masters"]))
+        short = {**state, "masters": {**state["masters"], name: state["masters"][name][:1]}}
+        before = {name: p.detach().clone() for name, p in other.named_parameters()}
+        words = said(again.load_state_dict, wrong), said(again.load_state_dict, short)
+        same = all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+        again.load_state_dict(state)
+        with torch.no_grad():
+            other.frozen.copy_(model.frozen)
+        loaded = {name: p.detach().clone() for name, p in other.named_parameters()}
+        train(other, theirs, again, rank, range(2, STEPS))
+        after = {name: p.detach().clone() for name, p in other.named_parameters()}
+        found[shard] = {"said": words, "same": same, "loaded": (at_two, loaded), "trained": (straight, after)}
+    return found
+
+
+def agreement(rank):
+    with onepass.validate():
+        differing = said(lambda: MainGrads([nn.Parameter(torch.ones(3 + rank))]))
+        return differing, said(lambda: MainGrads([nn.Parameter(torch.ones(3))]))
+
+
+def lonely(rank, group):
+    model = Mixed()
+    with Sent() as calls:
+        main_grads = MainGrads(model, group=group, shard=True)
+        backwards(main_grads, model, rank)
+        main_grads.finish()
+        main_grads.norm()
+    return calls, parts(main_grads)

@@ -1,0 +1,194 @@
+"""Linear layers spread over two or four processes, each with its part; what they found is saved for the test that asked."""
+
+import os
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+    import onepass.testing.interpreter
+
+import onepass
+from onepass.parallel import product
+
+S, B, K, N = 8, 2, 12, 20  # sequence, batch, and the features of x and of y
+
+
+def run(rank, ranks, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    world = dist.group.WORLD
+    found = {name: {dtype: layer(name, world, dtype) for dtype in (torch.float32, torch.bfloat16)} for name in CASES}
+    found["no tokens"] = {name: layer(name, world, torch.float32, sequence=0) for name in CASES}
+    found["frozen"] = {name: frozen(name, world) for name in CASES}
+    found["main_grad"] = {name: gathered(name, world) for name in CASES}
+    found["order"] = {name: order(name, world) for name in CASES}
+    found["errors"] = errors(world)
+    if ranks == 2:
+        found["compiled"] = {name: compiled(name, world) for name in CASES}
+    pairs = [dist.new_group(those) for those in ([[0], [1]] if ranks == 2 else [[0, 2], [1, 3]])]
+    found["strided"] = {name: layer(name, pairs[rank % 2], torch.float32) for name in CASES}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def linear(**options):
+    def call(x, parameters, group):
+        return onepass.linear(x, parameters["weight"], parameters["bias"], tp_group=group, **options)
+
+    return call
+
+
+def norm_linear(norm, **options):
+    def call(x, parameters, group):
+        return onepass.norm_linear(
+            x, parameters["norm_weight"], parameters["weight"], parameters["bias"], norm=norm,
+            norm_bias=parameters["norm_bias"] if norm == "layer_norm" else None, tp_group=group, **options,
+        )  # fmt: skip
+
+    return call
+
+
+def activation_linear(**options):
+    def call(x, parameters, group):
+        return onepass.activation_linear(x, parameters["weight"], parameters["bias"], "gelu", tp_group=group, **options)
+
+    return call
+
+
+# name: the call, whether it is spread by row, whether the sequence is divided
+CASES = {
+    "column": (linear(allreduce_dgrad=True), False, False),
+    "column, sequence": (linear(sequence_parallel=True), False, True),
+    "row": (linear(reduce_output=True), True, False),
+    "row, sequence": (linear(reduce_output=True, sequence_parallel=True), True, True),
+    "rms_norm": (norm_linear("rms_norm"), False, False),
+    "rms_norm, sequence": (norm_linear("rms_norm", sequence_parallel=True), False, True),
+    "activation": (activation_linear(), True, False),
+    "activation, sequence": (activation_linear(sequence_parallel=True), True, True),
+    "layer_norm, sequence": (norm_linear("layer_norm", sequence_parallel=True), False, True),
+}
+
+
+def whole(dtype=torch.float32, sequence=S):
+    """The unsharded x, parameters and incoming gradient: the same on all ranks."""
+    seeds = torch.Generator().manual_seed(3)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=seeds).to(dtype)
+
+    parameters = {"weight": numbers(N, K), "bias": numbers(N), "norm_weight": numbers(K), "norm_bias": numbers(K)}
+    return numbers(sequence, B, K), parameters, numbers(sequence, B, N)
+
+
+def part(t, dim, rank, ranks):
+    return t.chunk(ranks, dim)[rank].contiguous() if t.shape[dim] else t
+
+
+def shard(name, rank, ranks, dtype=torch.float32, sequence=S):
+    """This rank's x, parameters and incoming gradient."""
+    _, by_row, divided = CASES[name]
+    x, parameters, dy = whole(dtype, sequence)
+    if by_row:
+        x, parameters["weight"] = part(x, -1, rank, ranks), part(parameters["weight"], 1, rank, ranks)
+        dy = part(dy, 0, rank, ranks) if divided else dy
+    else:
+        x = part(x, 0, rank, ranks) if divided else x
+        parameters |= {key: part(parameters[key], 0, rank, ranks) for key in ("weight", "bias")}
+        dy = part(dy, -1, rank, ranks)
+    return x.requires_grad_(), {key: torch.nn.Parameter(t) for key, t in parameters.items()}, dy
+
+
+def grads_of(x, parameters):
+    return {"x": x.grad, **{key: t.grad for key, t in parameters.items()}}
+
+
+def layer(name, group, dtype, sequence=S):
+    x, parameters, dy = shard(name, group.rank(), group.size(), dtype, sequence)
+    before = [t.detach().clone() for t in (x, dy)]
+    y = CASES[name][0](x, parameters, group)
+    y.backward(dy, retain_graph=True)
+    found = {"y": y.detach(), **grads_of(x, parameters)}
+    found["again"] = torch.equal(torch.autograd.grad(y, x, dy)[0], found["x"])
+    found["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, (x, dy), strict=True))
+    return found
+
+
+def frozen(name, group):
+    """Only one of x and the weight is asked for: the other is as if it were not there."""
+    found = {}
+    for asked in ("x", "weight"):
+        x, parameters, dy = shard(name, group.rank(), group.size())
+        x.requires_grad_(asked == "x")
+        for key, parameter in parameters.items():
+            parameter.requires_grad_(key == asked)
+        CASES[name][0](x, parameters, group).backward(dy)
+        found[asked] = grads_of(x, parameters)
+    return found
+
+
+def gathered(name, group):
+    """Two microbatches into main_grad."""
+    x, parameters, dy = shard(name, group.rank(), group.size())
+    for parameter in parameters.values():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    for _ in range(2):
+        CASES[name][0](x, parameters, group).backward(dy)
+    return {key: t.main_grad for key, t in parameters.items()}
+
+
+def order(name, group):
+    """What backward does one after the other: "start" and "wait" of what is sent, and the products between them."""
+    x, parameters, dy = shard(name, group.rank(), group.size())
+    y = CASES[name][0](x, parameters, group)
+    happened = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            said = str(function)
+            if "c10d_functional" in said:
+                happened.append("wait" if "wait" in said else "start")
+            elif ".mm" in said or ".addmm" in said or "add_gradient" in said:
+                happened.append("product")
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        y.backward(dy)
+    return happened
+
+
+def compiled(name, group):
+    x, parameters, dy = shard(name, group.rank(), group.size(), torch.bfloat16)
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: CASES[name][0](x * 1, parameters, group) * 1, backend="aot_eager", fullgraph=True)
+    y = function(x)
+    y.backward(dy)
+    return {"y": y.detach(), **grads_of(x, parameters)}
+
+
+def errors(group):
+    x, parameters, _ = shard("column", group.rank(), group.size())
+    said = []
+    odd = torch.ones(S + 1, B, K)
+
+    def attempt(function):
+        try:
+            function()
+        except (ValueError, TypeError) as error:
+            said.append(str(error))
+
+    weight, bias = parameters["weight"], parameters["bias"]
+    with mock.patch.object(product, "start_all_gather", side_effect=AssertionError("something was sent")):
+        attempt(lambda: onepass.linear(x, weight, bias, tp_group=group, allreduce_dgrad=True, sequence_parallel=True))
+        attempt(lambda: onepass.linear(x, weight, bias, tp_group=group, allreduce_dgrad=True, reduce_output=True))
+        attempt(lambda: onepass.linear(x[0, 0], weight, bias, tp_group=group, sequence_parallel=True))
+        attempt(lambda: onepass.linear(odd, weight, bias, tp_group=group, reduce_output=True, sequence_parallel=True))
+        attempt(lambda: onepass.linear(x, weight, bias, tp_group="tp", allreduce_dgrad=True))
+        attempt(lambda: onepass.norm_linear(x, None, weight, tp_group="tp"))
+        attempt(lambda: onepass.activation_linear(odd, weight, bias, "gelu", tp_group=group, sequence_parallel=True))
+    return said

@@ -1,0 +1,608 @@
+"""Flat gradient buffers and the masters fed from them, in one process and over gloo; processes run main_grads_ranks.py."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parallel import main_grads_ranks as world
+from parallel.main_grads_ranks import BF16, BYTES, FP32, MICROBATCHES, Mixed, backwards, exact, loss
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass.parallel.main_grads import MainGrads
+from onepass.parallel.master_weights import MasterWeights
+from onepass.runtime import main_grad as convention
+
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+@pytest.fixture(autouse=True)
+def _plain_backend():
+    with onepass.use_backend("torch"):
+        yield
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory):
+    """What each rank found: one start of the processes for all tests, as importing torch is what takes the time."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(world.run, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def close(got, expected):
+    """To fp32 rounding; a parameter without a gradient has zeros."""
+    for name, grad in expected.items():
+        if name in got:
+            right = torch.zeros_like(got[name]) if grad is None else grad.float()
+            torch.testing.assert_close(got[name], right, rtol=2e-5, atol=2e-6, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def main_grads_by_name(model):
+    return {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ---- one process ----
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, BYTES, 1 << 30])
+def test_sums_over_microbatches(bucket_bytes):
+    model = Mixed()
+    main_grads = MainGrads(model, bucket_bytes=bucket_bytes)
+    for first in (5, 0):  # the second step must not see the first
+        main_grads.zero_()
+        backwards(main_grads, model, 0, first)
+        main_grads.finish()
+    close(main_grads_by_name(model), exact([0]))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(p.grad_added_to_main_grad for p in model.parameters() if p.requires_grad)
+    assert not hasattr(model.frozen, "main_grad")
+
+
+def test_the_layout():
+    model = Mixed(BF16, norms=FP32)
+    main_grads = MainGrads(model, bucket_bytes=BYTES)
+    assert len(main_grads.buffers) == 2 and len(main_grads.buckets) > 3  # one buffer a type of the parameters
+    assert all(buffer.dtype == FP32 and buffer.is_contiguous() and not buffer.any() for buffer in main_grads.buffers)
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    last = []
+    for bucket in main_grads.buckets:
+        places = [order[place.name] for place in bucket.places]
+        assert places == sorted(places, reverse=True)
+        assert len({place.parameter.dtype for place in bucket.places}) == 1
+        assert len(places) == 1 or bucket.places[-1].stop * 4 <= BYTES
+        last.append(places[-1])
+        for place in bucket.places:
+            main_grad = place.parameter.main_grad
+            assert main_grad.shape == place.parameter.shape and main_grad.is_contiguous()
+            assert main_grad.data_ptr() == bucket.flat.data_ptr() + 4 * place.start and place.start % 64 == 0
+            assert place.parameter.main_grads() is main_grads
+    assert last == sorted(last, reverse=True)  # as gradients come
+    assert sum(bucket.flat.numel() for bucket in main_grads.buckets) == sum(buffer.numel() for buffer in main_grads.buffers)
+
+
+def test_narrow_gradients_are_summed_in_fp32():
+    weight = nn.Parameter(torch.ones(4, dtype=BF16))
+    main_grads = MainGrads([weight])
+    with main_grads.accumulate():
+        weight.sum().backward()
+        assert weight.grad is None
+    (weight * 2.0**-9).sum().backward()
+    assert weight.grad is None
+    main_grads.finish()
+    assert weight.main_grad.dtype == FP32 and torch.equal(weight.main_grad, torch.full((4,), 1 + 2.0**-9))
+
+
+def test_placeholders_are_not_added_but_what_is_beside_them_is():
+    embedding, ours = nn.Embedding(5, 4), onepass.nn.NormLinear(4, 3)
+    main_grads = MainGrads([*embedding.parameters(), *ours.parameters()])
+    written = main_grads.buffers[0]._version
+    y = ours(embedding(torch.arange(5)))
+    onepass.norm_linear(y @ torch.ones(3, 4), torch.ones(4), embedding.weight).sum().backward()
+    main_grads.finish()
+    # by the ops: the norm's weight, the linear layer's and its bias, the head's; by a hook: what the lookup left
+    assert main_grads.buffers[0]._version - written == 5
+    assert all(not zeros.any() for zeros in convention._zeros.values())
+
+
+def test_a_placeholder_kept_by_somebody_else_is_zeros_still():
+    weight = nn.Parameter(torch.randn(3, 4))
+    main_grads = MainGrads([weight])
+    kept = convention.placeholder(weight)
+    weight.grad = kept
+    kept += 1.0  # no longer zeros, and no longer the pool's
+    main_grads.finish()
+    assert torch.equal(weight.main_grad, torch.ones(3, 4))
+
+
+def test_checkpointed_and_a_retained_graph():
+    model = Mixed()
+    main_grads = MainGrads(model)
+    with main_grads.accumulate():
+        value = checkpoint(loss, model, 0, 0, use_reentrant=False)
+        value.backward()
+        again = loss(model, 0, 1)
+        again.backward(retain_graph=True)
+        again.backward()
+    main_grads.finish()
+    one, two = exact([0], 1), exact([0], 2)
+    close(main_grads_by_name(model), {name: None if g is None else 2 * two[name] - g for name, g in one.items()})
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_gradient_with_a_graph_of_its_own_leaves_none():
+    weight = nn.Parameter(torch.full((3,), 2.0))
+    main_grads = MainGrads([weight])
+    (weight**3).sum().backward(create_graph=True)
+    main_grads.finish()
+    assert not weight.main_grad.requires_grad and weight.main_grad.tolist() == [12.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_sparse_gradients(dtype):
+    embedding = nn.Embedding(5, 3, sparse=True, dtype=dtype)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        main_grads = MainGrads(embedding)
+        embedding(torch.tensor([1, 1, 4])).sum().backward()
+        main_grads.finish()
+    assert embedding.weight.main_grad[:, 0].tolist() == [0.0, 2.0, 0.0, 0.0, 1.0]
+
+
+def test_gradients_put_in_grad_by_hand():
+    model, reference = Mixed(), exact([0], 2)
+    main_grads = MainGrads(model, bucket_bytes=BYTES)
+    trainable = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
+    loss(model, 0, 0).backward()
+    for parameter, grad in zip(trainable, torch.autograd.grad(loss(model, 0, 1), trainable), strict=True):
+        parameter.grad = grad
+    with pytest.raises(RuntimeError, match=r"got one after the reduction of its bucket had begun.*zero_\(\)"):
+        main_grads.finish()  # the first bucket was full
+    main_grads.zero_()
+    assert all(p.grad is None for p in trainable)
+    with main_grads.accumulate():
+        loss(model, 0, 0).backward()
+    for parameter, grad in zip(trainable, torch.autograd.grad(loss(model, 0, 1), trainable), strict=True):
+        parameter.grad = grad
+    main_grads.finish()
+    close(main_grads_by_name(model), reference)
+    assert all(p.grad is None for p in trainable)
+
+
+def test_clearing():
+    model = Mixed()
+    main_grads = MainGrads(model)
+    backwards(main_grads, model, 0)
+    main_grads.finish()
+    model.second.weight.grad, model.second.weight.grad_added_to_main_grad = torch.ones(20, 36), True
+    main_grads.zero_()
+    assert not any(buffer.any() for buffer in main_grads.buffers)
+    assert all(p.grad is None and not p.grad_added_to_main_grad for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
+def test_norm_and_clipping_as_pytorchs(norm_type):
+    model, plain = Mixed(), Mixed()
+    main_grads = MainGrads(model, bucket_bytes=BYTES)
+    backwards(main_grads, model, 0)
+    main_grads.finish()
+    for microbatch in range(MICROBATCHES):
+        loss(plain, 0, microbatch, plain=True).backward()
+    for max_norm in (1e6, 0.1):
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        got = main_grads.clip_(max_norm, norm_type)
+        assert got.dtype == FP32 and got.shape == ()
+        torch.testing.assert_close(got, expected)
+        close(main_grads_by_name(model), {name: p.grad for name, p in plain.named_parameters() if p.requires_grad})
+        torch.testing.assert_close(
+            main_grads.norm(norm_type), nn.utils.get_total_norm(main_grads_by_name(model).values(), norm_type)
+        )
+
+
+def test_the_norm_of_narrow_buffers_is_fp32():
+    weight = nn.Parameter(torch.ones(1001))
+    main_grads = MainGrads([weight], dtype=BF16)
+    weight.sum().backward()
+    main_grads.finish()
+    torch.testing.assert_close(main_grads.norm(), torch.tensor(1001.0).sqrt())
+
+
+def test_nan_is_seen_in_the_norm():
+    weight = nn.Parameter(torch.ones(2))
+    main_grads = MainGrads([weight])
+    (weight * torch.tensor([1.0, float("nan")])).sum().backward()
+    main_grads.finish()
+    assert main_grads.clip_(1.0).isnan() and weight.main_grad.isnan().all()
+
+
+@pytest.mark.parametrize("norms", [BF16, FP32], ids=str)
+def test_master_weights_as_a_loop_by_hand(norms):
+    model, other = Mixed(BF16, norms), Mixed(BF16, norms)
+    main_grads = MainGrads(model, bucket_bytes=BYTES)
+    weights = MasterWeights(main_grads, lambda groups: torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1))
+    trainable = [p for p in other.parameters() if p.requires_grad]
+    masters = [p.detach().float().requires_grad_() for p in trainable]
+    by_hand = torch.optim.AdamW(masters, lr=0.02, weight_decay=0.1)
+    theirs = MainGrads(other)
+    for step in range(5):
+        main_grads.zero_()
+        backwards(main_grads, model, 0, first=10 * step)
+        main_grads.finish()
+        weights.step()
+        theirs.zero_()
+        backwards(theirs, other, 0, first=10 * step)
+        for master, parameter in zip(masters, trainable, strict=True):
+            master.grad = parameter.main_grad.clone()
+        by_hand.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, trainable, strict=True):
+                parameter.copy_(master)
+    for (name, mine), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, expected), name
+    assert not torch.equal(model.second.weight, Mixed(BF16, norms).second.weight)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_masters_keep_what_bf16_would_lose_and_take_no_copy_of_fp32():
+    narrow, wide = nn.Parameter(torch.ones(4, dtype=BF16)), nn.Parameter(torch.ones(4))
+    main_grads = MainGrads([narrow, wide])
+    weights = MasterWeights(main_grads, lambda groups: torch.optim.SGD(groups, lr=2.0**-10))
+    assert weights.optimizer.param_groups[0]["params"][1] is wide
+    for step in range(8):
+        main_grads.zero_()
+        (narrow.sum() + wide.sum()).backward()
+        main_grads.finish()
+        weights.step()
+        weights.optimizer.zero_grad()  # harmless
+        assert wide.tolist() == [1 - (step + 1) * 2.0**-10] * 4
+    assert narrow.tolist() == [1 - 2.0**-7] * 4
+    with torch.no_grad():
+        narrow.fill_(3.0)
+    weights.reload()
+    main_grads.zero_()
+    main_grads.finish()
+    weights.step()
+    assert narrow.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_groups_keep_their_options(dtype):
+    one, two, three = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(3))
+    main_grads = MainGrads([one, two, three])
+    groups = [{"params": [three, one], "lr": 0.25}, {"params": iter([two])}]
+    weights = MasterWeights(main_grads, lambda groups: torch.optim.SGD(groups, lr=0.5), groups)
+    (one.sum() + two.sum() + three.sum()).backward()
+    main_grads.finish()
+    weights.step()
+    assert [weight.tolist() for weight in (one, two, three)] == [[0.75] * 2, [0.5] * 2, [0.75] * 2]
+
+
+def test_a_schedule_of_the_learning_rate():
+    weight = nn.Parameter(torch.ones(2, dtype=BF16))
+    main_grads = MainGrads([weight])
+    weights = MasterWeights(main_grads, lambda groups: torch.optim.SGD(groups, lr=0.5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(weights.optimizer, lambda step: 0.5**step)
+    for _ in range(2):
+        main_grads.zero_()
+        weight.sum().backward()
+        main_grads.finish()
+        weights.step()
+        schedule.step()
+    assert weight.tolist() == [0.25, 0.25]
+
+
+def test_dropped_or_closed_it_lets_go_of_the_parameters():
+    weight = nn.Parameter(torch.ones(2))
+    gc.disable()  # nothing in a cycle
+    try:
+        main_grads = MainGrads([weight])
+        buffer = weakref.ref(main_grads.buffers[0])
+        del main_grads
+        assert buffer() is None and not {"main_grad", "main_grads", "grad_added_to_main_grad"} & set(weight.__dict__)
+    finally:
+        gc.enable()
+    weight.sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+    MainGrads([weight]).close()
+    main_grads = MainGrads([weight])
+    assert weight.grad is None
+    main_grads.close()
+    main_grads.close()
+    assert not hasattr(weight, "main_grad")
+
+
+# ---- errors ----
+
+
+def good():
+    return nn.Parameter(torch.ones(2))
+
+
+def frozen():
+    return nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def taken():
+    weight = nn.Parameter(torch.ones(2))
+    weight.main_grad = torch.zeros(2)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "error", "words"),
+    [
+        (lambda: [], {}, ValueError, "parameters must have one that requires a gradient, but is empty"),
+        (lambda: [frozen(), frozen()], {}, ValueError, "must have one that requires a gradient, but has 2 frozen ones only"),
+        (lambda: [good()] * 2, {}, ValueError, "but parameter 1 is there twice"),
+        (lambda: [("w", frozen()), ("w", frozen())], {}, ValueError, "but w is there twice"),
+        (lambda: torch.ones(2), {}, TypeError, "but is one tensor: put it in a list"),
+        (lambda: [good(), nn.Linear(2, 2)], {}, TypeError, "but parameter 1 is a Linear"),
+        (lambda: [good(), nn.Parameter(torch.ones(2).double())], {}, TypeError, "must be .* but parameter 1 is torch.float64"),
+        (lambda: [nn.Parameter(torch.ones(2).cfloat())], {}, TypeError, "but parameter 0 is torch.complex64"),
+        (lambda: [good(), torch.ones(2, requires_grad=True) * 2], {}, ValueError, "must be leaves .* but parameter 1"),
+        (lambda: [good(), taken()], {}, ValueError, "must have no main_grad yet, but parameter 1 has"),
+        (lambda: [good()], {"dtype": torch.float64}, TypeError, "dtype must be .* but is torch.float64"),
+        (lambda: [good()], {"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive, but is 0"),
+        (lambda: [good()], {"group": 3}, TypeError, "group must be None or a .*ProcessGroup.* but is 3"),
+        (lambda: [good()], {"tp_group": 3}, TypeError, "tp_group must be None or"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_named_and_nothing_is_written(parameters, options, error, words):
+    given = parameters()
+    with pytest.raises(error, match=words):
+        MainGrads(given, **options)
+    for each in given if isinstance(given, list) else []:
+        if isinstance(each, nn.Parameter):
+            assert not hasattr(each, "main_grads") and not each._post_accumulate_grad_hooks
+
+
+def test_another_main_grads():
+    weight, good = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first = MainGrads([weight])
+    with pytest.raises(ValueError, match=r"parameter 1 has: close\(\) the MainGrads"):
+        MainGrads([good, weight])
+    assert weight.main_grads() is first and not hasattr(good, "main_grad")
+
+
+def test_a_microbatch_after_the_last():
+    model = Mixed()
+    main_grads = MainGrads(model, bucket_bytes=BYTES)
+    late = "must get its gradients before the step's reductions, but got one after"
+    loss(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=late):
+        loss(model, 0, 1).backward()
+    main_grads.zero_()
+    loss(model, 0, 0).backward()
+    with main_grads.accumulate(), pytest.raises(RuntimeError, match=f"{late} the step's reductions had begun"):
+        loss(model, 0, 1).backward()
+    main_grads.zero_()
+    backwards(main_grads, model, 0)
+    main_grads.finish()
+    with pytest.raises(RuntimeError, match=late):
+        loss(model, 0, 1).backward()
+    with pytest.raises(RuntimeError, match=late):  # its gradient is in .grad still
+        main_grads.finish()
+    main_grads.zero_()
+    backwards(main_grads, model, 0)
+    main_grads.finish()
+    main_grads.finish()  # nothing more
+    close(main_grads_by_name(model), exact([0]))
+    with pytest.raises(RuntimeError, match=f"unused {late} the reduction of its bucket had begun"):
+        model.unused.sum().backward()  # its first, but too late
+    assert not model.unused.main_grad.any()
+
+
+def test_a_second_last_microbatch_is_seen_before_any_reduction():
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    main_grads = MainGrads([one, two])
+    one.sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0 must .* after another one's outside of accumulate\(\)"):
+        one.sum().backward()
+    main_grads.zero_()
+    one.sum().backward()
+    two.sum().backward()  # the rest, by another pass
+    main_grads.finish()
+    assert one.main_grad.tolist() == two.main_grad.tolist() == [1.0, 1.0]
+
+
+def test_accumulate_ends_with_an_error_too():
+    weight = nn.Parameter(torch.ones(2))
+    main_grads = MainGrads([weight])
+    with pytest.raises(KeyError), main_grads.accumulate():
+        raise KeyError
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="had begun"):
+        main_grads.check_open(weight)
+
+
+def test_what_needs_the_whole_gradient_comes_after_finish():
+    weight = nn.Parameter(torch.ones(2))
+    main_grads = MainGrads([weight])
+    weights = MasterWeights(main_grads, torch.optim.SGD)
+    weight.sum().backward()
+    for name, call in {"norm": main_grads.norm, "clip_": lambda: main_grads.clip_(0.1), "step": weights.step}.items():
+        with pytest.raises(RuntimeError, match=rf"{name}\(\) must come after finish\(\)"):
+            call()
+    assert weight.tolist() == [1.0, 1.0] and weight.main_grad.tolist() == [1.0, 1.0]
+    main_grads.finish()
+    with pytest.raises(ValueError, match="norm_type must be positive, but is 0"):
+        main_grads.norm(0)
+    with pytest.raises(ValueError, match=r"max_norm must be 0 or more, but is -1"):
+        main_grads.clip_(-1)
+    main_grads.zero_()
+    with pytest.raises(RuntimeError, match=r"norm\(\) must come after"):
+        main_grads.norm()
+
+
+def test_groups_that_do_not_fit():
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    main_grads = MainGrads({"one": one, "two": two}.items())
+    for groups, words in (
+        ([{"params": [one]}], "but two is in none"),
+        ([{"params": [one, two]}, {"params": [one]}], "but one is in two"),
+        ([{"params": [one, two, nn.Parameter(torch.ones(2))]}], "but one has another"),
+    ):
+        with pytest.raises(ValueError, match=f"groups must have each parameter of main_grads once, {words}"):
+            MasterWeights(main_grads, torch.optim.SGD, groups)
+    main_grads.close()
+    with pytest.raises(TypeError, match=r"main_grads must have dtype torch.float32, but has torch.bfloat16"):
+        MasterWeights(MainGrads([one], dtype=BF16), torch.optim.SGD)
+
+
+# ---- several processes ----
+
+
+def close_parts(got, expected):
+    for name, (start, part) in got.items():
+        grad = expected[name]
+        right = torch.zeros_like(part) if grad is None else grad.flatten()[start : start + part.numel()].float()
+        torch.testing.assert_close(part, right, rtol=2e-5, atol=2e-6, msg=lambda words, name=name: f"{name}: {words}")
+
+
+@needs_gloo
+@pytest.mark.parametrize("kind", ["averaged", "summed", "shards"])
+def test_reduced_as_in_fp64(found, kind):
+    expected = exact(range(len(found)), average=kind != "summed")
+    for rank in found:
+        close_parts(rank["reduced"][kind], expected)
+    held = sum(part.numel() for rank in found for _, part in rank["reduced"][kind].values())
+    assert held == sum(p.numel() for p in Mixed().parameters() if p.requires_grad) * (1 if kind == "shards" else len(found))
+
+
+@needs_gloo
+def test_groups_of_every_other_rank(found):
+    if len(found) < 4:
+        pytest.skip("four processes only")
+    for place, rank in enumerate(found):
+        for parts in rank["pairs"]:
+            close_parts(parts, exact([place % 2, place % 2 + 2]))
+
+
+@needs_gloo
+@pytest.mark.parametrize("shard", [False, True])
+def test_reductions_start_under_the_last_backward_only(found, shard):
+    name = "reduce_scatter" if shard else "all_reduce"
+    for rank in found:
+        log = rank["overlap"][shard]
+        assert log["before"] == 0
+        sent = [call for call in log["backward"] if isinstance(call, tuple)]
+        assert sent + log["finish"] == [(name, size) for size in log["sizes"]]
+        assert len(sent) >= 1 and len(log["sizes"]) > 3
+        assert all(size % 64 == 0 for size in log["sizes"])  # also of a rank's part
+        assert any(isinstance(call, str) for call in log["backward"][log["backward"].index(sent[0]) + 1 :])
+
+
+@needs_gloo
+def test_a_parameter_unused_on_one_rank(found):
+    ranks = len(found)
+    for place, rank in enumerate(found):
+        log = rank["unused_on_one_rank"]
+        assert log["backward"] == (1 if place == 0 else 5)
+        assert [size for _, size in log["sent"]] == [
+            64 * ranks * -(-(40 + 50 * index) // (64 * ranks)) for index in (4, 3, 2, 1, 0)
+        ]
+        everyone = sum(range(1, ranks + 1))
+        for index, mean in enumerate(log["grads"]):
+            expected = (index + 1) * (everyone - (index == 3)) / ranks
+            torch.testing.assert_close(mean.item(), expected)
+
+
+@needs_gloo
+def test_by_hand_and_held(found):
+    ranks = len(found)
+    for rank in found:
+        log = rank["by_hand_and_held"]
+        assert log["sent"] == [0, 2, 2]
+        too_early, *too_late = log["said"]
+        assert "finish() must come after all gradients, but parameter 1's are deferred: flush them first" in too_early
+        assert all("parameter 1 must get its gradients before" in words for words in too_late)
+        one, two = log["grads"]
+        torch.testing.assert_close(one, torch.full((3,), 11 + (ranks + 1) / 2))
+        assert two.tolist() == [1.0] * 3
+
+
+@needs_gloo
+@pytest.mark.parametrize("shard", [False, True])
+def test_norms_over_ranks(found, shard):
+    grads = [grad.flatten() for grad in exact(range(len(found))).values() if grad is not None]
+    for rank in found:
+        two, one, largest, clipped, after, *nans = rank["norms"][shard]
+        for norm_type, got in ((2.0, two), (1.0, one), (float("inf"), largest), (2.0, clipped)):
+            torch.testing.assert_close(got, torch.linalg.vector_norm(torch.cat(grads), norm_type).float(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(after.item(), 0.05, rtol=1e-4, atol=0)
+        assert all(norm.isnan() for norm in nans)
+    assert all(torch.equal(a, b) for a, b in zip(found[0]["norms"][shard][:5], found[1]["norms"][shard][:5], strict=True))
+
+
+@needs_gloo
+def test_what_tensor_parallel_ranks_have_alike_counts_once(found):
+    if len(found) < 4:
+        pytest.skip("four processes only")
+    expected = (100 * (1.0 + 4.0 + 9.0 + 16.0)) ** 0.5
+    for rank in found:
+        for norm, after in rank["tensor_parallel"]:
+            torch.testing.assert_close(norm.item(), expected)
+            torch.testing.assert_close(after.item(), 1.0)
+
+
+@needs_gloo
+def test_narrow_buffers(found):
+    ranks = len(found)
+    for rank in found:
+        one, two, buffers = rank["narrow"]
+        assert one.dtype == two.dtype == BF16 and buffers == 2
+        assert one.tolist() == [2.0 * ranks] * 7 and two.tolist() == [ranks * (ranks + 1) / 2] * 9
+
+
+@needs_gloo
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_sharded_training_is_the_same(found, dtype):
+    start = dict(Mixed(dtype, norms=FP32).named_parameters())
+    total = sum(p.numel() for p in start.values() if p.requires_grad)
+    first, whole_state, _ = found[0]["trained"][dtype, False]
+    assert whole_state == total
+    assert sum(rank["trained"][dtype, True][1] for rank in found) == total
+    for rank in found:
+        for shard in (False, True):
+            weights, _, moved = rank["trained"][dtype, shard]
+            assert moved
+            for name, weight in weights.items():
+                if world.CLIPPED[dtype] is None:
+                    assert torch.equal(weight, first[name]), name
+                else:  # the norm's sums are in another order
+                    torch.testing.assert_close(weight, first[name], rtol=1e-5, atol=1e-6)
+                assert (name == "frozen") == torch.equal(weight, start[name]) or name == "unused"
+
+
+@needs_gloo
+@pytest.mark.parametrize("shard", [False, True])
+def test_states_come_back(found, shard):
+    ranks = len(found)
+    for place, rank in enumerate(found):
+        log = rank["resumed"][shard]
+        mine = [place, ranks] if shard else [0, 1]
+        other, short = log["said"]
+        assert other == f"state must be of [rank, ranks] {mine}, but is of {[mine[0] + 1, mine[1]]}"
+        assert short.startswith("state must have a master ") and log["same"]
+        for before, after in (log["loaded"], log["trained"]):
+            assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@needs_gloo
+def test_under_validate_ranks_that_differ_are_told(found):
+    for rank in found:
+        assert rank["agreement"] == (
+            "parameters must be the same, in one order, on all ranks of group, but differ on its ranks 0 and 1", ""
+        )  # fmt: skip
+
+
+@needs_gloo
+def test_a_group_of_one_and_a_group_without_this_rank(found):
+    for place, rank in enumerate(found):
+        sent, parts = rank["alone"]
+        assert sent == []
+        close_parts(parts, exact([place]))
+        assert rank["other"].startswith("group must be None or a torch.distributed.ProcessGroup that has this rank, but is -100")
