@@ -389,6 +389,7 @@ def test_the_embedding_compiles_without_a_break(gathers):
         ids = torch.tensor([[3, 4, 3], [1, 0, 3]], device=DEVICE)
         y = call(ids)
         y.sum().backward()
+        assert not gathers or layer.weight.grad_added_to_main_grad
         return y.detach(), layer.weight.main_grad if gathers else layer.weight.grad
 
     y, got = grads(True)

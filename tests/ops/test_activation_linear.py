@@ -230,7 +230,7 @@ def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
         stock = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *args: did.append(note(args)) or stock(*args))
 
-    spied("start_input_gradient", lambda _: "d activation")
+    spied("row_gradients", lambda args: "d activation" if args[1] is not None else "")
     spied("weight_gradient", lambda _: "weight")
     if backend == "triton":
         spied("activation_backward", lambda args: "and y" if args[12] is not None else "no y")
@@ -240,7 +240,7 @@ def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
         y = op(save=save, backend=backend)(*inputs)
         did.clear()
         torch.autograd.grad(y.sum(), [inputs[NAMES.index(name)] for name in asking])
-        return list(did)
+        return [what for what in did if what]
 
     def kernel(what):
         return [what] if backend == "triton" else []

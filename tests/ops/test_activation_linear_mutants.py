@@ -57,7 +57,12 @@ MUTANTS = {  # name: module, what is there, what stands there instead, how x is 
         "input",
     ),
     "offset forgotten": (room, "float(linear_offset) if linear_offset else None", "None", "input"),
-    "the bias forgotten": (room, "None if bias is None else bias.to(product))", "None)", "input"),
+    "the bias forgotten": (
+        room,
+        "        return spread_product(activated, weight, bias, spread)\n\n    @",
+        "        return spread_product(activated, weight, None, spread)\n\n    @",
+        "input",
+    ),
     "dx rounded to 16 bits": (room, "*needs, stored.dtype, product, True)", "*needs, torch.bfloat16, product, True)", "input"),
     "the activation rounded to 16 bits": (
         room,
@@ -68,7 +73,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, how x is 
     "the weight's gradient of d activation": (
         room,
         "            grads, activated = found[:3], found[3]",
-        "            grads, activated = found[:3], start_input_gradient(dy, weight, None).wait()",
+        "            grads, activated = found[:3], row_gradients(dy, weight, False, None)[1]",
         "input",
     ),
     "needs in another order": (

@@ -69,6 +69,11 @@ def _outputs(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+def _joined(pieces: list[Tensor], whole: Tensor) -> Tensor:
+    """One piece may be a number, of a row without leading dimensions."""
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(whole.shape)
+
+
 def _gradients(result: Any, asked: list[Tensor], dys: Iterable[Tensor], create_graph: bool = False) -> tuple[Tensor, ...]:
     """Those of what is asked for, through the outputs that depend on it."""
     pairs = [(y, dy) for y, dy in zip(_outputs(result), dys, strict=True) if y.requires_grad]
@@ -108,7 +113,7 @@ def _backward(
             if leaf is not None and leaf.requires_grad:
                 assert sum_ is not None
                 sum_ += next(grads)
-    whole = [torch.cat(g).view(t.shape) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
+    whole = [_joined(g, t) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
     rounded = [sum_.to(t.dtype) if sum_ is not None and t is not None else None for sum_, t in zip(total, shared, strict=True)]
     return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onepass.runtime.dispatch import registered, watched
+from onepass.runtime.dispatch import cast, registered, watched
 from onepass.runtime.sizes import ceil_div
 
 SAVES = ("input", "fp8", "offload")
@@ -88,8 +88,7 @@ def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: 
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (parts, size))
     largest = torch.finfo(dtype).max  # a type's largest numbers round up past it
     values = (values * scale.repeat_interleave(FP8_RUN, -1)[..., :size]).clamp(-largest, largest)
-    x: Tensor = values.flatten(-2).to(dtype)
-    return x
+    return cast(values.flatten(-2), dtype)
 
 
 # ---- offload ----
