@@ -417,6 +417,7 @@ def test_the_sequence_comes_first_where_it_is_to_be_scattered():
     assert torch.equal(layer(ids), layer.weight[ids].transpose(0, 1))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_gpu():
     if DEVICE == "cpu":
         pytest.skip("needs a GPU")
