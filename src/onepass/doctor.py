@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onepass.ops.activation_linear import activation_linear_reference
 from onepass.ops.bias_activation import bias_activation_reference
+from onepass.ops.linear import linear_reference
 from onepass.ops.norm import layer_norm_reference, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear_reference
 from onepass.runtime import backend, lang
@@ -153,18 +155,18 @@ def _norm_tensors(vectors: int, device: torch.device, dtype: torch.dtype) -> tup
     return tuple(tensor.to(device, dtype) for tensor in tensors)
 
 
-def _norm_linear_tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, the norm's weight and the linear layer's."""
+def _tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    x, norm_weight, weight = (torch.randn(*shape, generator=generator) for shape in ((37, 203), (203,), (29, 203)))
-    return x.to(device, dtype), norm_weight.to(device, dtype), weight.to(device, dtype)
+    return tuple(torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
 
 
 # By the op's name: an op that is not here is shown without its backends, and goes untested.
 _CALLS = {
+    "activation_linear": Sample(partial(_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}),
     "bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"}),
     "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
-    "norm_linear": Sample(_norm_linear_tensors, norm_linear_reference),
+    "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
+    "norm_linear": Sample(partial(_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
     "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),
 }
 

@@ -223,10 +223,13 @@ def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "swiglu",
     *, activation_bias: Tensor | None = None, token_weight: Tensor | None = None,
     clamp: float | None = None, linear_offset: float = 0.0, save: str = "input",
+    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
 ) -> Activation:  # fmt: skip
     """Raise where an argument is wrong; the activation where none is."""
     act = check_activation(x, activation_bias, activation, token_weight, clamp, linear_offset, save, "activation_bias")
     check_linear(x, x.shape[-1] // act.parts, weight, bias)
+    if sequence_parallel:
+        check_divisible(x, tp_group)
     return act
 
 
@@ -267,12 +270,10 @@ def activation_linear(
     """
     act = _check(
         x, weight, bias, activation, activation_bias=activation_bias, token_weight=token_weight,
-        clamp=clamp, linear_offset=linear_offset, save=save,
+        clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     clamp = None if clamp is None else float(clamp)
     check_finite(x, save)
-    if sequence_parallel:
-        check_divisible(x, tp_group)
     spread = spread_over(tp_group, by_row=True, sequence=sequence_parallel)
     chosen = choose("activation_linear", backend, activation_unsupported(x, act))
     if chosen not in NATIVE:

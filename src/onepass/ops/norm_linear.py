@@ -249,6 +249,7 @@ def _check(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
     zero_centered_gamma: bool = False, return_norm_output: bool = False,
+    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
 ) -> None:  # fmt: skip
     check_norm(x, eps)
     if norm not in NORMS:

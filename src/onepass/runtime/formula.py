@@ -70,8 +70,8 @@ def _outputs(result: Any) -> tuple[Tensor, ...]:
 
 
 def _joined(pieces: list[Tensor], whole: Tensor) -> Tensor:
-    """One piece may be a number, of a row without leading dimensions."""
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(whole.shape)
+    """A tensor of its own, of one piece too; a piece may be a number, of a row without leading dimensions."""
+    return torch.cat([piece.reshape(1) if piece.dim() == 0 else piece for piece in pieces]).view(whole.shape)
 
 
 def _gradients(result: Any, asked: list[Tensor], dys: Iterable[Tensor], create_graph: bool = False) -> tuple[Tensor, ...]:

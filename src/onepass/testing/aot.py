@@ -196,6 +196,7 @@ def _activation_linear_call(
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "bias_activation": _bias_activation_calls,
     "activation_linear": _activation_linear_calls,
+    "linear": lambda: iter(()),  # cuBLAS
     "norm": _norm_calls,
     "norm_linear": _norm_linear_calls,
 }
