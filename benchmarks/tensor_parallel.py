@@ -32,7 +32,7 @@ _CYCLES = 60_000_000  # about 30 ms
 Interval = tuple[float, float]
 
 
-def layer(group: dist.ProcessGroup | None, ranks: int, rank: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def layer(group: dist.ProcessGroup, ranks: int, rank: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The MLP of this rank, and its part of the input."""
     device = torch.device("cuda", rank)
     up = torch.nn.Parameter(torch.randn(INNER // ranks, HIDDEN, device=device, dtype=torch.bfloat16) * HIDDEN**-0.5)
@@ -45,8 +45,7 @@ def layer(group: dist.ProcessGroup | None, ranks: int, rank: int) -> tuple[Calla
         y = F.gelu(y, approximate="tanh")
         return onepass.linear(y, down, tp_group=group, sequence_parallel=True, reduce_output=True)
 
-    rows = TOKENS if group is None else TOKENS // ranks
-    return forward, torch.randn(rows, BATCH, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    return forward, torch.randn(TOKENS // ranks, BATCH, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
 
 
 # ---- what a trace says ----
@@ -98,7 +97,7 @@ def waiting_for_each() -> Iterator[None]:
         yield
 
 
-def backward_of(group: dist.ProcessGroup | None, ranks: int, rank: int) -> Callable[[], object]:
+def backward_of(group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], object]:
     forward, x = layer(group, ranks, rank)
     y = forward(x)
     dy = torch.randn_like(y)

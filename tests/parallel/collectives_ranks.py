@@ -1,10 +1,9 @@
 """What two or four processes do together, each in its own; what they found is saved for the test that asked."""
 
-import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from parallel.meeting import join
 
 import onepass
 from onepass.parallel import collectives
@@ -15,10 +14,7 @@ WIDTHS = (3, 0, 5, 1)  # of the parts that gather_last puts together; one rank h
 
 def run(rank, ranks, folder):
     """What a spawned process runs: every scenario, in one order."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    join(rank, ranks, folder)
     made = groups(ranks)
     scenarios = [mappings, layouts, empty, sent, again, bare, in_flight, errors, agreement]
     if ranks == 2:  # the compiler takes longest

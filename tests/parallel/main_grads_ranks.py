@@ -2,11 +2,10 @@
 
 import copy
 import functools
-import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from parallel.meeting import join
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,10 +130,7 @@ class Sent:
 
 def run(rank, ranks, folder):
     """What a spawned process runs: every scenario, in one order."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    join(rank, ranks, folder)
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     pairs = [dist.new_group(members) for members in ([[0, 2], [1, 3], [0, 1], [2, 3]] if ranks == 4 else [])]
     scenarios = [reduced, overlap, unused_on_one_rank, by_hand_and_held, norms, narrow, trained, resumed, agreement]
@@ -344,3 +340,18 @@ def lonely(rank, group):
         main_grads.finish()
         main_grads.norm()
     return calls, parts(main_grads)
+
+
+# ---- for the tests ----
+
+
+def close(got, expected):
+    """To fp32 rounding; a parameter without a gradient has zeros."""
+    for name, grad in expected.items():
+        if name in got:
+            right = torch.zeros_like(got[name]) if grad is None else grad.float()
+            torch.testing.assert_close(got[name], right, rtol=2e-5, atol=2e-6, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def main_grads_by_name(model):
+    return {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}

@@ -5,12 +5,12 @@ which they are put together, ALIKE where all have the whole, or SUM. Without a g
 """
 
 import os
-from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from parallel.meeting import join
 from torch import nn
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
@@ -32,10 +32,7 @@ ALIKE, SUM = "alike", "sum"
 
 
 def run(rank, ranks, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting-{ranks}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    join(rank, ranks, folder)
     world = dist.group.WORLD
     found = {name: case(world) for name, case in CASES.items()}
     found["errors"] = errors(world)

@@ -1,11 +1,11 @@
 """Linear layers spread over two or four processes, each with its part; what they found is saved for the test that asked."""
 
 import os
-from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from parallel.meeting import join
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
@@ -17,11 +17,7 @@ S, B, K, N = 8, 2, 12, 20  # sequence, batch, and the features of x and of y
 
 
 def run(rank, ranks, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
+    join(rank, ranks, folder)
     world = dist.group.WORLD
     found = {name: {dtype: layer(name, world, dtype) for dtype in (torch.float32, torch.bfloat16)} for name in CASES}
     found["no tokens"] = {name: layer(name, world, torch.float32, sequence=0) for name in CASES}
@@ -29,6 +25,7 @@ def run(rank, ranks, folder):
     found["main_grad"] = {name: gathered(name, world) for name in CASES}
     found["order"] = {name: order(name, world) for name in CASES}
     found["errors"] = errors(world)
+    found["explained"] = explained(world)
     if ranks == 2:
         found["compiled"] = {name: compiled(name, world) for name in CASES}
     pairs = [dist.new_group(those) for those in ([[0], [1]] if ranks == 2 else [[0, 2], [1, 3]])]
@@ -192,3 +189,10 @@ def errors(group):
         attempt(lambda: onepass.norm_linear(x, None, weight, tp_group="tp"))
         attempt(lambda: onepass.activation_linear(odd, weight, bias, "gelu", tp_group=group, sequence_parallel=True))
     return said
+
+
+def explained(group):
+    """What is said of a call without an option, and with each."""
+    x, parameters, _ = shard("column", group.rank(), group.size())
+    ways = ({}, {"allreduce_dgrad": True}, {"sequence_parallel": True}, {"reduce_output": True})
+    return [str(onepass.explain(onepass.linear, x, parameters["weight"], tp_group=group, **way)) for way in ways]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel import main_grads_ranks as world
-from parallel.main_grads_ranks import BF16, BYTES, FP32, MICROBATCHES, Mixed, backwards, exact, loss
+from parallel.main_grads_ranks import BF16, BYTES, FP32, MICROBATCHES, Mixed, backwards, close, exact, loss, main_grads_by_name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,18 +32,6 @@ def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     mp.spawn(world.run, args=(request.param, str(folder)), nprocs=request.param)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
-
-
-def close(got, expected):
-    """To fp32 rounding; a parameter without a gradient has zeros."""
-    for name, grad in expected.items():
-        if name in got:
-            right = torch.zeros_like(got[name]) if grad is None else grad.float()
-            torch.testing.assert_close(got[name], right, rtol=2e-5, atol=2e-6, msg=lambda words, name=name: f"{name}: {words}")
-
-
-def main_grads_by_name(model):
-    return {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 # ---- one process ----
@@ -312,144 +300,6 @@ def test_dropped_or_closed_it_lets_go_of_the_parameters():
     main_grads.close()
     main_grads.close()
     assert not hasattr(weight, "main_grad")
-
-
-# ---- errors ----
-
-
-def good():
-    return nn.Parameter(torch.ones(2))
-
-
-def frozen():
-    return nn.Parameter(torch.ones(2), requires_grad=False)
-
-
-def taken():
-    weight = nn.Parameter(torch.ones(2))
-    weight.main_grad = torch.zeros(2)
-    return weight
-
-
-@pytest.mark.parametrize(
-    ("parameters", "options", "error", "words"),
-    [
-        (lambda: [], {}, ValueError, "parameters must have one that requires a gradient, but is empty"),
-        (lambda: [frozen(), frozen()], {}, ValueError, "must have one that requires a gradient, but has 2 frozen ones only"),
-        (lambda: [good()] * 2, {}, ValueError, "but parameter 1 is there twice"),
-        (lambda: [("w", frozen()), ("w", frozen())], {}, ValueError, "but w is there twice"),
-        (lambda: torch.ones(2), {}, TypeError, "but is one tensor: put it in a list"),
-        (lambda: [good(), nn.Linear(2, 2)], {}, TypeError, "but parameter 1 is a Linear"),
-        (lambda: [good(), nn.Parameter(torch.ones(2).double())], {}, TypeError, "must be .* but parameter 1 is torch.float64"),
-        (lambda: [nn.Parameter(torch.ones(2).cfloat())], {}, TypeError, "but parameter 0 is torch.complex64"),
-        (lambda: [good(), torch.ones(2, requires_grad=True) * 2], {}, ValueError, "must be leaves .* but parameter 1"),
-        (lambda: [good(), taken()], {}, ValueError, "must have no main_grad yet, but parameter 1 has"),
-        (lambda: [good()], {"dtype": torch.float64}, TypeError, "dtype must be .* but is torch.float64"),
-        (lambda: [good()], {"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive, but is 0"),
-        (lambda: [good()], {"group": 3}, TypeError, "group must be None or a .*ProcessGroup.* but is 3"),
-        (lambda: [good()], {"tp_group": 3}, TypeError, "tp_group must be None or"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_held_is_named_and_nothing_is_written(parameters, options, error, words):
-    given = parameters()
-    with pytest.raises(error, match=words):
-        MainGrads(given, **options)
-    for each in given if isinstance(given, list) else []:
-        if isinstance(each, nn.Parameter):
-            assert not hasattr(each, "main_grads") and not each._post_accumulate_grad_hooks
-
-
-def test_another_main_grads():
-    weight, good = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    first = MainGrads([weight])
-    with pytest.raises(ValueError, match=r"parameter 1 has: close\(\) the MainGrads"):
-        MainGrads([good, weight])
-    assert weight.main_grads() is first and not hasattr(good, "main_grad")
-
-
-def test_a_microbatch_after_the_last():
-    model = Mixed()
-    main_grads = MainGrads(model, bucket_bytes=BYTES)
-    late = "must get its gradients before the step's reductions, but got one after"
-    loss(model, 0, 0).backward()
-    with pytest.raises(RuntimeError, match=late):
-        loss(model, 0, 1).backward()
-    main_grads.zero_()
-    loss(model, 0, 0).backward()
-    with main_grads.accumulate(), pytest.raises(RuntimeError, match=f"{late} the step's reductions had begun"):
-        loss(model, 0, 1).backward()
-    main_grads.zero_()
-    backwards(main_grads, model, 0)
-    main_grads.finish()
-    with pytest.raises(RuntimeError, match=late):
-        loss(model, 0, 1).backward()
-    with pytest.raises(RuntimeError, match=late):  # its gradient is in .grad still
-        main_grads.finish()
-    main_grads.zero_()
-    backwards(main_grads, model, 0)
-    main_grads.finish()
-    main_grads.finish()  # nothing more
-    close(main_grads_by_name(model), exact([0]))
-    with pytest.raises(RuntimeError, match=f"unused {late} the reduction of its bucket had begun"):
-        model.unused.sum().backward()  # its first, but too late
-    assert not model.unused.main_grad.any()
-
-
-def test_a_second_last_microbatch_is_seen_before_any_reduction():
-    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    main_grads = MainGrads([one, two])
-    one.sum().backward()
-    with pytest.raises(RuntimeError, match=r"parameter 0 must .* after another one's outside of accumulate\(\)"):
-        one.sum().backward()
-    main_grads.zero_()
-    one.sum().backward()
-    two.sum().backward()  # the rest, by another pass
-    main_grads.finish()
-    assert one.main_grad.tolist() == two.main_grad.tolist() == [1.0, 1.0]
-
-
-def test_accumulate_ends_with_an_error_too():
-    weight = nn.Parameter(torch.ones(2))
-    main_grads = MainGrads([weight])
-    with pytest.raises(KeyError), main_grads.accumulate():
-        raise KeyError
-    weight.sum().backward()
-    with pytest.raises(RuntimeError, match="had begun"):
-        main_grads.check_open(weight)
-
-
-def test_what_needs_the_whole_gradient_comes_after_finish():
-    weight = nn.Parameter(torch.ones(2))
-    main_grads = MainGrads([weight])
-    weights = MasterWeights(main_grads, torch.optim.SGD)
-    weight.sum().backward()
-    for name, call in {"norm": main_grads.norm, "clip_": lambda: main_grads.clip_(0.1), "step": weights.step}.items():
-        with pytest.raises(RuntimeError, match=rf"{name}\(\) must come after finish\(\)"):
-            call()
-    assert weight.tolist() == [1.0, 1.0] and weight.main_grad.tolist() == [1.0, 1.0]
-    main_grads.finish()
-    with pytest.raises(ValueError, match="norm_type must be positive, but is 0"):
-        main_grads.norm(0)
-    with pytest.raises(ValueError, match=r"max_norm must be 0 or more, but is -1"):
-        main_grads.clip_(-1)
-    main_grads.zero_()
-    with pytest.raises(RuntimeError, match=r"norm\(\) must come after"):
-        main_grads.norm()
-
-
-def test_groups_that_do_not_fit():
-    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    main_grads = MainGrads({"one": one, "two": two}.items())
-    for groups, words in (
-        ([{"params": [one]}], "but two is in none"),
-        ([{"params": [one, two]}, {"params": [one]}], "but one is in two"),
-        ([{"params": [one, two, nn.Parameter(torch.ones(2))]}], "but one has another"),
-    ):
-        with pytest.raises(ValueError, match=f"groups must have each parameter of main_grads once, {words}"):
-            MasterWeights(main_grads, torch.optim.SGD, groups)
-    main_grads.close()
-    with pytest.raises(TypeError, match=r"main_grads must have dtype torch.float32, but has torch.bfloat16"):
-        MasterWeights(MainGrads([one], dtype=BF16), torch.optim.SGD)
 
 
 # ---- several processes ----

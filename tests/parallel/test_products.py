@@ -135,6 +135,15 @@ def test_errors_say_what_to_do_before_anything_is_sent(found):
         assert odd_too == odd
 
 
+def test_explain_says_what_is_sent(found):
+    for rank in found:
+        nothing, column, sequence, row = rank["explained"]
+        assert "tp_group" not in nothing
+        assert "dx summed over tp_group" in column and "divided" not in column
+        assert "dx summed over tp_group" in sequence and "divided along the first dimension" in sequence
+        assert "y summed over tp_group" in row
+
+
 def test_without_a_group_nothing_is_asked_of_it():
     x, parameters, _ = products_ranks.whole()
     alone = CASES["column, sequence"][0](x, parameters, None)

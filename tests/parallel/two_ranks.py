@@ -1,10 +1,9 @@
 """What two processes do together, each in its own; what they found is saved for the test that asked."""
 
-import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from parallel.meeting import join
 from torch import nn
 
 import onepass
@@ -17,10 +16,7 @@ _FOUND = {}
 
 def run(rank, folder):
     """What a spawned process runs: every scenario, in one order."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    join(rank, RANKS, folder)
     with onepass.use_backend("torch"):
         for scenario in (split_sequence, kinds, main_grads, groups, agreement):
             _FOUND[scenario.__name__] = scenario(rank)

@@ -19,16 +19,19 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
+from onepass.bench.products import Shapes, random_of
 from onepass.kernels.activations import find_activation
 from onepass.ops.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
 
 OP = "activation_linear"
-_FULL = [("swiglu", 16384, 8192, 2048), ("swiglu", 16384, 14336, 4096), ("gelu", 16384, 16384, 4096)]
-_SMALL = [("swiglu", 2048, 8192, 2048), ("gelu", 2048, 16384, 4096)]
-_CPU = [("swiglu", 256, 768, 512), ("gelu", 256, 768, 512)]  # many a CPU multiplies bf16 at 1 GFLOP/s
-_CPU_SMALL = [("swiglu", 128, 192, 128)]
+_SHAPES = Shapes(
+    full=[("swiglu", 16384, 8192, 2048), ("swiglu", 16384, 14336, 4096), ("gelu", 16384, 16384, 4096)],
+    small=[("swiglu", 2048, 8192, 2048), ("gelu", 2048, 16384, 4096)],
+    cpu=[("swiglu", 256, 768, 512), ("gelu", 256, 768, 512)],
+    cpu_small=[("swiglu", 128, 192, 128)],
+)
 
 
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
@@ -38,8 +41,7 @@ def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype)
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
-    return [_case(*shape, dtype) for shape in shapes]
+    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
 
 
 def _tiny(case: Case) -> Case:
@@ -48,10 +50,7 @@ def _tiny(case: Case) -> Case:
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
+    random = random_of(case, device, generator)
     x = random(tokens, inner * find_activation(case.variant).parts)
     weight = Parameter(random(outer, inner).mul_(inner**-0.5))
     return Inputs({"x": x.requires_grad_(), "weight": weight}, frozenset({"x"}), {"y": random(tokens, outer)})

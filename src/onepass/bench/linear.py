@@ -16,17 +16,24 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
+from onepass.bench.products import Shapes, random_of
 from onepass.ops.linear import linear, linear_reference
 from onepass.runtime.backend import explain
 
 OP = "linear"
-_FULL = [
-    ("plain", 2048, 4096, 4096), ("plain", 8192, 4096, 4096), ("plain", 8192, 4096, 14336), ("plain", 4096, 8192, 28672),
-    ("plain", 8192, 12288, 12288), ("bias", 8192, 4096, 4096),
-]  # fmt: skip
-_SMALL = [("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096)]
-_CPU = [("plain", 256, 512, 768), ("bias", 256, 512, 768)]
-_CPU_SMALL = [("plain", 128, 128, 192)]
+_SHAPES = Shapes(
+    full=[
+        ("plain", 2048, 4096, 4096),
+        ("plain", 8192, 4096, 4096),
+        ("plain", 8192, 4096, 14336),
+        ("plain", 4096, 8192, 28672),
+        ("plain", 8192, 12288, 12288),
+        ("bias", 8192, 4096, 4096),
+    ],
+    small=[("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096)],
+    cpu=[("plain", 256, 512, 768), ("bias", 256, 512, 768)],
+    cpu_small=[("plain", 128, 128, 192)],
+)
 
 
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
@@ -35,8 +42,7 @@ def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype)
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
-    return [_case(*shape, dtype) for shape in shapes]
+    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
 
 
 def _tiny(case: Case) -> Case:
@@ -45,10 +51,7 @@ def _tiny(case: Case) -> Case:
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
+    random = random_of(case, device, generator)
     tensors = {"x": random(tokens, inner).requires_grad_(), "weight": Parameter(random(outer, inner).mul_(inner**-0.5))}
     if case.variant == "bias":
         tensors["bias"] = Parameter(random(outer))

@@ -21,16 +21,19 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported, with_parameters
+from onepass.bench.products import Shapes, random_of
 from onepass.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear, norm_linear_reference
 from onepass.runtime.backend import explain
 
 OP = "norm_linear"
 _EPS = 1e-5
-_FULL = [("rms", 16384, 4096, 6144), ("rms", 16384, 4096, 28672), ("layer", 16384, 4096, 6144)]
-_SMALL = [("rms", 2048, 4096, 6144), ("layer", 2048, 4096, 6144)]
-_CPU = [("rms", 256, 512, 768), ("layer", 256, 512, 768)]  # many a CPU multiplies bf16 at 1 GFLOP/s
-_CPU_SMALL = [("rms", 128, 128, 192)]
+_SHAPES = Shapes(
+    full=[("rms", 16384, 4096, 6144), ("rms", 16384, 4096, 28672), ("layer", 16384, 4096, 6144)],
+    small=[("rms", 2048, 4096, 6144), ("layer", 2048, 4096, 6144)],
+    cpu=[("rms", 256, 512, 768), ("layer", 256, 512, 768)],
+    cpu_small=[("rms", 128, 128, 192)],
+)
 
 
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
@@ -39,8 +42,7 @@ def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype)
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    shapes = (_SMALL if quick else _FULL) if device.type == "cuda" else (_CPU_SMALL if quick else _CPU)
-    return [_case(*shape, dtype) for shape in shapes]
+    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
 
 
 def _tiny(case: Case) -> Case:
@@ -49,10 +51,7 @@ def _tiny(case: Case) -> Case:
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
+    random = random_of(case, device, generator)
     tensors = {"x": random(tokens, inner).requires_grad_(), "norm_weight": Parameter(random(inner))}
     tensors["weight"] = Parameter(random(outer, inner).mul_(inner**-0.5))
     if case.variant == "layer":

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.kernels.activations import find_activation
-from onepass.ops.bias_activation import bias_activation, check_options
+from onepass.kernels.bias_activation import check_options
+from onepass.ops.bias_activation import bias_activation
 
 
 class BiasActivation(nn.Module):

@@ -32,7 +32,6 @@ from onepass.kernels.bias_activation import (
     registered_forward,
     registered_forward_fp8,
 )
-from onepass.kernels.bias_activation import check_options as check_options
 from onepass.kernels.bias_activation_formula import activation_formula
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other, shorthand

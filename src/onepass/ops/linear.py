@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.parallel.collectives import with_others
 from onepass.parallel.product import check_divisible, linear_product, spread_over
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
@@ -39,12 +40,12 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
 
 def variant(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False, reduce_output: bool = False, **options: Any,
+    allreduce_dgrad: bool = False, sequence_parallel: bool = False, reduce_output: bool = False, **options: Any,
 ) -> str:  # fmt: skip
     """What a call does beside its products."""
     own = has_own_place(weight) or has_own_place(bias)
     said = ["products by PyTorch", "gradients into main_grad" if own else "gradients to autograd"]
-    if spread_over(tp_group, by_row=reduce_output, sequence=sequence_parallel) is not None:
+    if (allreduce_dgrad or sequence_parallel or reduce_output) and with_others(tp_group) is not None:
         said += ["y summed over tp_group"] if reduce_output else ["dx summed over tp_group under the weight's product"]
         said += ["divided along the first dimension"] if sequence_parallel else []
     return ", ".join(said)

@@ -255,12 +255,12 @@ def split_sequence(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 # ---- what they ask of their arguments ----
 
 
-def with_others(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def with_others(group: dist.ProcessGroup | None, name: str = "group") -> dist.ProcessGroup | None:
     """The group, or None where there is nobody to talk to."""
     if group is None:
         return None
     if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to the ranks that are left out
-        raise TypeError(f"group must be None or a torch.distributed.ProcessGroup that has this rank, but is {group!r}")
+        raise TypeError(f"{name} must be None or a torch.distributed.ProcessGroup that has this rank, but is {group!r}")
     return group if group.size() > 1 else None
 
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.parallel.collectives import start_all_gather
-from onepass.runtime import main_grad as convention
+from onepass.parallel.collectives import start_all_gather, with_others
+from onepass.runtime.main_grad import is_placeholder
 from onepass.runtime.validation import validating
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -114,7 +114,7 @@ class MainGrads:
             raise ValueError(f"bucket_bytes must be positive, but is {bucket_bytes}")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self.group, self.tp_group = _with_others("group", group), _with_others("tp_group", tp_group)
+        self.group, self.tp_group = with_others(group), with_others(tp_group, "tp_group")
         self.ranks = 1 if self.group is None else self.group.size()
         self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
         planned = _planned(named, bucket_bytes // dtype.itemsize)
@@ -235,7 +235,7 @@ class MainGrads:
         if grad is None:
             return
         parameter.grad = None
-        if not _is_placeholder(grad):
+        if not is_placeholder(grad):
             grad = grad.detach()  # under create_graph it has a graph
             parameter.main_grad.add_(grad.to(self.dtype) if grad.is_sparse else grad)
 
@@ -349,12 +349,6 @@ def _let_go(parameters: list[Any], handles: list[Any]) -> None:
             parameter.__dict__.pop(name, None)
 
 
-def _is_placeholder(grad: Tensor) -> bool:
-    """Whether it is surely the zeros of an op that has added to main_grad: adding them would be right, and in vain."""
-    zeros = convention._zeros.get((grad.shape, grad.dtype, grad.device))
-    return zeros is not None and zeros.data_ptr() == grad.data_ptr() and not zeros._version
-
-
 def _late(name: str, after: str) -> str:
     return (
         f"{name} must get its gradients before the step's reductions, but got one after {after}: run every backward but the "
@@ -419,16 +413,6 @@ def _planned(named: list[tuple[str, Any]], limit: int) -> list[list[Place]]:
 
 def _up(size: int, multiple: int) -> int:
     return max(1, math.ceil(size / multiple)) * multiple
-
-
-# ---- who else is there ----
-
-
-def _with_others(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or None where there is nobody to talk to."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):  # new_group gives a number to the ranks left out
-        raise TypeError(f"{name} must be None or a torch.distributed.ProcessGroup that has this rank, but is {group!r}")
-    return group if group is not None and group.size() > 1 else None
 
 
 def _check_agreement(mine: object, group: dist.ProcessGroup) -> None:

@@ -79,7 +79,7 @@ def spread_product(x: Tensor, weight: Tensor, bias: Tensor | None, spread: Sprea
 def start_input_gradient(dy: Tensor, weight: Tensor, spread: Spread | None) -> Pending:
     """dx, before the parameters' gradients are made: by then it is summed."""
     dx = (rows_of(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
-    return Pending(dx) if spread is None or spread.by_row else _start_sum(dx, spread)
+    return Pending(dx) if spread is None else _start_sum(dx, spread)
 
 
 def row_gradients(dy: Tensor, weight: Tensor | None, need_rows: bool, spread: Spread | None) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ A compiled graph can do the first only: in another pass it raises before anythin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -137,6 +138,12 @@ def placeholder(parameter: Tensor) -> Tensor | None:
     return kept.detach()
 
 
+def is_placeholder(grad: Tensor) -> bool:
+    """Whether it is surely the zeros that were handed out: adding them would be right, and in vain."""
+    kept = _zeros.get((grad.shape, grad.dtype, grad.device))
+    return kept is not None and kept.data_ptr() == grad.data_ptr() and not kept._version
+
+
 def _captured(parameter: Tensor) -> bool:
     return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -205,12 +212,16 @@ def _add_and_mark(main_grad: Tensor, first: Tensor, second: Tensor | None, param
 
 
 def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
+    return _overwritten(parameter, lambda main_grad: add_gradient(main_grad, first, second, keep=False))
+
+
+def _overwritten(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
     """Megatron-FSDP's: its buffer is there in backward only, and its hooks always wait for something."""
     _refuse_other_passes(parameter)
     main_grad = parameter.get_main_grad()
     _check_main_grad(main_grad, parameter)
     parameter.main_grad = main_grad
-    add_gradient(main_grad, first, second, keep=False)
+    write(main_grad)
     _mark(parameter)
     return torch.zeros_like(parameter)
 
@@ -285,14 +296,7 @@ def _add_rows_and_mark(main_grad: Tensor, dy: Tensor, ids: Tensor, weight: Tenso
 
 
 def _overwrite_rows(dy: Tensor, ids: Tensor, weight: Any) -> Tensor:
-    """Megatron-FSDP's, as in `_overwrite`."""
-    _refuse_other_passes(weight)
-    main_grad = weight.get_main_grad()
-    _check_main_grad(main_grad, weight)
-    weight.main_grad = main_grad
-    add_rows(main_grad.zero_(), dy, ids)
-    _mark(weight)
-    return torch.zeros_like(weight)
+    return _overwritten(weight, lambda main_grad: add_rows(main_grad.zero_(), dy, ids))
 
 
 _scatter_op = registered(
