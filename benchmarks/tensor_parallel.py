@@ -1,10 +1,10 @@
-"""How much of the communication of a tensor-parallel MLP's backward is hidden under matrix products.
+"""How much of what tensor parallelism sends is hidden under matrix products: in an MLP's backward, and in a flush.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--json FILE]
 
 A column-parallel layer, gelu, and a row-parallel layer with sequence parallelism, bf16, as Megatron's MLP. Read from a trace of
 the kernels: hidden is the part of the time in which something is sent while a product runs too. "Waiting for each" is the same
-backward with every collective waited for where it starts.
+with every collective waited for where it starts. The flush is that of a head's deferred gradients, of several microbatches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from traces import common, kernels, length, union
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
-from onepass.parallel import collectives, product
+from onepass.parallel import DeferredWgrad, collectives, product
 
 TOKENS, BATCH, HIDDEN, INNER = 4096, 4, 8192, 28672
-_CYCLES = 60_000_000  # about 30 ms
-Interval = tuple[float, float]
+VOCABULARY, MICROBATCHES = 65536, 4
 
 
 def layer(group: dist.ProcessGroup, ranks: int, rank: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -51,37 +50,12 @@ def layer(group: dist.ProcessGroup, ranks: int, rank: int) -> tuple[Callable[[Te
 # ---- what a trace says ----
 
 
-def union(intervals: list[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
-def common(first: list[Interval], second: list[Interval]) -> float:
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
-
-
 def traced(step: Callable[[], object]) -> dict[str, float]:
     """Milliseconds of a step's kernels: sent, products, both at once, and from the first to the last."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-        torch.cuda._sleep(_CYCLES)  # meanwhile all is queued, as in the middle of a training step: the CPU is ahead
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0]
-    spans = {e: (e.time_range.start / 1e3, e.time_range.end / 1e3) for e in kernels if "spin_kernel" not in e.name}
-    sent = union([span for e, span in spans.items() if "nccl" in e.name.lower()])
-    products = union([span for e, span in spans.items() if any(word in e.name.lower() for word in ("gemm", "nvjet", "cutlass"))])
-    whole = max(end for _, end in spans.values()) - min(start for start, _ in spans.values())
+    ran = kernels(step)
+    sent = union([span for name, span in ran if "nccl" in name.lower()])
+    products = union([span for name, span in ran if any(word in name.lower() for word in ("gemm", "nvjet", "cutlass"))])
+    whole = max(end for _, (_, end) in ran) - min(start for _, (start, _) in ran)
     return {"sent": length(sent), "products": length(products), "both": common(sent, products), "whole": whole}
 
 
@@ -102,6 +76,36 @@ def backward_of(group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[],
     y = forward(x)
     dy = torch.randn_like(y)
     return lambda: y.backward(dy, retain_graph=True)
+
+
+def flush_of(group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], object]:
+    """What backward keeps, put there as it does, without the rest of backward."""
+    device, type_ = torch.device("cuda", rank), torch.bfloat16
+    head = torch.nn.Parameter(torch.empty(VOCABULARY // ranks, HIDDEN, device=device, dtype=type_))
+    main_grad = torch.zeros_like(head, dtype=torch.float32)
+    spread = product.spread_over(group, by_row=False, sequence=True)
+    x = torch.randn(TOKENS // ranks, 1, HIDDEN, device=device, dtype=type_)
+    dy = torch.randn(TOKENS, 1, VOCABULARY // ranks, device=device, dtype=type_)
+    deferred = DeferredWgrad()
+
+    def flush() -> None:
+        for _ in range(MICROBATCHES):
+            deferred.keep(dy, x, head, main_grad, spread)
+        deferred.flush()
+
+    return flush
+
+
+def measured(step: Callable[[], object]) -> dict[str, object]:
+    """Times, traces, and the median of the shares that are hidden."""
+    found: dict[str, object] = {"ms": milliseconds(step)}
+    traces = [traced(step) for _ in range(6)][1:]
+    shares = [trace["both"] / trace["sent"] for trace in traces]
+    found |= {"traces_ms": traces, "hidden_shares": shares, "hidden_share": sorted(shares)[len(shares) // 2]}
+    with waiting_for_each():
+        found["waiting_for_each_ms"] = milliseconds(step)
+        found["waiting_for_each_trace_ms"] = traced(step)
+    return found
 
 
 def milliseconds(step: Callable[[], object], times: int = 10) -> float:
@@ -127,17 +131,13 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    step = backward_of(dist.group.WORLD, ranks, rank)
-    found: dict[str, object] = {"backward_ms": milliseconds(step)}
-    traces = [traced(step) for _ in range(4)][1:]
-    found |= {"traces_ms": traces, "hidden": sorted(trace["both"] / trace["sent"] for trace in traces)[1]}
-    with waiting_for_each():
-        found["waiting_for_each_ms"] = milliseconds(step)
-        found["waiting_for_each_trace_ms"] = traced(step)
+    steps = {"backward": backward_of, "flush": flush_of}
+    found = {name: measured(made(dist.group.WORLD, ranks, rank)) for name, made in steps.items()}
     if rank == 0:
         print(json.dumps(found, indent=1))
         if args.json:
-            shape = {"tokens": TOKENS * BATCH, "hidden": HIDDEN, "inner": INNER, "ranks": ranks}
+            shape: dict[str, object] = {"tokens": TOKENS * BATCH, "hidden": HIDDEN, "inner": INNER, "ranks": ranks}
+            shape |= {"flushed": {"tokens": TOKENS, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}}
             machine = {"commit": commit(), "gpu": device_name(torch.device("cuda")), "versions": versions()}
             args.json.write_text(json.dumps(machine | shape | found, indent=1) + "\n")
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ ALLOWED = {
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
     "parallel": {"parallel", "runtime"},
-    "ops": {"kernels", "runtime", "parallel.collectives", "parallel.product"},
+    "ops": {"kernels", "runtime", "parallel.collectives", "parallel.deferred", "parallel.product"},
     "nn": {"nn", "ops", "kernels", "runtime", "parallel"},
     "gpt": {"gpt", *_BELOW_GPT},
     "fusion": {"fusion", *_BELOW_GPT},

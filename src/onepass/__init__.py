@@ -11,6 +11,7 @@ from onepass.ops.linear import linear
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import norm_linear
 from onepass.runtime.backend import explain, register_backend, use_backend
+from onepass.runtime.graphs import graphed
 from onepass.runtime.validation import validate
 
 _norm_backends.register()  # by name, never by "auto"; loads none of those packages
@@ -24,6 +25,7 @@ __all__ = [
     "bias_quick_geglu",
     "bias_swiglu",
     "explain",
+    "graphed",
     "layer_norm",
     "linear",
     "nn",

@@ -78,7 +78,7 @@ def _sums_kernel(partial_ptr, out_ptr, arrived_ptr, last_ptr, H: tl.constexpr, B
     helpers = tl.num_programs(0) if ALL else some_helpers()
     helper = join(arrived_ptr, helpers)
     if helper >= 0:
-        share_strips(partial_ptr, out_ptr, None, helper, helpers, tl.num_programs(0), H, 4, 16)
+        share_strips(partial_ptr, out_ptr, None, helper, helpers, tl.num_programs(0), H, False, 4, 16)
         if leave(arrived_ptr, helpers):
             tl.store(last_ptr + program, 1)
 

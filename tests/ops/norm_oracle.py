@@ -6,11 +6,13 @@ The real room must pass every case, and each of the mutants must fail one.
 import contextlib
 import types
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from ops.bias_activation_oracle import laid_out
 
 from onepass.ops import norm as real
+from onepass.testing import budget
 from onepass.testing.budget import Finding, Report, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
@@ -211,7 +213,9 @@ def judge_case(room, case: Case, backend: str = "triton") -> Report:
             types = [(name, t.dtype) for name, t in inputs.items() if t is not None]
             assert all(ours[f"d{name}"].dtype == dtype for name, dtype in types)
             trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))
-    return compare(trials, case.dtype)
+    # how a row's mean is rounded is up to chance, for the baseline too: half an ulp of it, in rows whose numbers vary by about 1
+    with mock.patch.object(budget, "SLACK", budget.SLACK + (abs(case.mean) * 2**-24 if case.layer else 0.0)):
+        return compare(trials, case.dtype)
 
 
 # ---- the cases ----

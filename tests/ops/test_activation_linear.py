@@ -233,7 +233,7 @@ def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
     spied("row_gradients", lambda args: "d activation" if args[1] is not None else "")
     spied("weight_gradient", lambda _: "weight")
     if backend == "triton":
-        spied("activation_backward", lambda args: "and y" if args[12] is not None else "no y")
+        spied("run_backward", lambda args: "and y" if args[13] is not None else "no y")
         spied("rebuilt", lambda _: "y alone")
 
     def of(*asking):

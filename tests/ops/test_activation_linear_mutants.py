@@ -46,14 +46,14 @@ MUTANTS = {  # name: module, what is there, what stands there instead, how x is 
     ),
     "activation_bias forgotten in backward": (
         room,
-        "backward(dy, x, exponents, bias, token_weight, *call, *needs,",
-        "backward(dy, x, exponents, bias * 0, token_weight, *call, *needs,",
+        "run_backward(sums, dy, x, exponents, bias, token_weight, *call, *needs,",
+        "run_backward(sums, dy, x, exponents, bias * 0, token_weight, *call, *needs,",
         "input",
     ),
     "clamp forgotten in backward": (
         room,
-        "    backward = registered_backward if seen",
-        "    call = call[0], None, call[2]\n    backward = registered_backward if seen",
+        "    return run_backward(sums, dy,",
+        "    call = call[0], None, call[2]\n    return run_backward(sums, dy,",
         "input",
     ),
     "offset forgotten": (room, "float(linear_offset) if linear_offset else None", "None", "input"),

@@ -1,25 +1,42 @@
 """Norm weights and biases that carry main_grad: gathered there in fp32 by every op that has such, in every kind of pass."""
 
+import contextlib
+import importlib
+from collections import Counter
+
 import pytest
 import torch
-from ops.calls import backends, relative
+from ops.bias_activation_oracle import small_tiles as activation_tiles
+from ops.calls import backends, equal, needs_triton, relative
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32
+from ops.norm_oracle import small_tiles as norm_tiles
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass.runtime.main_grad import gathered
-from onepass.testing.poison import unchanged
+from onepass.runtime import launch
+from onepass.runtime.main_grad import captured_by_grad, gathered, packed
+from onepass.testing.mutants import mutate
+from onepass.testing.poison import poisoned, unchanged
 
 M, H = 300, 40
 OPS = {
-    "rms_norm": lambda x, a, b, backend: onepass.rms_norm(x, a, backend=backend),
-    "layer_norm": lambda x, a, b, backend: onepass.layer_norm(x, a, b, backend=backend),
-    "residual": lambda x, a, b, backend: sum(onepass.layer_norm(x, a, b, residual=x.detach(), backend=backend)),
-    "norm_linear": lambda x, a, b, backend: onepass.norm_linear(
-        x, a, torch.eye(H, device=DEVICE, dtype=x.dtype), norm="layer_norm", norm_bias=b, backend=backend
+    "rms_norm": lambda x, a, b, backend, op=onepass: op.rms_norm(x, a, backend=backend),
+    "layer_norm": lambda x, a, b, backend, op=onepass: op.layer_norm(x, a, b, backend=backend),
+    "residual": lambda x, a, b, backend, op=onepass: sum(op.layer_norm(x, a, b, residual=x.detach(), backend=backend)),
+    "norm_linear": lambda x, a, b, backend, op=onepass: op.norm_linear(
+        x, a, eye(x.shape[-1], x), norm="layer_norm", norm_bias=b, backend=backend
     ),
-    "bias_activation": lambda x, a, b, backend: onepass.bias_activation(x, b, "gelu", backend=backend),
+    "bias_activation": lambda x, a, b, backend, op=onepass: op.bias_activation(x, b, "swiglu", backend=backend),
+    "activation_linear": lambda x, a, b, backend, op=onepass: op.activation_linear(
+        x, eye(x.shape[-1], x), None, "gelu", activation_bias=b, backend=backend
+    ),
 }
 ops = pytest.mark.parametrize("name", OPS)
+
+
+def eye(n, x):
+    """A linear layer that does nothing: its first rows, as wide ones would take long."""
+    return torch.eye(min(n, 64), n, device=DEVICE, dtype=x.dtype)
 
 
 def given(dtype=BF16, main=None):
@@ -32,7 +49,7 @@ def given(dtype=BF16, main=None):
 
 def used(name, vectors):
     """Those of a and b that the op has."""
-    return {"rms_norm": vectors[:1], "bias_activation": vectors[1:]}.get(name, vectors)
+    return {"rms_norm": vectors[:1], "bias_activation": vectors[1:], "activation_linear": vectors[1:]}.get(name, vectors)
 
 
 def exact(name, x, vectors):
@@ -53,8 +70,8 @@ def test_sums_over_microbatches_are_fp32(name, backend, main):
         OPS[name](x, *vectors, backend).sum().backward()
         total = [a + b for a, b in zip(total or [0, 0], exact(name, x, vectors), strict=False)]
     for vector, expected in zip(used(name, vectors), total, strict=True):
-        # norm_linear's incoming gradient and its norm are rounded as operands of products are
-        assert relative(vector.main_grad, expected) < (1e-2 if main is not FP32 else 2e-3 if name == "norm_linear" else 1e-5)
+        # the linear ones' incoming gradient, norm and activation are rounded as operands of products are
+        assert relative(vector.main_grad, expected) < (1e-2 if main is not FP32 else 2e-3 if "linear" in name else 1e-5)
         assert vector.grad_added_to_main_grad is True and vector.grad.dtype is BF16 and not vector.grad.any()
 
 
@@ -107,9 +124,282 @@ def test_frozen_ones_and_evaluation_write_nothing(name, backend):
 
 def test_others_come_back_as_they_are():
     vector = torch.nn.Parameter(torch.ones(4))
-    assert gathered(vector) is vector and gathered(None) is None
+    assert gathered(vector) is packed(vector) is vector and gathered(None) is packed(None) is None
     vector.sequence_parallel = True
     assert gathered(vector) is vector
     vector.main_grad = torch.zeros(3)
     with pytest.raises(ValueError, match="main_grad must have"):
         onepass.rms_norm(torch.ones(2, 4), vector, backend="torch")
+
+
+# ---- the kernels add by themselves ----
+
+CASES = [
+    (name, path, BF16) for name in ("rms_norm", "layer_norm") for path in ("alone", "", "single", "chunks", "shared", "crowd")
+]
+CASES += [(name, path, BF16) for name in ("bias_activation", "activation_linear") for path in ("alone", "")]
+CASES += [(name, "strips" if "act" in name else "rows", main) for name in OPS for main in (FP32, BF16, FP16)]
+
+
+def tiles(library, path):
+    """Tiles of a path of a norm's kernels or of an activation's, or their own: of a few rows, one program has all."""
+    if path == "strips":
+        return activation_tiles(library.ops.bias_activation)
+    return norm_tiles(library.ops.norm, "" if path == "alone" else path)
+
+
+def summed(name, path, main, library, start=0.0):
+    """What one backward makes of main_grad: of the same numbers each time."""
+    torch.manual_seed(7)
+    rows, columns = {"alone": 3, "shared": 9, "crowd": 9}.get(path, 37), 300 if path == "chunks" else 100
+    x = torch.randn(rows, columns, device=DEVICE).bfloat16().requires_grad_()
+    vectors = [torch.nn.Parameter(torch.randn(columns, device=DEVICE).bfloat16()) for _ in range(2)]
+    for vector in vectors:
+        vector.main_grad = started(columns, start).to(main)
+    with tiles(library, path):
+        y = OPS[name](x, *vectors, "triton", library)
+        y.backward(torch.randn(y.shape, device=DEVICE).bfloat16())
+    return [vector.main_grad for vector in used(name, vectors)]
+
+
+def started(columns, start):
+    return start * torch.linspace(-30, 40, columns, device=DEVICE)
+
+
+def added_right(name, path, main, library=onepass):
+    """To what is there, in fp32, with one rounding; the same bits again."""
+    alone = summed(name, path, FP32, onepass)
+    got, again = (summed(name, path, main, library, start=1.0) for _ in range(2))
+    expected = [(started(len(sums), 1.0).to(main).float() + sums).to(main) for sums in alone]
+    return equal(got, expected) and equal(got, again) and all(sums.abs().max() > 1 for sums in alone)
+
+
+@needs_triton
+@pytest.mark.parametrize(("name", "path", "main"), CASES)
+def test_the_kernel_adds_in_fp32_and_rounds_once(name, path, main):
+    assert added_right(name, path, main)
+
+
+@needs_triton
+@ops
+def test_no_node_no_copy_and_no_gradient_of_its_own(name):
+    """What PyTorch is asked to do: with main_grad the gradients are not allocated, and nothing is converted or added."""
+
+    def recorded(main):
+        x, *vectors = given(BF16, main)
+        for vector in vectors if main is not None else ():
+            del vector.grad_added_to_main_grad
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
+            y = OPS[name](x, *vectors, "triton")
+            with poisoned() as allocations:
+                y.backward(torch.ones_like(y))
+        made = [what for *_, what in allocations.made if what.startswith(f"({H},)")]
+        return Counter(event.name for event in seen.events() if event.name.startswith("aten::")), made, y
+
+    recorded(None), recorded(FP32)  # what a first call does
+    (plain, gradients, _), (ours, none, y) = recorded(None), recorded(FP32)
+    assert len(gradients) == len(used(name, "ab")) and none == []
+    assert not ours - plain, ours - plain
+    nodes = {type(node).__name__ for node, _ in y.grad_fn.next_functions}
+    assert "_GatheredBackward" not in nodes and (name == "residual" or nodes <= {"AccumulateGrad", "NoneType"})
+
+
+class Names(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen = [*getattr(self, "seen", ()), str(function)]
+        return function(*args, **(kwargs or {}))
+
+
+@backends
+@ops
+@pytest.mark.parametrize("main", (FP32, BF16), ids=lambda t: f"main {t}")
+def test_who_watches_backward_alone_sees_registered_ops_and_the_same_sums(name, backend, main):
+    results = []
+    for mode in (contextlib.nullcontext(), Names()):
+        torch.manual_seed(3)
+        x, *vectors = given(BF16, main)
+        for vector in vectors:
+            vector.main_grad.add_(17)
+        y = OPS[name](x, *vectors, backend)
+        with mode:
+            y.backward(torch.ones_like(y))
+        results.append([t.main_grad for t in used(name, vectors)])
+        assert all(v.grad_added_to_main_grad is True and not v.grad.any() for v in used(name, vectors))
+    assert equal(*results) and any("onepass.add_gradient" in seen for seen in mode.seen)
+
+
+@backends
+@ops
+def test_retained_graphs_tied_vectors_and_layers_used_twice(name, backend):
+    torch.manual_seed(5)
+    x, *vectors = given(FP32, FP32)
+    y = OPS[name](x, *vectors, backend)
+    y.sum().backward(retain_graph=True)
+    once = [t.main_grad.clone() for t in used(name, vectors)]
+    y.sum().backward()
+    (OPS[name](x, *vectors, backend) + OPS[name](x, *vectors, backend)).sum().backward()
+    torch.testing.assert_close([t.main_grad for t in used(name, vectors)], [4 * t for t in once], rtol=1e-6, atol=1e-5)
+    tied = vectors[0]
+    expected = sum(exact(name, x, [tied, tied.detach().clone().requires_grad_()]))
+    tied.main_grad.zero_()
+    OPS[name](x, tied, tied, backend).sum().backward()  # as weight and as bias
+    torch.testing.assert_close(tied.main_grad.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@backends
+@ops
+@pytest.mark.parametrize("kind", ("main_grad with gaps", "a vector with gaps", "one of two", "one of two frozen", "computed"))
+def test_what_the_kernel_can_add_to_in_part_or_not_at_all(name, backend, kind):
+    torch.manual_seed(5)
+    x, *vectors = given(FP32, FP32)
+    if kind == "main_grad with gaps":
+        for vector in vectors:
+            vector.main_grad = torch.zeros(H, 3, device=DEVICE)[:, 1]
+    elif kind == "a vector with gaps":
+        for i, vector in enumerate(vectors):
+            vectors[i] = torch.nn.Parameter(torch.stack([vector.detach()] * 3, 1)[:, 1])
+            vectors[i].main_grad, vectors[i].grad_added_to_main_grad = torch.zeros(H, device=DEVICE), False
+    elif kind == "one of two frozen":
+        vectors[0].requires_grad_(name in ("rms_norm",))
+    elif kind == "one of two":
+        del vectors[0].main_grad, vectors[0].grad_added_to_main_grad
+    leaf = vectors[1]
+    given_vectors = [vectors[0], vectors[1] * 1] if kind == "computed" else vectors  # which has no main_grad
+    with unchanged(x=x, a=vectors[0].detach(), b=leaf.detach()):
+        OPS[name](x, *given_vectors, backend).sum().backward()
+    for vector, expected in zip(used(name, vectors), exact(name, x, vectors), strict=True):
+        moved = hasattr(vector, "main_grad") and not (kind == "computed" and vector is leaf)
+        if not vector.requires_grad:
+            assert vector.grad is None and not vector.main_grad.any() and vector.grad_added_to_main_grad is False
+            continue
+        torch.testing.assert_close((vector.main_grad if moved else vector.grad).double(), expected, rtol=1e-4, atol=1e-4)
+        assert not moved or (vector.grad_added_to_main_grad is True and not vector.grad.any())
+
+
+@backends
+@ops
+def test_a_pass_that_warms_up_for_a_graph_leaves_main_grad_and_returns_zeros(name, backend):
+    x, *vectors = given(FP32, FP32)
+    mine = used(name, vectors)
+    kept = {str(i): vector.main_grad for i, vector in enumerate(mine)}
+    with captured_by_grad(mine):
+        y = OPS[name](x, *vectors, backend).sum()
+        with unchanged(**kept):
+            found = torch.autograd.grad(y, [x, *mine])
+    assert all(not grad.any() and grad.dtype is vector.dtype for grad, vector in zip(found[1:], mine, strict=True))
+    assert torch.equal(found[0], torch.autograd.grad(OPS[name](x, *vectors, backend).sum(), x)[0])
+
+
+@needs_triton
+@ops
+def test_a_failure_leaves_main_grad_and_flags_as_they_were(name, monkeypatch):
+    x, *vectors = given(FP32, FP32)
+    y = OPS[name](x, *vectors, "triton").sum()
+
+    def fail(*args):
+        raise RuntimeError("no launch")
+
+    monkeypatch.setattr("onepass.runtime.launch.Bound.__call__", fail)
+    with unchanged(a=vectors[0].main_grad, b=vectors[1].main_grad), pytest.raises(RuntimeError, match="no launch"):
+        y.backward()
+    assert all(v.grad_added_to_main_grad is False and v.grad is None for v in vectors)
+
+
+class _Sharded(torch.nn.Parameter):
+    """Megatron-FSDP's: its main_grad is there in backward only, and holds anything."""
+
+    def get_main_grad(self):
+        return self.place.fill_(float("nan"))
+
+
+@backends
+@ops
+def test_megatron_fsdps_buffer_is_overwritten(name, backend):
+    x, *plain = given(FP32)
+    vectors = [_Sharded(t.detach()) for t in plain]
+    for vector in vectors:
+        vector.__fsdp_param__, vector.place, vector.grad_added_to_main_grad = True, torch.empty(H, device=DEVICE), False
+    for _ in range(2):
+        OPS[name](x, *vectors, backend).sum().backward()
+        for vector, expected in zip(used(name, vectors), exact(name, x, plain), strict=True):
+            torch.testing.assert_close(vector.place.double(), expected, rtol=1e-4, atol=1e-4)
+            assert vector.grad_added_to_main_grad is True and not vector.grad.any()
+
+
+# ---- mutants of the addition ----
+
+SUMS = "result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)"
+STRIPS = "kernels.strips"
+NORM, ACTIVATION = "kernels.norm_backward", "kernels.bias_activation"
+MUTANTS = {  # name: module, what is there, what stands there instead, a case
+    "sums put in the place of main_grad": (STRIPS, SUMS, "result += 0.0", ("rms_norm", "")),
+    "main_grad twice": (STRIPS, SUMS, SUMS.replace("result += ", "result += 2 * "), ("rms_norm", "")),
+    "two roundings": (
+        STRIPS,
+        SUMS,
+        f"result = result.to(out_ptr.dtype.element_ty).to(tl.float32)\n        {SUMS}",
+        ("rms_norm", ""),
+    ),
+    "main_grad of the columns before": (
+        STRIPS,
+        SUMS,
+        SUMS.replace("+ columns", "+ tl.maximum(columns - 1, 0)"),
+        ("rms_norm", ""),
+    ),
+    "first half of a gated bias put": (
+        ACTIVATION,
+        "dbias_ptr, columns, strips, PARTS * H, columns < H, ADD",
+        "dbias_ptr, columns, strips, PARTS * H, columns < H, False",
+        ("bias_activation", "strips"),
+    ),
+    "second half of a gated bias put": (
+        ACTIVATION,
+        "columns + H, strips, PARTS * H, columns < H, ADD",
+        "columns + H, strips, PARTS * H, columns < H, False",
+        ("bias_activation", "strips"),
+    ),
+    "plan of an activation that does not add": (
+        ACTIVATION,
+        "clamp, offset, into is not None, device)",
+        "clamp, offset, False, device)",
+        ("bias_activation", "strips"),
+    ),
+    "plan of a norm that does not add": (
+        NORM,
+        "centered, into is not None, x.element_size()",
+        "centered, False, x.element_size()",
+        ("rms_norm", "rows"),
+    ),
+    "one program's sums put": (NORM, "(programs == 1) & (not ADD)", "(programs == 1)", ("rms_norm", "alone")),
+    "programs' sums put": (NORM, "programs, H, ADD, SHARE_S", "programs, H, False, SHARE_S", ("rms_norm", "rows")),
+    "shared rows' sums put": (NORM, "groups, H, ADD, SHARE_S", "groups, H, False, SHARE_S", ("rms_norm", "shared")),
+    "few wide strips' sums put": (STRIPS, "STRIPS, H, ADD, 1,", "STRIPS, H, False, 1,", ("rms_norm", "chunks")),
+    "dbias put": (
+        STRIPS,
+        "other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD,",
+        "other_ptr, helper, helpers, STRIPS, WIDTH, H, False,",
+        ("layer_norm", "rows"),
+    ),
+    "dweight and dbias exchanged": (NORM, "dweight, dbias = into", "dbias, dweight = into", ("layer_norm", "rows")),
+    "zeros in the place of main_grad": (
+        "runtime.main_grad",
+        "if main_grad is None else _place(main_grad, wanted)",
+        "if True else main_grad",
+        ("rms_norm", "rows"),
+    ),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU would compile each")
+@needs_triton
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    module, old, new, case = MUTANTS[name]
+    library = mutate(importlib.import_module(f"onepass.{module}"), old, new, room=onepass)
+    assert not added_right(*case, BF16, library)
+
+
+@needs_triton
+def test_a_copy_without_a_change_adds():
+    library = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=onepass)
+    assert added_right("layer_norm", "rows", BF16, library) and added_right("bias_activation", "strips", BF16, library)

@@ -159,9 +159,9 @@ def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, frugal, back
 @paths
 def test_a_kernel_is_asked_for_no_gradient_that_nobody_wants(path, monkeypatch):
     calls = []
-    stock = room.norm_backward
+    stock = room.run_backward
     with small_tiles(room, path):
-        monkeypatch.setattr(room, "norm_backward", lambda *args: calls.append(args[9:12]) or stock(*args))
+        monkeypatch.setattr(room, "run_backward", lambda *args: calls.append(args[10:13]) or stock(*args))
         for frozen in range(7):
             inputs = tensors()[:3]
             for i, t in enumerate(inputs):

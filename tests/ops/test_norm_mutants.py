@@ -132,7 +132,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "rows: partial sums in bf16": (norm_backward, "tl.store(partial_ptr + columns, total,", "tl.store(partial_ptr + columns, total.to(tl.bfloat16).to(tl.float32),", ROWS),
     "rows: one program's sums are nobody's": (norm_backward, "mask=(columns < H) & alone)", "mask=(columns < 0) & alone)", ROWS),
     "rows: one program's sums in bf16": (norm_backward, "tl.store(out_ptr + columns, total,", "tl.store(out_ptr + columns, total.to(tl.bfloat16).to(tl.float32),", ROWS),
-    "rows: each program is alone": (norm_backward, "alone = programs == 1", "alone = programs > 0", ROWS),
+    "rows: each program is alone": (norm_backward, "alone = (programs == 1)", "alone = (programs > 0)", ROWS),
     "rows: dx rounded through bf16": (norm_backward, "_store_chunk(dx_ptr, rows, columns, real, dx, H", "_store_chunk(dx_ptr, rows, columns, real, dx.to(tl.bfloat16).to(tl.float32), H", ROWS),
     # ---- backward, shared rows ----
     "shared: dh forgotten": (norm_backward, "dx += _tile(dh_ptr, row,", "dx += 0.0 * _tile(dh_ptr, row,", SHARED),
@@ -170,9 +170,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
     "strips: counter of arrivals not set back": (strips, "        tl.store(arrived_ptr, 0)\n        tl.store(arrived_ptr + 1", "        tl.store(arrived_ptr + 1", ROWS),
     "strips: counter of leavers not set back": (strips, "        tl.store(arrived_ptr + 1, 0)\n", "", ROWS),
     "shared: sums of the strips of one program alone": (norm_backward, "helpers = tl.num_programs(0)  #", "helpers = tl.num_programs(0) // 2 + 1  #", "crowd"),
-    "shared: only the first strips are summed": (norm_backward, "helper, helpers, groups, H, SHARE_S", "helper, helpers, tl.minimum(groups, 3), H, SHARE_S", "crowd"),
+    "shared: only the first strips are summed": (norm_backward, "helper, helpers, groups, H, ADD, SHARE_S", "helper, helpers, tl.minimum(groups, 3), H, ADD, SHARE_S", "crowd"),
     # ---- autograd ----
-    "op: the residual's gradient without h's own": (room, "= backward(dy, dh, x, weight", "= backward(dy, None, x, weight", ROWS),
+    "op: the residual's gradient without h's own": (room, "= run_backward(sums, dy, dh, x", "= run_backward(sums, dy, None, x", ROWS),
     "op: x kept in the place of h": (room, "x if residual is None else h, weight", "x, weight", ROWS),
     "op: eps of the default in backward": (room, "eps, layer, centered, *needs, dx_type)", "1e-6, layer, centered, *needs, dx_type)", ROWS),
     "op: centered forgotten in backward": (room, "eps, layer, centered, *needs, dx_type)", "eps, layer, False, *needs, dx_type)", ROWS),

@@ -1,9 +1,8 @@
 """What two or four processes do together, each in its own; what they found is saved for the test that asked."""
 
-
 import torch
 import torch.distributed as dist
-from parallel.meeting import join
+from parallel.meeting import drawn, join
 
 import onepass
 from onepass.parallel import collectives
@@ -12,14 +11,15 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (3, 0, 5, 1)  # of the parts that gather_last puts together; one rank has no columns
 
 
-def run(rank, ranks, folder):
+def run(rank, ranks, folder, backend):
     """What a spawned process runs: every scenario, in one order."""
-    join(rank, ranks, folder)
+    join(rank, ranks, folder, backend)
     made = groups(ranks)
     scenarios = [mappings, layouts, empty, sent, again, bare, in_flight, errors, agreement]
     if ranks == 2:  # the compiler takes longest
         scenarios.append(compiled)
     found = {scenario.__name__: scenario(made["world"]) for scenario in scenarios}
+    found["backend"] = backend
     found["strided_groups"] = mappings(made["strided"])
     found["alone"] = alone(made["alone"], made["others"])
     torch.save(found, f"{folder}/{rank}.pt")
@@ -46,7 +46,7 @@ def members(ranks, rank):
 def numbers(kind, place, shape, dtype):
     """The same on every rank that asks; place is a rank's place in its group."""
     generator = torch.Generator().manual_seed(1000 * kind + place)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return drawn(torch.randn, shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 # name: (call, shape of x at a place, shape of y at a place, whether all ranks have the same x, and the same dy)

@@ -5,7 +5,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from parallel.meeting import join
+from parallel.meeting import drawn, join
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,7 +33,7 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
         self.last_norm = nn.Parameter(torch.ones(20))
         for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data = drawn(torch.randn, parameter.shape, generator=generator) * 0.3
         self.to(dtype)
         if norms is not None:
             for parameter in (self.first.layer_norm_weight, self.norm.weight, self.last_norm):
@@ -60,7 +60,7 @@ def rms(x, weight, eps=1e-6):
 
 def loss(model, place, microbatch, plain=False):
     generator = torch.Generator().manual_seed(100 * place + microbatch)
-    tokens, labels = torch.randint(11, (2, 6, 4), generator=generator)
+    tokens, labels = drawn(torch.randint, 11, (2, 6, 4), generator=generator)
     logits = (model.plain if plain else model)(tokens)
     return F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, FP32)), labels.flatten())
 
@@ -128,15 +128,15 @@ class Sent:
             setattr(dist, name, real)
 
 
-def run(rank, ranks, folder):
+def run(rank, ranks, folder, backend):
     """What a spawned process runs: every scenario, in one order."""
-    join(rank, ranks, folder)
+    join(rank, ranks, folder, backend)
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     pairs = [dist.new_group(members) for members in ([[0, 2], [1, 3], [0, 1], [2, 3]] if ranks == 4 else [])]
     scenarios = [reduced, overlap, unused_on_one_rank, by_hand_and_held, norms, narrow, trained, resumed, agreement]
     with onepass.use_backend("torch"):
         found = {scenario.__name__: scenario(rank) for scenario in scenarios}
-        found["alone"] = lonely(rank, alone)
+        found["alone"], found["backend"] = lonely(rank, alone), backend
         found["other"] = said(lambda: MainGrads(Mixed(), group=-100))
         if ranks == 4:
             data, tensor = pairs[rank % 2], pairs[2 + rank // 2]
@@ -190,7 +190,7 @@ def overlap(rank):
 def unused_on_one_rank(rank):
     """Its bucket, and those after it, wait for finish on that rank only; the order is the same on all."""
     generator = torch.Generator().manual_seed(3)
-    weights = [nn.Parameter(torch.randn(40 + 50 * index, generator=generator)) for index in range(5)]
+    weights = [nn.Parameter(drawn(torch.randn, 40 + 50 * index, generator=generator)) for index in range(5)]
     main_grads = MainGrads(weights, bucket_bytes=4)
     with Sent() as calls:
         sum((index + 1) * (rank + 1) * w.sum() for index, w in enumerate(weights) if (rank, index) != (0, 3)).backward()

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from parallel.meeting import join
+from parallel.meeting import drawn, join
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
@@ -16,8 +16,8 @@ from onepass.parallel import product
 S, B, K, N = 8, 2, 12, 20  # sequence, batch, and the features of x and of y
 
 
-def run(rank, ranks, folder):
-    join(rank, ranks, folder)
+def run(rank, ranks, folder, backend):
+    join(rank, ranks, folder, backend)
     world = dist.group.WORLD
     found = {name: {dtype: layer(name, world, dtype) for dtype in (torch.float32, torch.bfloat16)} for name in CASES}
     found["no tokens"] = {name: layer(name, world, torch.float32, sequence=0) for name in CASES}
@@ -28,6 +28,7 @@ def run(rank, ranks, folder):
     found["explained"] = explained(world)
     if ranks == 2:
         found["compiled"] = {name: compiled(name, world) for name in CASES}
+        found["compiled without a bias"] = compiled("row", world, bias=False)
     pairs = [dist.new_group(those) for those in ([[0], [1]] if ranks == 2 else [[0, 2], [1, 3]])]
     found["strided"] = {name: layer(name, pairs[rank % 2], torch.float32) for name in CASES}
     torch.save(found, f"{folder}/{rank}.pt")
@@ -77,7 +78,7 @@ def whole(dtype=torch.float32, sequence=S):
     seeds = torch.Generator().manual_seed(3)
 
     def numbers(*shape):
-        return torch.randn(shape, generator=seeds).to(dtype)
+        return drawn(torch.randn, shape, generator=seeds).to(dtype)
 
     parameters = {"weight": numbers(N, K), "bias": numbers(N), "norm_weight": numbers(K), "norm_bias": numbers(K)}
     return numbers(sequence, B, K), parameters, numbers(sequence, B, N)
@@ -159,13 +160,15 @@ def order(name, group):
     return happened
 
 
-def compiled(name, group):
+def compiled(name, group, bias=True):
     x, parameters, dy = shard(name, group.rank(), group.size(), torch.bfloat16)
+    if not bias:
+        parameters["bias"] = None
     torch._dynamo.reset()
     function = torch.compile(lambda x: CASES[name][0](x * 1, parameters, group) * 1, backend="aot_eager", fullgraph=True)
     y = function(x)
     y.backward(dy)
-    return {"y": y.detach(), **grads_of(x, parameters)}
+    return {"y": y.detach(), **grads_of(x, {key: t for key, t in parameters.items() if t is not None})}
 
 
 def errors(group):

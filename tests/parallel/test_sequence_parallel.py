@@ -1,10 +1,10 @@
-"""Two processes over gloo: the marked gradients are summed, the others are left alone. What they do is in two_ranks.py."""
+"""Two processes: the marked gradients are summed, the others are left alone. What they do is in two_ranks.py."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from parallel import two_ranks
+from parallel.worlds import PAIRS, found_by
 from torch import nn
 
 import onepass
@@ -13,12 +13,10 @@ from onepass.parallel import reduce_sequence_parallel_grads
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each rank found: one start of the processes for all tests, as importing torch is what takes the time."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(two_ranks.run, args=(str(folder),), nprocs=two_ranks.RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(two_ranks.RANKS)]
+@pytest.fixture(scope="module", params=PAIRS)
+def found(request, tmp_path_factory):
+    """What each rank found."""
+    return found_by(two_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @needs_gloo

@@ -1,22 +1,20 @@
 """What two processes do together, each in its own; what they found is saved for the test that asked."""
 
-
 import torch
 import torch.distributed as dist
-from parallel.meeting import join
+from parallel.meeting import drawn, join
 from torch import nn
 
 import onepass
 from onepass.nn import LayerNorm
 from onepass.parallel import reduce_sequence_parallel_grads
 
-RANKS = 2
 _FOUND = {}
 
 
-def run(rank, folder):
+def run(rank, ranks, folder, backend):
     """What a spawned process runs: every scenario, in one order."""
-    join(rank, RANKS, folder)
+    join(rank, ranks, folder, backend)
     with onepass.use_backend("torch"):
         for scenario in (split_sequence, kinds, main_grads, groups, agreement):
             _FOUND[scenario.__name__] = scenario(rank)
@@ -29,8 +27,8 @@ def whole_sequence():
     generator = torch.Generator().manual_seed(0)
     block = nn.Sequential(LayerNorm(16, sequence_parallel=True), nn.Linear(16, 16))
     for parameter in block.parameters():
-        nn.init.normal_(parameter, generator=generator)
-    return block, torch.randn(10, 3, 16, generator=generator), torch.randn(10, 3, 16, generator=generator)
+        parameter.data = drawn(torch.randn, parameter.shape, generator=generator)
+    return block, *drawn(torch.randn, 2, 10, 3, 16, generator=generator)
 
 
 def split_sequence(rank):
@@ -75,7 +73,7 @@ def main_grads(rank):
 
 def groups(rank):
     """In a group of one nothing is done."""
-    alone = [dist.new_group([each]) for each in range(RANKS)][rank]
+    alone = [dist.new_group([each]) for each in range(2)][rank]
     parameter = marked(torch.full((3,), rank + 1.0))
     with counted() as calls:
         reduce_sequence_parallel_grads([parameter], alone)

@@ -17,10 +17,11 @@ from onepass.kernels.column_sum import column_sum
 from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
 from onepass.kernels.strips import arrive, sum_strips
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
-from onepass.runtime.dispatch import registered, transformed
+from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
+from onepass.runtime.main_grad import Sums
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
@@ -76,7 +77,7 @@ def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
     M, ROWS, H, DY_ROW, X_ROW, clamp, offset,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
@@ -132,9 +133,10 @@ def _backward_kernel(
         if GATED:
             tl.store(at + H, tl.sum(dbias2, 0), mask=columns < H)
         if arrive(arrived_ptr, tile):
-            sum_strips(partial_ptr, dbias_ptr, columns, tl.num_programs(1), PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+            strips = tl.num_programs(1)
+            sum_strips(partial_ptr, dbias_ptr, columns, strips, PARTS * H, columns < H, ADD, BLOCK_S, BLOCK_H)
             if GATED:
-                sum_strips(partial_ptr, dbias_ptr, columns + H, tl.num_programs(1), PARTS * H, columns < H, BLOCK_S, BLOCK_H)
+                sum_strips(partial_ptr, dbias_ptr, columns + H, strips, PARTS * H, columns < H, ADD, BLOCK_S, BLOCK_H)
             tl.store(arrived_ptr + tile, 0)
 
 
@@ -197,13 +199,13 @@ def _forward_plan(
 
 @lru_cache(1024)
 def _bind_backward(
-    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None,
+    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, add: bool,
     block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, known_align(H, dy_row, x_row),
-        block_m, block_h, block_s, stages, num_warps=num_warps,
+        add, block_m, block_h, block_s, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
 
@@ -211,10 +213,10 @@ def _bind_backward(
 @lru_cache(4096)
 def _backward_plan(
     act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool,
-    clamp: float | None, offset: float | None, device: torch.device,
+    clamp: float | None, offset: float | None, add: bool, device: torch.device,
 ) -> tuple[_Tiles, Bound]:  # fmt: skip
     t = _backward_tiles(M, H, act.gated, fp8, processors(device))
-    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, t.block_m, t.block_h, t.num_warps, t.stages)
+    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, add, t.block_m, t.block_h, t.num_warps, t.stages)
 
 
 # ---- calls ----
@@ -251,12 +253,13 @@ def activation_forward_fp8(
 def activation_backward(
     dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
-    dx_type: torch.dtype | None = None, y_type: torch.dtype | None = None, into_dy: bool = False, *, keep_scratch: bool = True,
+    dx_type: torch.dtype | None = None, y_type: torch.dtype | None = None, into_dy: bool = False,
+    *, into: Maybe = None, keep_scratch: bool = True,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
     """dx in dy's type or the one asked for, dbias, dweight; and y, where it is to be rebuilt in a type.
 
     x may be fp8 codes: y is then that of what they hold. `into_dy`: dy is the caller's own, contiguous and of y's type, and y may
-    be written over it.
+    be written over it. `into`: a contiguous tensor that dbias, which is needed, is added to.
     """
     act = activation_of(activation)
     dy, dy_row = as_rows(dy)
@@ -265,7 +268,7 @@ def activation_backward(
     H = W // act.parts
     M = x.numel() // W
     device = x.device
-    tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, device)
+    tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, into is not None, device)
     dx = y = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
         dx = torch.empty_like(x, dtype=dx_type or dy.dtype, memory_format=torch.contiguous_format)
@@ -273,7 +276,7 @@ def activation_backward(
         y = dy if into_dy and need_dx and _read_once(tiles) else dy.new_empty(dy.shape, dtype=y_type)
     if need_dbias:
         assert bias is not None
-        dbias = torch.empty_like(bias)
+        dbias = torch.empty_like(bias) if into is None else into
         partial, arrived = (kept_scratch if keep_scratch else new_scratch)(tiles.down * W, tiles.across, device)
     if need_dweight:
         assert weight is not None
@@ -290,6 +293,24 @@ def activation_backward(
 def _read_once(tiles: _Tiles) -> bool:
     """Whether each value of a block has one thread. Of several, one could read a value of dy after another put y there."""
     return tiles.block_m * tiles.block_h >= 32 * tiles.num_warps
+
+
+def run_backward(
+    sums: Sums | None, dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe, *rest: Any
+) -> tuple[Maybe, Maybe, Maybe, Maybe]:
+    """`activation_backward`, as a registered op where somebody watches; dbias goes where `sums` says, if anywhere."""
+    seen = watched(dy, x, bias, weight)
+    run = registered_backward if seen else activation_backward
+    if sums is None:
+        return run(dy, x, exponents, bias, weight, *rest)
+    into = None if seen else sums.into()
+    if into is None:
+        (bias,) = sums.wide(bias)
+        dx, dbias, dweight, y = run(dy, x, exponents, bias, weight, *rest)
+    else:
+        dx, dbias, dweight, y = activation_backward(dy, x, exponents, bias, weight, *rest, into=into[0])
+    (dbias,) = sums.settled(into, dbias)
+    return dx, dbias, dweight, y
 
 
 def rebuilt(

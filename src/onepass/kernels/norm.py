@@ -9,8 +9,9 @@ from torch import Tensor
 
 from onepass.kernels.norm_backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
 from onepass.kernels.norm_forward import forward_tiles, norm_forward
-from onepass.runtime.dispatch import registered, transformed
+from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import no_triton
+from onepass.runtime.main_grad import Sums
 
 WIDEST = 262144
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -38,6 +39,24 @@ def registered_backward(
     needs = need_dx, need_dweight, need_dbias
     found = _backward_op(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type, rebuild)
     dx, dweight, dbias, y = (t if need else None for t, need in zip(found, (*needs, rebuild), strict=True))
+    return dx, dweight, dbias, y
+
+
+def run_backward(
+    sums: Sums | None, dy: Tensor, dh: Maybe, x: Tensor, weight: Maybe, bias: Maybe, *rest: Any
+) -> tuple[Maybe, Maybe, Maybe, Maybe]:
+    """`norm_backward`, as a registered op where somebody watches; dweight and dbias go where `sums` says, if anywhere."""
+    seen = watched(dy, dh, x, weight, bias)
+    run = registered_backward if seen else norm_backward
+    if sums is None:
+        return run(dy, dh, x, weight, bias, *rest)
+    into = None if seen else sums.into()
+    if into is None:
+        weight, bias = sums.wide(weight, bias)
+        dx, dweight, dbias, y = run(dy, dh, x, weight, bias, *rest)
+    else:
+        dx, dweight, dbias, y = norm_backward(dy, dh, x, weight, bias, *rest, into=into)
+    dweight, dbias = sums.settled(into, dweight, dbias)
     return dx, dweight, dbias, y
 
 

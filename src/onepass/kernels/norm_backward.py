@@ -16,6 +16,7 @@ better than strips of rows; and the last programs to arrive add up the programs'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.
 def _rows_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
     partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DH_ROW, X_ROW, eps,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, LATE: tl.constexpr,
     STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +165,7 @@ def _rows_kernel(
                 _store_chunk(dx_ptr, rows, columns, real, dx, H, (i + 1) * BLOCK_H <= H)
     PARTS: tl.constexpr = (dweight_ptr is not None) + (dbias_ptr is not None)
     if PARTS > 0:
-        alone = programs == 1
+        alone = (programs == 1) & (not ADD)  # to be added, they take the way of several programs: one place adds
         at = partial_ptr + program * (PARTS * H)
         if dweight_ptr is not None:
             _store_sums(dweight_ptr, at, dweights, alone, H, BLOCK_H, CHUNKS)
@@ -174,7 +175,7 @@ def _rows_kernel(
             helpers = some_helpers()
             helper = join(arrived_ptr, helpers)
             if helper >= 0:
-                share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, SHARE_S, SHARE_H)
+                share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, ADD, SHARE_S, SHARE_H)
                 leave(arrived_ptr, helpers)
 
 
@@ -203,7 +204,7 @@ def _publish_parts(word_ptr, dy, x, mean, weight, round, LAYER: tl.constexpr, SL
 def _shared_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
     partial_ptr, arrived_ptr, M, DY_ROW, DH_ROW, X_ROW,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
     SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
@@ -272,7 +273,7 @@ def _shared_kernel(
     helpers = tl.num_programs(0)  # all: they are together anyway
     helper = join(arrived_ptr, helpers)
     if PARTS > 0:
-        share_tiles(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, SHARE_S, SHARE_H)
+        share_tiles(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, ADD, SHARE_S, SHARE_H)
     if leave(arrived_ptr, helpers):
         clear(all_words_ptr, groups * (SLOTS * MEANS * SLOT))
 
@@ -347,7 +348,7 @@ def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device:
 
 @lru_cache(4096)
 def _plan(
-    H: int, dy_row: int, dh_row: int, x_row: int, eps: float, layer: bool, centered: bool,
+    H: int, dy_row: int, dh_row: int, x_row: int, eps: float, layer: bool, centered: bool, add: bool,
     size: int, residual: bool, late: int, device: torch.device,
 ) -> tuple[Tiles, int, Bound]:  # fmt: skip
     """The tiles, how many programs there are at most, and the kernel."""
@@ -359,15 +360,15 @@ def _plan(
     if tiles.shared:
         share_s = min(power_of_two(max(1, most // tiles.pieces)), at_once)  # all strips
         bound = _shared_kernel.bind(
-            dy_row, dh_row, x_row, H, layer, centered, align, tiles.block_h, power_of_two(tiles.pieces), SLOTS, tiles.stages,
-            share_s, at_once // share_s, num_warps=tiles.num_warps, together=True,
+            dy_row, dh_row, x_row, H, layer, centered, add, align, tiles.block_h, power_of_two(tiles.pieces), SLOTS,
+            tiles.stages, share_s, at_once // share_s, num_warps=tiles.num_warps, together=True,
         )  # fmt: skip
     else:
         fold = tiles.block_h >= 256 * tiles.num_warps
         told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
-            dy_row, dh_row, x_row, eps, H, layer, centered, align, tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late,
-            tiles.stages, at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
+            dy_row, dh_row, x_row, eps, H, layer, centered, add, align, tiles.block_m, tiles.block_h, tiles.pieces, fold,
+            tiles.late, tiles.stages, at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
     return tiles, most, bound
 
@@ -379,9 +380,12 @@ def norm_backward(
     dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     stats: Tensor | None, eps: float, layer: bool, centered: bool,
     need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype,
-    rebuild: bool = False, into_dy: bool = False, *, keep_scratch: bool = True,
+    rebuild: bool = False, into_dy: bool = False, *, into: Sequence[Tensor | None] | None = None, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx (of x and of the residual alike), dweight, dbias; and y, where it is to be rebuilt. dx may take dy's place."""
+    """dx (of x and of the residual alike), dweight, dbias; and y, where it is to be rebuilt. dx may take dy's place.
+
+    `into`: contiguous tensors that dweight and dbias are added to, as many as are needed of them.
+    """
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     dh_row = dy_row
@@ -391,7 +395,7 @@ def norm_backward(
     M = x.numel() // H
     late = _late_bytes(weight, bias if rebuild else None)
     tiles, wanted, launch = _plan(
-        H, dy_row, dh_row, x_row, eps, layer, centered, x.element_size(), dh is not None, late, device
+        H, dy_row, dh_row, x_row, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
     )  # fmt: skip
     if stats is None and reads_twice(tiles):
         stats = norm_statistics(x, eps, layer)
@@ -400,10 +404,12 @@ def norm_backward(
         dx = dy if into_dy else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
     if rebuild:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if need_dweight:
+    if into is not None:
+        dweight, dbias = into
+    elif need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
-    if need_dbias:
+    if need_dbias and into is None:
         assert bias is not None
         dbias = torch.empty_like(bias)
     scratch = kept_scratch if keep_scratch else new_scratch

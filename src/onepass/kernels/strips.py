@@ -19,15 +19,23 @@ def arrive(arrived_ptr, tile):
 
 
 @device_function
-def sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The strips' partials, which lie WIDTH apart, of these columns into out, summed in the order of strips whoever came last."""
+def sum_strips(
+    partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """The strips' partials, which lie WIDTH apart, of these columns into out, summed in the order of strips whoever came last.
+
+    ADD: to what is in out, a main_grad, in fp32 and rounded once.
+    """
     total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
     for first in range(0, STRIPS, BLOCK_S):
         strips = first + tl.arange(0, BLOCK_S)
         mask = (strips < STRIPS)[:, None] & inside[None, :]
         at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
         total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
-    tl.store(out_ptr + columns, tl.sum(total, 0), mask=inside)
+    result = tl.sum(total, 0)
+    if ADD:
+        result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, result, mask=inside)
 
 
 @device_function
@@ -50,38 +58,40 @@ def join(arrived_ptr, helpers):
 
 @device_function
 def share_strips(
-    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H,
+    ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`share_tiles`, in tiles of one strip and many columns where that is fewer loads after each other: few strips, wide rows.
 
     Of half as many helpers as strips, one has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
     """
     if STRIPS * STRIPS * 16 <= H:  # a quarter of what a tile may hold: more of it spills
-        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, 1, BLOCK_S * BLOCK_H // 4)
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, 1, BLOCK_S * BLOCK_H // 4)
     else:
-        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S, BLOCK_H)
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, BLOCK_S, BLOCK_H)
 
 
 @device_function
 def share_tiles(
-    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H,
+    ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """This helper's share of the H columns of out and of other, or of the one that is not None: each the sum, in their order, of
-    its STRIPS partials, which are rows of out's columns and then other's."""
+    its STRIPS partials, which are rows of out's columns and then other's; to be put there, or ADDed to what is there."""
     WIDTH = H * 2 if out_ptr is not None and other_ptr is not None else H
     if out_ptr is not None:
-        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
     if other_ptr is not None:
-        _share(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S, BLOCK_H)
+        _share(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
 
 
 @device_function
 def _share(
-    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, columns < H, BLOCK_S, BLOCK_H)
+        sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, columns < H, ADD, BLOCK_S, BLOCK_H)
 
 
 @device_function

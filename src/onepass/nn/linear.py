@@ -13,16 +13,22 @@ from torch import Tensor, nn
 from onepass.nn.sharding import DividedParameters, Division, check_size
 from onepass.ops.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
+from onepass.parallel.deferred import DeferredWgrad
 
 Init = Callable[[Tensor], Any]
 
 
 class Linear(nn.Linear):
-    """torch.nn.Linear by `onepass.linear`: the gradients of parameters that carry ``main_grad`` are added there."""
+    """torch.nn.Linear by `onepass.linear`: the gradients of parameters that carry ``main_grad`` are added there.
+
+    The attribute `deferred` takes a `onepass.parallel.DeferredWgrad`, as that of every layer here does.
+    """
+
+    deferred: DeferredWgrad | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         _check_input(input, self.in_features, "in_features")
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, deferred=self.deferred)
 
 
 def _check_input(x: Tensor, size: int, name: str) -> None:
@@ -37,6 +43,7 @@ class _ParallelLinear(DividedParameters):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    deferred: DeferredWgrad | None = None
     _flags: tuple[str, ...] = ()  # what extra_repr tells
 
     def __init__(
@@ -160,6 +167,7 @@ class ColumnParallelLinear(_ParallelLinear):
             tp_group=self.tp_group,
             allreduce_dgrad=self.allreduce_dgrad,
             sequence_parallel=self.sequence_parallel,
+            deferred=self.deferred,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_last(y, self.tp_group, sizes=(self.output_size_per_partition,) * self.ranks)
@@ -249,6 +257,7 @@ class RowParallelLinear(_ParallelLinear):
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             reduce_output=True,
+            deferred=self.deferred,
         )
         return y, self.bias if self.skip_bias_add else None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onepass.nn.norm import MarkedParameters, is_size
 from onepass.ops.norm_linear import norm_linear
+from onepass.parallel.deferred import DeferredWgrad
 from onepass.runtime.checks import check_eps
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
@@ -37,6 +38,7 @@ class NormLinear(MarkedParameters):
     layer_norm_bias: nn.Parameter | None
     weight: nn.Parameter
     bias: nn.Parameter | None
+    deferred: DeferredWgrad | None = None
     _marked = ("layer_norm_weight", "layer_norm_bias")
 
     def __init__(
@@ -98,6 +100,7 @@ class NormLinear(MarkedParameters):
             eps=self.eps,
             zero_centered_gamma=self.zero_centered_gamma,
             return_norm_output=self.return_norm_output,
+            deferred=self.deferred,
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from onepass.kernels.activations import Activation, activation_of, find_activation
 from onepass.kernels.bias_activation import (
-    activation_backward,
     activation_forward,
     activation_forward_fp8,
     activation_unsupported,
@@ -33,16 +32,20 @@ from onepass.kernels.bias_activation import (
     check_activation,
     check_finite,
     rebuilt,
-    registered_backward,
     registered_forward,
     registered_forward_fp8,
+    run_backward,
 )
 from onepass.kernels.bias_activation_formula import activation_formula
+from onepass.parallel.deferred import DeferredWgrad, check_deferred
 from onepass.parallel.product import (
     Spread,
     check_divisible,
     column_sums,
+    leave_graph,
     linear_product,
+    postponed,
+    products_said,
     row_gradients,
     rows_of,
     spread_over,
@@ -54,7 +57,19 @@ from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
 from onepass.runtime.formula import run_formula
-from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grads_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad import (
+    Asked,
+    Sums,
+    asked,
+    gathered,
+    has_own_place,
+    main_grads_of,
+    packed,
+    sums_of,
+    vector_gradient,
+    vectors_of,
+    weight_gradient,
+)
 
 Call = tuple[str, float | None, float | None]  # the activation's key, clamp and linear_offset
 Needs = tuple[bool, bool, bool]  # of x, activation_bias and token_weight
@@ -114,7 +129,7 @@ def _kept(
 
 
 def _backward_by_kernels(
-    dy: Maybe, kept: tuple[Tensor, ...], bias: Maybe, token_weight: Maybe,
+    sums: Sums | None, dy: Maybe, kept: tuple[Tensor, ...], bias: Maybe, token_weight: Maybe,
     call: Call, stored: saved.Stored, needs: Needs, product: torch.dtype | None,
 ) -> tuple[Maybe, ...]:  # fmt: skip
     """The gradients that are needed of x, bias and token_weight, if any; and the activation in the product's type, if any.
@@ -122,16 +137,14 @@ def _backward_by_kernels(
     dy is ours, and the activation takes its place.
     """
     x, exponents = kept if stored.save == "fp8" else (saved.unpack(kept, stored), None)
-    seen = watched(dy, x, bias, token_weight)
     if dy is None:
         assert product is not None
-        return None, None, None, rebuilt(x, exponents, bias, token_weight, *call, product, seen)
-    backward = registered_backward if seen else activation_backward
-    return backward(dy, x, exponents, bias, token_weight, *call, *needs, stored.dtype, product, True)
+        return None, None, None, rebuilt(x, exponents, bias, token_weight, *call, product, watched(x, bias, token_weight))
+    return run_backward(sums, dy, x, exponents, bias, token_weight, *call, *needs, stored.dtype, product, True)
 
 
 def _backward_by_formula(
-    dy: Maybe, kept: tuple[Tensor, ...], bias: Maybe, token_weight: Maybe,
+    sums: Sums | None, dy: Maybe, kept: tuple[Tensor, ...], bias: Maybe, token_weight: Maybe,
     call: Call, stored: saved.Stored, needs: Needs, product: torch.dtype | None,
 ) -> tuple[Maybe, ...]:  # fmt: skip
     """The same by PyTorch."""
@@ -148,13 +161,13 @@ def _backward_by_formula(
 
 def _traced(
     x: Tensor, activation_bias: Maybe, token_weight: Maybe, weight: Tensor, bias: Maybe, call: Call, save: str,
-    spread: Spread | None,
+    spread: Spread | None, deferred: DeferredWgrad | None,
 ) -> Tensor:  # fmt: skip
     """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks."""
     product = product_type(x)
     activated = _by_formula(x, activation_bias, token_weight, call, product, save)
     if spread is not None or (not transformed() and (has_own_place(weight) or has_own_place(bias))):
-        return linear_product(activated, weight, bias, spread)
+        return linear_product(activated, weight, bias, spread, deferred)
     return spread_product(activated, weight, bias, None)
 
 
@@ -165,11 +178,13 @@ class _ActivationLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, activation_bias: Maybe, token_weight: Maybe, weight: Tensor, bias: Maybe,
-        call: Call, kernels: bool, product: torch.dtype, save: str, spread: Spread | None,
+        call: Call, kernels: bool, product: torch.dtype, save: str, spread: Spread | None, deferred: DeferredWgrad | None,
     ) -> Tensor:  # fmt: skip
-        ctx.call, ctx.kernels, ctx.product, ctx.spread = call, kernels, product, spread
+        leave_graph(deferred)
+        ctx.call, ctx.kernels, ctx.product, ctx.spread, ctx.deferred = call, kernels, product, spread, deferred
         ctx.stored = saved.describe(x, save, activation_of(call[0]).parts)
         ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
+        ctx.vectors = vectors_of(ctx, 1, activation_bias)
         kept: tuple[Tensor, ...] = ()
         if any(ctx.needs_input_grad[:4]):
             activated, kept = _kept(x, activation_bias, token_weight, call, kernels, product, ctx.stored)
@@ -191,15 +206,21 @@ class _ActivationLinear(torch.autograd.Function):
             dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], wanted[4])
         if any(needs) or need_dweight:
             through = cast(weight, ctx.product) if any(needs) else None
-            dy, dactivated = row_gradients(dy, through, need_dweight, ctx.spread)
+            later = postponed(ctx.deferred, ctx.parameters[0], wanted[3])
+            whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.spread)
             backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
             rebuild = ctx.product if need_dweight else None
-            found = backward(dactivated, tuple(kept), activation_bias, token_weight, ctx.call, ctx.stored, needs, rebuild)
+            sums = sums_of(ctx.vectors, wanted[1:2])
+            found = backward(sums, dactivated, tuple(kept), activation_bias, token_weight, ctx.call, ctx.stored, needs, rebuild)
             grads, activated = found[:3], found[3]
         if need_dweight:
             assert activated is not None
-            dweight = weight_gradient(rows_of(dy), rows_of(activated), ctx.parameters[0], ctx.main_grads[0], wanted[3])
-        return *grads, dweight, dbias, None, None, None, None, None
+            if later:
+                dweight = ctx.deferred.keep(dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.spread)
+            else:
+                rows = rows_of(whole_dy), rows_of(activated)
+                dweight = weight_gradient(*rows, ctx.parameters[0], ctx.main_grads[0], wanted[3])
+        return *grads, dweight, dbias, None, None, None, None, None, None
 
 
 _apply = bare_apply(_ActivationLinear)
@@ -213,23 +234,27 @@ def unsupported(x: Tensor, weight: Any, bias: Any = None, activation: str = "swi
     return activation_unsupported(x, find_activation(activation))
 
 
-def variant(x: Tensor, weight: Any, bias: Any = None, activation: str = "swiglu", *, save: str = "input", **options: Any) -> str:
+def variant(
+    x: Tensor, weight: Any, bias: Any = None, activation: str = "swiglu",
+    *, save: str = "input", deferred: DeferredWgrad | None = None, **options: Any,
+) -> str:  # fmt: skip
     """Which kernels a call runs, and their tiles."""
     kernels = activation_variant(x, find_activation(activation), save)
-    return f"{kernels}; products by cuBLAS; the activation is rebuilt in backward"
+    return f"{kernels}; {products_said(deferred)}; the activation is rebuilt in backward"
 
 
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "swiglu",
     *, activation_bias: Tensor | None = None, token_weight: Tensor | None = None,
     clamp: float | None = None, linear_offset: float = 0.0, save: str = "input",
-    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False, deferred: DeferredWgrad | None = None,
 ) -> Activation:  # fmt: skip
     """Raise where an argument is wrong; the activation where none is."""
     act = check_activation(x, activation_bias, activation, token_weight, clamp, linear_offset, save, "activation_bias")
     check_linear(x, x.shape[-1] // act.parts, weight, bias)
     if sequence_parallel:
         check_divisible(x, tp_group)
+    check_deferred(deferred, weight)
     return act
 
 
@@ -246,6 +271,7 @@ def activation_linear(
     save: str = "input",
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """An activation and the linear layer after it; only x is kept for backward, which rebuilds the activation.
@@ -263,6 +289,8 @@ def activation_linear(
         tp_group: the ranks that each have some columns of the weight, and of the activation: y is summed over them, and then the
             bias is added. Forward is collective, and under sequence_parallel backward is.
         sequence_parallel: y is this rank's part along the first dimension; the bias's gradient is a part of a sum over tp_group.
+        deferred: keeps the activation, made again, and y's gradient for the weight's, until its `flush`. The weight must carry
+            main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -272,6 +300,7 @@ def activation_linear(
         x, weight, bias, activation, activation_bias=activation_bias, token_weight=token_weight,
         clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    deferred = check_deferred(deferred, weight)
     clamp = None if clamp is None else float(clamp)
     check_finite(x, save)
     spread = spread_over(tp_group, by_row=True, sequence=sequence_parallel)
@@ -279,22 +308,24 @@ def activation_linear(
     if chosen not in NATIVE:
         options: dict[str, Any] = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
         options |= {"tp_group": tp_group, "sequence_parallel": sequence_parallel} if spread is not None else {}
+        options |= {} if deferred is None else {"deferred": deferred}
         result: Tensor = run_other(
             "activation_linear", chosen, x, weight, bias, activation, activation_bias=activation_bias, **options
         )
         return result
-    activation_bias = gathered(activation_bias)
+    kernels = chosen == "triton" and x.numel() > 0
+    activation_bias = (packed if kernels else gathered)(activation_bias)
     call = act.key, clamp, float(linear_offset) if linear_offset else None
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return _traced(x, activation_bias, token_weight, weight, bias, call, save, spread)
-    activation_bias = None if activation_bias is None else activation_bias.contiguous()
+        return _traced(x, activation_bias, token_weight, weight, bias, call, save, spread, deferred)
     token_weight = None if token_weight is None else token_weight.contiguous()
-    kernels = chosen == "triton" and x.numel() > 0
     product = product_type(x)
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
         activated = (_by_kernels if kernels else _by_formula)(x, activation_bias, token_weight, call, product)
         return spread_product(activated, weight, bias, spread)
-    return _apply(x, activation_bias, token_weight, weight, bias, call, kernels, product, save, spread)  # type: ignore[no-any-return]
+    return _apply(  # type: ignore[no-any-return]
+        x, activation_bias, token_weight, weight, bias, call, kernels, product, save, spread, deferred
+    )
 
 
 register_op(activation_linear, _check, unsupported, variant)

@@ -21,23 +21,22 @@ from torch import Tensor
 
 from onepass.kernels.activations import Activation, find_activation
 from onepass.kernels.bias_activation import (
-    activation_backward,
     activation_forward,
     activation_forward_fp8,
     activation_unsupported,
     activation_variant,
     check_activation,
     check_finite,
-    registered_backward,
     registered_forward,
     registered_forward_fp8,
+    run_backward,
 )
 from onepass.kernels.bias_activation_formula import activation_formula
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other, shorthand
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, watched
 from onepass.runtime.formula import run_formula
-from onepass.runtime.main_grad import gathered
+from onepass.runtime.main_grad import Sums, asked, gathered, packed, vectors_of
 
 
 def bias_activation_reference(
@@ -64,6 +63,7 @@ class _BiasActivation(torch.autograd.Function):
         activation: str, clamp: float | None, offset: float | None, save: str,
     ) -> Tensor:  # fmt: skip
         ctx.call = activation, clamp, offset, save, x.device
+        ctx.vectors = vectors_of(ctx, 1, bias)
         seen = watched(x, bias, weight)
         if save == "fp8":
             forward = registered_forward_fp8 if seen else activation_forward_fp8
@@ -82,9 +82,14 @@ class _BiasActivation(torch.autograd.Function):
         activation, clamp, offset, save, device = ctx.call
         if save == "offload":
             x = saved.fetch(x, device)
-        backward = registered_backward if watched(dy, x, bias, weight) else activation_backward
-        needs = ctx.needs_input_grad[:3]
-        dx, dbias, dweight, _ = backward(dy, x, exponents, bias, weight, activation, clamp, offset, *needs)
+        need_x, need_bias, need_weight = ctx.needs_input_grad[:3]
+        sums = None
+        if ctx.vectors is not None:
+            vectors, main_grads = ctx.vectors
+            sums = Sums(vectors, main_grads, asked(ctx, True, True)[1:])
+            (need_bias,) = sums.needed()
+        needs = need_x, need_bias, need_weight
+        dx, dbias, dweight, _ = run_backward(sums, dy, x, exponents, bias, weight, activation, clamp, offset, *needs)
         return dx, dbias, dweight, None, None, None, None
 
 
@@ -139,13 +144,12 @@ def bias_activation(
     if chosen not in NATIVE:
         options = {"token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save}
         return run_other("bias_activation", chosen, x, bias, activation, **options)  # type: ignore[no-any-return]
-    bias = gathered(bias)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(bias_activation_reference, activation=act, clamp=clamp, linear_offset=linear_offset)
-        result: Tensor = run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=act.parts)
+        result: Tensor = run_formula(formula, save, x, shared=(gathered(bias),), per_row=(token_weight,), parts=act.parts)
         return result
     offset = float(linear_offset) if linear_offset else None
-    bias = None if bias is None else bias.contiguous()
+    bias = packed(bias)
     token_weight = None if token_weight is None else token_weight.contiguous()
     if not needs_grad(x, bias, token_weight):
         forward = registered_forward if watched(x, bias, token_weight) else activation_forward

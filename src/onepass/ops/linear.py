@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.parallel.collectives import with_others
+from onepass.parallel.deferred import DeferredWgrad, check_deferred
 from onepass.parallel.product import check_divisible, linear_product, spread_over
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
@@ -40,7 +41,8 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
 
 def variant(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tp_group: dist.ProcessGroup | None = None,
-    allreduce_dgrad: bool = False, sequence_parallel: bool = False, reduce_output: bool = False, **options: Any,
+    allreduce_dgrad: bool = False, sequence_parallel: bool = False, reduce_output: bool = False,
+    deferred: DeferredWgrad | None = None, **options: Any,
 ) -> str:  # fmt: skip
     """What a call does beside its products."""
     own = has_own_place(weight) or has_own_place(bias)
@@ -48,14 +50,17 @@ def variant(
     if (allreduce_dgrad or sequence_parallel or reduce_output) and with_others(tp_group) is not None:
         said += ["y summed over tp_group"] if reduce_output else ["dx summed over tp_group under the weight's product"]
         said += ["divided along the first dimension"] if sequence_parallel else []
+    said += ["the weight's product in flush()"] if deferred is not None else []
     return ", ".join(said)
 
 
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tp_group: dist.ProcessGroup | None = None,
     allreduce_dgrad: bool = False, sequence_parallel: bool = False, reduce_output: bool = False,
+    deferred: DeferredWgrad | None = None,
 ) -> None:  # fmt: skip
     _check_tensors(x, weight, bias)
+    check_deferred(deferred, weight)
     _check_spread(x, tp_group, allreduce_dgrad, sequence_parallel, reduce_output)
 
 
@@ -88,6 +93,7 @@ def linear(
     allreduce_dgrad: bool = False,
     sequence_parallel: bool = False,
     reduce_output: bool = False,
+    deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """A linear layer. The gradients of parameters that carry ``main_grad`` are added there by the product itself.
@@ -105,6 +111,7 @@ def linear(
             gathered, and its gradient, which is summed; with `reduce_output` y.
         reduce_output: each rank has some of the weight's columns and of x's (row parallel): y is summed over the group, and then
             the bias is added. Under sequence_parallel the bias's gradient is a part of a sum over the group.
+        deferred: keeps what the weight's gradient is made of, until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             first three are the same here: PyTorch's products.
 
@@ -112,17 +119,21 @@ def linear(
         ``[..., N]`` in x's type, or autocast's.
     """
     _check_tensors(x, weight, bias)
+    deferred = check_deferred(deferred, weight)
     chosen = choose("linear", backend, None)
     spread = None
     if allreduce_dgrad or sequence_parallel or reduce_output:
         _check_spread(x, tp_group, allreduce_dgrad, sequence_parallel, reduce_output)
         spread = spread_over(tp_group, by_row=reduce_output, sequence=sequence_parallel)
     if chosen not in NATIVE:
-        options = {"tp_group": tp_group, "allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel}
+        options: dict[str, Any] = {
+            "tp_group": tp_group, "allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel,
+        }  # fmt: skip
+        options |= {} if deferred is None else {"deferred": deferred}
         return run_other("linear", chosen, x, weight, bias, reduce_output=reduce_output, **options)  # type: ignore[no-any-return]
     if spread is None and (transformed() or not (has_own_place(weight) or has_own_place(bias))):
         return F.linear(x, weight, bias)  # PyTorch's own has everything else
-    return linear_product(cast(x, product_type(x)), weight, bias, spread)
+    return linear_product(cast(x, product_type(x)), weight, bias, spread, deferred)
 
 
 register_op(linear, _check, unsupported, variant)

@@ -18,15 +18,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from onepass.kernels.norm import norm_unsupported, norm_variant, registered_backward, registered_forward
-from onepass.kernels.norm_backward import norm_backward
+from onepass.kernels.norm import norm_unsupported, norm_variant, registered_forward, run_backward
 from onepass.kernels.norm_formula import add_rounded, norm_formula
 from onepass.kernels.norm_forward import norm_forward
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, watched
 from onepass.runtime.formula import run_formula
-from onepass.runtime.main_grad import gathered
+from onepass.runtime.main_grad import Sums, asked, gathered, packed, vectors_of
 
 
 def rms_norm_reference(
@@ -77,6 +76,7 @@ class _Norm(torch.autograd.Function):
         forward = registered_forward if watched(x, residual, weight, bias) else norm_forward
         y, h, stats = forward(x, residual, weight, bias, eps, layer, centered, keep)
         ctx.call = eps, layer, centered, x.dtype, None if residual is None else residual.dtype
+        ctx.vectors = vectors_of(ctx, 2, weight, bias)
         if residual is not None:
             ctx.set_materialize_grads(False)  # y or h may have been used alone
         ctx.save_for_backward(x if residual is None else h, weight, bias, stats)
@@ -93,8 +93,13 @@ class _Norm(torch.autograd.Function):
         else:
             dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
             needs = need_x or need_residual, need_dweight, need_dbias
-            backward = registered_backward if watched(dy, dh, x, weight, bias) else norm_backward
-            dx, dweight, dbias, _ = backward(dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type)
+            sums = None
+            if ctx.vectors is not None:
+                given = True, residual_type is not None, weight is not None, bias is not None
+                vectors, main_grads = ctx.vectors
+                sums = Sums(vectors, main_grads, asked(ctx, *given)[2:])
+                needs = needs[0], *sums.needed()
+            dx, dweight, dbias, _ = run_backward(sums, dy, dh, x, weight, bias, stats, eps, layer, centered, *needs, dx_type)
         if residual_type is None:  # dx is None or of x's type: no need to ask
             return dx, None, dweight, dbias, None, None, None, None
         return (
@@ -166,12 +171,10 @@ def _norm(
         options = {"residual": residual, "zero_centered_gamma": centered, "memory_efficient": not keep}
         return run_other(name, chosen, x, weight, *((bias,) if layer else ()), eps, **options)
     eps = float(eps)
-    weight, bias = gathered(weight), gathered(bias)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(_formula, layer=layer, eps=eps, centered=centered)
-        return run_formula(formula, "input", x, shared=(weight, bias), per_row=(residual,))
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+        return run_formula(formula, "input", x, shared=(gathered(weight), gathered(bias)), per_row=(residual,))
+    weight, bias = packed(weight), packed(bias)
     if not needs_grad(x, residual, weight, bias):
         forward = registered_forward if watched(x, residual, weight, bias) else norm_forward
         y, h, _ = forward(x, residual, weight, bias, eps, layer, centered, False)

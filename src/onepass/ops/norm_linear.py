@@ -19,14 +19,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.kernels.norm import norm_unsupported, norm_variant, registered_backward, registered_forward
-from onepass.kernels.norm_backward import norm_backward
+from onepass.kernels.norm import norm_unsupported, norm_variant, registered_forward, run_backward
 from onepass.kernels.norm_formula import norm_formula
 from onepass.kernels.norm_forward import norm_forward
+from onepass.parallel.deferred import DeferredWgrad, check_deferred
 from onepass.parallel.product import (
     Spread,
     column_sums,
+    leave_graph,
     linear_product,
+    postponed,
+    products_said,
     rows_of,
     spread_over,
     start_input_gradient,
@@ -36,7 +39,19 @@ from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
-from onepass.runtime.main_grad import Asked, asked, gathered, has_own_place, main_grads_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad import (
+    Asked,
+    Sums,
+    asked,
+    gathered,
+    has_own_place,
+    main_grads_of,
+    packed,
+    sums_of,
+    vector_gradient,
+    vectors_of,
+    weight_gradient,
+)
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -71,11 +86,8 @@ def _by_kernels(
     return normed, stats
 
 
-def _backward_by_kernels(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    backward = registered_backward if watched(dy, x, weight, bias) else norm_backward
-    return backward(dy, None, x, weight, bias, *rest)
+def _backward_by_kernels(sums: Sums | None, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    return run_backward(sums, dy, None, *args)
 
 
 def _by_formula(
@@ -86,7 +98,7 @@ def _by_formula(
 
 
 def _backward_by_formula(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor | None,
+    sums: Sums | None, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor | None,
     eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     needs = need_dx, need_dweight, need_dbias
@@ -117,14 +129,14 @@ def _forward(
 
 def _traced(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, spread: Spread | None,
-    options: dict[str, Any],
+    deferred: DeferredWgrad | None, options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks."""
     if spread is None and (transformed() or not (has_own_place(weight) or has_own_place(bias))):
         return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, **options)
     layer, eps, centered = options["norm"] == "layer_norm", options["eps"], options["zero_centered_gamma"]
     normed = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
-    y = linear_product(normed.to(product_type(x)), weight, bias, spread)
+    y = linear_product(normed.to(product_type(x)), weight, bias, spread, deferred)
     return (y, normed) if options["return_norm_output"] else y
 
 
@@ -136,10 +148,13 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype, spread: Spread | None,
+        deferred: DeferredWgrad | None,
     ) -> Any:  # fmt: skip
+        leave_graph(deferred)
         y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, True)
-        ctx.call, ctx.kernels, ctx.product, ctx.spread = call, kernels, product, spread
+        ctx.call, ctx.kernels, ctx.product, ctx.spread, ctx.deferred = call, kernels, product, spread, deferred
         ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
+        ctx.vectors = vectors_of(ctx, 1, norm_weight, norm_bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)
         return (y, normed) if return_norm_output else y
@@ -156,7 +171,7 @@ class _NormLinear(torch.autograd.Function):
             grads = _backward_alone(ctx, saved, dy, dnormed, wanted)
         else:
             grads = _backward_spread(ctx, saved, dy, dnormed, wanted)
-        return *grads, dbias, None, None, None, None, None
+        return *grads, dbias, None, None, None, None, None, None
 
 
 Grads = tuple[Tensor | None, ...]  # of x, the norm's weight, its bias, and the weight
@@ -176,15 +191,19 @@ def _backward_alone(
         dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
     if dnormed is not None and (any(needs) or need_dweight):
         backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
+        sums = sums_of(ctx.vectors, wanted[1:3])
         into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
-        found = backward(dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, need_dweight, into_dy)
+        found = backward(sums, dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, need_dweight, into_dy)
         grads, normed = found[:3], found[3]
     elif need_dweight:
         normed = _rebuilt(ctx, x, norm_weight, norm_bias)
     if not need_dweight:
         return *grads, None
     assert rows is not None and normed is not None
-    return *grads, weight_gradient(rows, rows_of(normed.to(ctx.product)), ctx.parameters[0], ctx.main_grads[0], wanted[3])
+    normed = normed.to(ctx.product)
+    if postponed(ctx.deferred, ctx.parameters[0], wanted[3]):
+        return *grads, ctx.deferred.keep(rows, normed, ctx.parameters[0], ctx.main_grads[0], None)
+    return *grads, weight_gradient(rows, rows_of(normed), ctx.parameters[0], ctx.main_grads[0], wanted[3])
 
 
 def _backward_spread(
@@ -196,7 +215,11 @@ def _backward_spread(
     need_dweight = wanted[3] is not Asked.NOT
     gathering = summing = dweight = None
     if need_dweight:
-        gathering = start_whole(_rebuilt(ctx, x, norm_weight, norm_bias), ctx.spread)
+        normed = _rebuilt(ctx, x, norm_weight, norm_bias)
+        if postponed(ctx.deferred, ctx.parameters[0], wanted[3]):
+            dweight = ctx.deferred.keep(dy, normed, ctx.parameters[0], ctx.main_grads[0], ctx.spread)
+        else:
+            gathering = start_whole(normed, ctx.spread)
     if any(needs):
         summing = start_input_gradient(dy, weight.to(ctx.product), ctx.spread)
     if gathering is not None:
@@ -206,8 +229,9 @@ def _backward_spread(
     through = summing.wait()
     dnormed = through if dnormed is None else through + dnormed
     backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
+    sums = sums_of(ctx.vectors, wanted[1:3])
     into_dy = x.dtype == ctx.product
-    grads = backward(dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, False, into_dy)[:3]
+    grads = backward(sums, dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, False, into_dy)[:3]
     return *grads, dweight
 
 
@@ -238,18 +262,18 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
 
 def variant(
     x: Tensor, norm_weight: Tensor | None, weight: Any, bias: Any = None,
-    *, norm: str = "rms_norm", norm_bias: Tensor | None = None, **options: Any,
+    *, norm: str = "rms_norm", norm_bias: Tensor | None = None, deferred: DeferredWgrad | None = None, **options: Any,
 ) -> str:  # fmt: skip
     """Which kernels a call runs, and their tiles."""
     kernels = norm_variant(x, None, norm_weight, norm == "layer_norm", False, norm_bias)
-    return f"{kernels}; products by cuBLAS; norm(x) is rebuilt in backward"
+    return f"{kernels}; {products_said(deferred)}; norm(x) is rebuilt in backward"
 
 
 def _check(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
     zero_centered_gamma: bool = False, return_norm_output: bool = False,
-    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False, deferred: DeferredWgrad | None = None,
 ) -> None:  # fmt: skip
     check_norm(x, eps)
     if norm not in NORMS:
@@ -263,6 +287,7 @@ def _check(
             raise ValueError("norm_bias needs norm='layer_norm': an RMSNorm has no bias")
         check_vector("norm_bias", norm_bias, x)
     check_linear(x, x.shape[-1], weight, bias)
+    check_deferred(deferred, weight)
 
 
 def norm_linear(
@@ -278,6 +303,7 @@ def norm_linear(
     return_norm_output: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
     """A norm and the linear layer after it; only x is kept for backward, which rebuilds the normalised rows.
@@ -296,31 +322,34 @@ def norm_linear(
         sequence_parallel: x is this rank's part along the first dimension, and norm(x) is gathered for the product, y that of all
             parts; so is x's gradient this rank's part, and those of the norm's parameters are parts of a sum over tp_group
             (`onepass.parallel.reduce_sequence_parallel_grads`).
+        deferred: keeps norm(x), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
+            main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         y ``[..., N]`` in x's type; with `return_norm_output` (y, norm(x)).
     """
     _check(x, norm_weight, weight, bias, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma)
+    deferred = check_deferred(deferred, weight)
     chosen = choose("norm_linear", backend, norm_unsupported(x))
     options: dict[str, Any] = {"norm": norm, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
     options["return_norm_output"] = return_norm_output
     spread = spread_over(tp_group, by_row=False, sequence=sequence_parallel)
     if chosen not in NATIVE:
         options |= {"tp_group": tp_group, "sequence_parallel": sequence_parallel} if spread is not None else {}
+        options |= {} if deferred is None else {"deferred": deferred}
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
-    norm_weight, norm_bias = gathered(norm_weight), gathered(norm_bias)
-    if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return _traced(x, norm_weight, weight, bias, norm_bias, spread, options)
-    norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    norm_bias = None if norm_bias is None else norm_bias.contiguous()
-    call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     kernels = chosen == "triton" and x.numel() > 0
+    prepared = packed if kernels else gathered
+    norm_weight, norm_bias = prepared(norm_weight), prepared(norm_bias)
+    if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
+        return _traced(x, norm_weight, weight, bias, norm_bias, spread, deferred, options)
+    call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     product = product_type(x)
     if not needs_grad(x, norm_weight, norm_bias, weight, bias):
         y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, False)
         return (y, normed) if return_norm_output else y
-    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product, spread)
+    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product, spread, deferred)
 
 
 register_op(norm_linear, _check, unsupported, variant)

@@ -1,7 +1,8 @@
 """Work on what several ranks hold together. Process groups are arguments."""
 
+from onepass.parallel.deferred import DeferredWgrad
 from onepass.parallel.main_grads import MainGrads
 from onepass.parallel.master_weights import MasterWeights
 from onepass.parallel.sequence_parallel import reduce_sequence_parallel_grads
 
-__all__ = ["MainGrads", "MasterWeights", "reduce_sequence_parallel_grads"]
+__all__ = ["DeferredWgrad", "MainGrads", "MasterWeights", "reduce_sequence_parallel_grads"]

@@ -38,6 +38,8 @@ from onepass.runtime.validation import validating
 # names from one version to the next, and compilers don't follow it where it is asynchronous.
 _ops = torch.ops._c10d_functional
 
+_START = 10_000  # cycles of a GPU, about 5 us
+
 
 # ---- bare and asynchronous ----
 
@@ -72,7 +74,9 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     if _checking():
         _check_agreement("x", _said(x), group)
     sent = x.detach().contiguous()
-    return Pending(_ops.all_gather_into_tensor(sent, group.size(), group.group_name), _as_it_is, sent)
+    running = _ops.all_gather_into_tensor(sent, group.size(), group.group_name)
+    _give_a_start(sent)
+    return Pending(running, _as_it_is, sent)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
@@ -85,11 +89,12 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     _equal_part(x, 0, group)
     sent = x.detach().to(_type_of_sum(x)).contiguous()
     running = _ops.reduce_scatter_tensor(sent, "sum", group.size(), group.group_name)
+    _give_a_start(sent)
     return Pending(running, lambda total: cast(total, x.dtype), sent)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Sum x over the ranks of group, in place. Until it is waited for, x is neither what it was nor the sum."""
+    """The sum of all ranks' x, in place of x, though not in a compiled graph. Until it is waited for, x is neither of the two."""
     group = with_others(group)
     if group is None:
         return Pending(x)
@@ -97,10 +102,22 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
         _check_agreement("x", _said(x), group)
     result = x.detach()
     running = result.to(_type_of_sum(x)).contiguous()  # the same tensor, where x is contiguous and summed in its own type
-    # compilers take no op that returns what it writes: in a graph the sum is another tensor, copied to x at the end
+    # compilers take no op that returns what it writes; PyTorch 2.11's loses the gradient of a Function that returns its own x
     if torch.compiler.is_compiling():
-        return Pending(_ops.all_reduce(running, "sum", group.group_name), result.copy_)
-    return Pending(_ops.all_reduce_(running, "sum", group.group_name), _as_it_is if running is result else result.copy_)
+        return Pending(_ops.all_reduce(running, "sum", group.group_name), lambda total: cast(total, x.dtype))
+    summing = _ops.all_reduce_(running, "sum", group.group_name)
+    _give_a_start(running)
+    return Pending(summing, _as_it_is if running is result else result.copy_)
+
+
+def _give_a_start(sent: Tensor) -> None:
+    """A pause on the current stream, in which what sends takes the few multiprocessors it needs.
+
+    A matrix product queued right behind would take them all, and what is sent wait for its end: half of it was hidden so, and
+    nearly all is with the pause. Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 instead, which orders all launches of a process.
+    """
+    if sent.is_cuda and not torch.compiler.is_compiling():
+        torch.cuda._sleep(_START)
 
 
 def _as_it_is(finished: Tensor) -> Tensor:

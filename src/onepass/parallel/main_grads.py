@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.parallel.collectives import start_all_gather, with_others
-from onepass.runtime.main_grad import is_placeholder
+from onepass.runtime.main_grad import capturing, is_placeholder
 from onepass.runtime.validation import validating
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,6 +83,10 @@ class MainGrads:
     the backward, it comes once for each of them, and that raises). The object must be kept: dropped, it lets go of the
     parameters as `close` does.
 
+    A CUDA graph of a whole backward is captured in `accumulate`, and each replay is a microbatch like those in it: it must come
+    before the backward that is the last, or before `finish`. What torch.cuda.make_graphed_callables makes is as any module
+    (`onepass.graphed`).
+
     Args:
         parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
             ones are skipped.
@@ -117,6 +121,7 @@ class MainGrads:
         self.group, self.tp_group = with_others(group), with_others(tp_group, "tp_group")
         self.ranks = 1 if self.group is None else self.group.size()
         self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
+        self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         planned = _planned(named, bucket_bytes // dtype.itemsize)
         if validating() and self.group is not None:
             _check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
@@ -162,6 +167,7 @@ class MainGrads:
 
     def zero_(self) -> None:
         """Begin a step: clear buffers, `.grad` and flags."""
+        self._check_none_held("zero_()", "or clear() what is deferred")
         self._wait()
         for buffer in self.buffers:
             buffer.zero_()
@@ -189,20 +195,31 @@ class MainGrads:
 
     def finish(self) -> None:
         """Start the reductions that have not begun, and wait for all. On a GPU the current stream waits, not the CPU."""
+        self._check_still_there()
         for bucket in self.buckets:
             for place in bucket.places:
                 if place.parameter.grad is not None:
                     self.check_open(place.parameter)
-                if id(place.parameter) in bucket.held:
-                    raise RuntimeError(
-                        f"finish() must come after all gradients, but {place.name}'s are deferred: flush them first"
-                    )
+        self._check_none_held("finish()")
         for bucket in self.buckets[self._next :]:
             for place in bucket.places:
                 self._take(place.parameter)
             self._start(bucket)
         self._wait()
         self._finished = True
+
+    def _check_still_there(self) -> None:
+        """Others in their place, as fully_shard puts there, get their gradients elsewhere."""
+        module = self._module()
+        if module is None:
+            return
+        there = {id(parameter) for parameter in module.parameters()}
+        gone = [name for name, parameter in self.named if id(parameter) not in there]
+        if gone:
+            raise RuntimeError(
+                f"parameters must be the module's as long as MainGrads has them, but {gone[0]} is another one by now: make "
+                "MainGrads after what replaces parameters. Under fully_shard leave it away, gradients come in .grad there"
+            )
 
     def close(self) -> None:
         """Take hooks and main_grad from the parameters."""
@@ -218,6 +235,11 @@ class MainGrads:
                 raise RuntimeError(_late(self._name(parameter), "the step's reductions had begun"))
             self._take(parameter)
             return
+        if capturing(parameter):
+            raise RuntimeError(
+                f"{self._name(parameter)}'s gradient must be captured in `with main_grads.accumulate():`, but was outside of it: "
+                "a CUDA graph's replay calls no hooks, which count gradients and start reductions"
+            )
         self.check_open(parameter)
         if id(parameter) not in bucket.missing:
             raise RuntimeError(_late(self._name(parameter), "another one's outside of accumulate()"))
@@ -283,8 +305,19 @@ class MainGrads:
 
     def release(self, parameter: Tensor) -> None:
         """All that was kept for later is in main_grad: the bucket's reduction starts, where nothing else is missing."""
-        self._bucket_of[id(parameter)].held.discard(id(parameter))
+        self.give_up(parameter)
         self._start_full()
+
+    def give_up(self, parameter: Tensor) -> None:
+        """What was kept of the parameter's gradient for later is thrown away."""
+        self._bucket_of[id(parameter)].held.discard(id(parameter))
+
+    def _check_none_held(self, what: str, otherwise: str = "") -> None:
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if id(place.parameter) in bucket.held:
+                    said = f"flush them first{', ' + otherwise if otherwise else ''}"
+                    raise RuntimeError(f"{what} must come after all gradients, but {place.name}'s are deferred: {said}")
 
     def _name(self, parameter: Tensor) -> str:
         return next(place.name for place in self._bucket_of[id(parameter)].places if place.parameter is parameter)
@@ -384,6 +417,11 @@ def _trainable(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _check(name: str, parameter: Tensor) -> None:
+    if type(parameter).__name__ == "DTensor":
+        raise TypeError(
+            f"parameters must be plain tensors, but {name} is a DTensor: fully_shard sums and reduces gradients itself and puts "
+            "them in .grad, so leave MainGrads away; for tensor parallelism use onepass.nn's parallel layers"
+        )
     if parameter.dtype not in _TYPES:
         raise TypeError(f"parameters must be fp32, fp16 or bf16, but {name} is {parameter.dtype}")
     if not parameter.is_leaf:

@@ -16,7 +16,7 @@ runtime/main_grad.py says. Operands have one type, autocast's where that is on.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch import Tensor
 from onepass.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter, with_others
 from onepass.runtime.dispatch import bare_apply, cast, once
 from onepass.runtime.main_grad import Asked, asked, main_grads_of, vector_gradient, weight_gradient
+
+if TYPE_CHECKING:
+    from onepass.parallel.deferred import DeferredWgrad
 
 
 class Spread(NamedTuple):
@@ -109,9 +112,32 @@ def _whole_output_gradient(dy: Tensor, weight: Tensor | None, spread: Spread) ->
     return whole, dx.view(*whole.shape[:-1], weight.shape[1])
 
 
+def start_all_rows(dy: Tensor, x: Tensor, spread: Spread | None) -> tuple[Pending, Pending]:
+    """All rows of both, for the weight's gradient: of one of them this rank may have a part."""
+    if spread is None or not spread.by_row:
+        return Pending(dy), start_whole(x, spread)
+    return start_all_gather(dy, spread.group) if spread.sequence else Pending(dy), Pending(x)
+
+
 def _start_sum(x: Tensor, spread: Spread) -> Pending:
     """x is this rank's own, and written."""
     return (start_reduce_scatter if spread.sequence else start_all_reduce)(x, spread.group)
+
+
+def postponed(deferred: DeferredWgrad | None, weight: Tensor, wanted: Asked) -> bool:
+    """Whether the weight's gradient is not to be made in backward, but kept."""
+    return deferred is not None and deferred.takes(weight, wanted)
+
+
+def products_said(deferred: DeferredWgrad | None) -> str:
+    """For `explain`."""
+    return "products by cuBLAS" if deferred is None else "products by cuBLAS, the weight's gradient's in flush()"
+
+
+def leave_graph(deferred: DeferredWgrad | None) -> None:
+    """In the forward of a Function that may put a gradient off: a compiled graph has nowhere to keep what it is made of."""
+    if deferred is not None and torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="onepass: a compiled graph can't keep what a deferred gradient is made of")
 
 
 def column_sums(dy: Tensor) -> Tensor:
@@ -124,9 +150,13 @@ def column_sums(dy: Tensor) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spread: Spread | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spread: Spread | None, deferred: DeferredWgrad | None
+    ) -> Tensor:
+        leave_graph(deferred)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.parameters, ctx.main_grads, ctx.spread = (weight, bias), main_grads_of(ctx, 1, weight, bias), spread
+        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 1, weight, bias)
+        ctx.spread, ctx.deferred = spread, deferred
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return spread_product(x, weight, bias, spread)
 
@@ -138,6 +168,8 @@ class _Product(torch.autograd.Function):
         weight = cast(weight, dy.dtype) if wanted_x is not Asked.NOT else None
         x = x if wanted_weight is not Asked.NOT else None
         dweight = dbias = None
+        if postponed(ctx.deferred, ctx.parameters[0], wanted_weight):
+            dweight, x = ctx.deferred.keep(dy, x, ctx.parameters[0], ctx.main_grads[0], ctx.spread), None
         by_row = ctx.spread is None or ctx.spread.by_row
         gathering = None if x is None else start_whole(x, ctx.spread)
         summing = None if by_row or weight is None else start_input_gradient(dy, weight, ctx.spread)
@@ -147,13 +179,15 @@ class _Product(torch.autograd.Function):
         if gathering is not None:
             rows = rows_of(whole_dy), rows_of(gathering.wait())
             dweight = weight_gradient(*rows, ctx.parameters[0], ctx.main_grads[0], wanted_weight)
-        return dx if summing is None else summing.wait(), dweight, dbias, None
+        return dx if summing is None else summing.wait(), dweight, dbias, None, None
 
 
 _apply = bare_apply(_Product)
 
 
-def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, spread: Spread | None = None) -> Tensor:
+def linear_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spread: Spread | None = None, deferred: DeferredWgrad | None = None
+) -> Tensor:
     """Of x in the product's type; parameters are rounded to it."""
-    y: Tensor = _apply(x, weight, bias, spread)
+    y: Tensor = _apply(x, weight, bias, spread, deferred)
     return y

@@ -7,14 +7,16 @@ nothing of their size is allocated. What autograd is given instead, and what hap
 - `torch.autograd.grad(..., weight)`: the gradient itself comes back, and main_grad stays as it is.
 - a pass that does not ask for the weight (`autograd.grad` by something else): nothing is computed.
 A compiled graph can do the first only: in another pass it raises before anything is written.
+- in `onepass.runtime.graphs.graphed`, where make_graphed_callables asks by `autograd.grad`: as `.backward()`, at each replay.
 - `weight.__fsdp_param__` (Megatron-FSDP): `weight.get_main_grad()` is called in backward and overwritten, not added to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +41,10 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 def _check_main_grad(main_grad: object, parameter: Tensor) -> None:
     if not isinstance(main_grad, Tensor):
         raise TypeError(f"main_grad must be a tensor, but is a {type(main_grad).__name__}")
+    if type(parameter).__name__ == "DTensor":
+        raise TypeError(
+            "main_grad must be a plain weight's, but its weight is a DTensor: its gradient comes in .grad, without main_grad"
+        )
     if main_grad.shape != parameter.shape:
         raise ValueError(f"main_grad must have its weight's shape {tuple(parameter.shape)}, but has {tuple(main_grad.shape)}")
     if main_grad.dtype not in _TYPES:
@@ -63,6 +69,11 @@ def has_own_place(parameter: Tensor | None) -> bool:
     return parameter is not None and (getattr(parameter, "main_grad", None) is not None or _fsdp(parameter))
 
 
+def keeps_main_grad(parameter: Tensor) -> bool:
+    """Whether the parameter's main_grad is there after backward too."""
+    return getattr(parameter, "main_grad", None) is not None and not _fsdp(parameter)
+
+
 def _fsdp(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "__fsdp_param__", False))
 
@@ -75,6 +86,7 @@ class Asked(Enum):
 
     GATHERED = "gathered"  # .backward()
     RETURNED = "returned"  # torch.autograd.grad by this parameter
+    CAPTURED = "captured"  # the same for a CUDA graph, whose replays are to add to main_grad: zeros come back
     NOT = "not asked for"
 
 
@@ -100,57 +112,100 @@ def _asked_of(node: Any) -> Asked:
     except RuntimeError as error:
         if "leaf node" not in str(error):  # no pass is running: somebody calls backward by hand
             return Asked.GATHERED
-        return Asked.RETURNED
+        return Asked.CAPTURED if _to_be_captured(node) else Asked.RETURNED
     return Asked.GATHERED if wanted else Asked.NOT
 
 
-def _refuse_other_passes(parameter: Tensor) -> None:
-    """In a compiled graph's backward, which adds to main_grad whoever asks for whatever."""
+_graphed: frozenset[int] = frozenset()  # by id; for all threads, as backward runs in others than who asks for it
+
+
+@contextmanager
+def captured_by_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """In the block a pass of torch.autograd.grad by one of these that has a main_grad captures it, or warms up for that."""
+    global _graphed
+    before, _graphed = _graphed, _graphed | {id(parameter) for parameter in parameters}
+    try:
+        yield
+    finally:
+        _graphed = before
+
+
+def _to_be_captured(node: Any) -> bool:
+    parameter: Any = getattr(node, "variable", None)
+    return id(parameter) in _graphed and keeps_main_grad(parameter)
+
+
+def _asked_now(parameter: Tensor) -> Asked:
+    """By the pass that is running, which may be a compiled graph's: that adds to main_grad whoever asks for whatever."""
     running = torch._C._current_autograd_node()
     for node, _ in running.next_functions if running is not None else ():
-        if getattr(node, "variable", None) is parameter and _asked_of(node) is not Asked.GATHERED:
+        if getattr(node, "variable", None) is not parameter:
+            continue
+        wanted = _asked_of(node)
+        if wanted in (Asked.RETURNED, Asked.NOT):
             raise RuntimeError(
                 "main_grad must be gathered by .backward(), but this pass is torch.autograd.grad's, and a compiled graph can't "
                 "return another gradient than it was made for, or none: run it uncompiled, or without main_grad on the weight"
             )
+        return wanted
+    return Asked.GATHERED
 
 
 # ---- what autograd gets in its place ----
 
-_zeros: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_zeros: dict[tuple[torch.Size, torch.dtype, torch.device, bool], Tensor] = {}
 _HOLDERS = 2  # of a storage that is only here: the tensor, and the object that asks
 
 
-def placeholder(parameter: Tensor) -> Tensor | None:
+def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
     """Zeros for the hooks of a parameter whose gradient is in main_grad already; None where nobody waits for any.
 
     One tensor of each kind is handed out again and again, while it is surely zeros and nobody's: autograd may keep what it gets
-    as `.grad` and add to it in place.
+    as `.grad` and add to it in place. So would each replay of a graph, which therefore makes its own. But `MainGrads` takes
+    `.grad` away at once: one tensor is enough for all of its parameters, whoever else has it, graphs too, if it was made before.
     """
-    if not hasattr(parameter, "grad_added_to_main_grad"):
+    if not hasattr(parameter, "grad_added_to_main_grad") and wanted is not Asked.CAPTURED:
         return None
-    if torch.compiler.is_compiling() or _captured(parameter):
+    if torch.compiler.is_compiling():
         return torch.zeros_like(parameter)
-    kind = parameter.shape, parameter.dtype, parameter.device
+    cleared, recorded = _is_cleared(parameter), capturing(parameter)
+    kind = parameter.shape, parameter.dtype, parameter.device, cleared
     kept = _zeros.get(kind)
-    if kept is None or kept._version or torch._C._storage_Use_Count(kept.untyped_storage()._cdata) > _HOLDERS:
+    if kept is None or kept._version or (not cleared and (recorded or _somebody_has(kept))):
+        if recorded:
+            return torch.zeros_like(parameter)
         kept = _zeros[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return kept.detach()
 
 
+def _is_cleared(parameter: Tensor) -> bool:
+    return hasattr(parameter, "main_grads")
+
+
+def _somebody_has(kept: Tensor) -> bool:
+    return bool(torch._C._storage_Use_Count(kept.untyped_storage()._cdata) > _HOLDERS)
+
+
 def is_placeholder(grad: Tensor) -> bool:
-    """Whether it is surely the zeros that were handed out: adding them would be right, and in vain."""
-    kept = _zeros.get((grad.shape, grad.dtype, grad.device))
+    """Whether it is surely the zeros that `MainGrads`' parameters are handed: adding them would be right, and in vain."""
+    kept = _zeros.get((grad.shape, grad.dtype, grad.device, True))
     return kept is not None and kept.data_ptr() == grad.data_ptr() and not kept._version
 
 
-def _captured(parameter: Tensor) -> bool:
-    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+def capturing(tensor: Tensor) -> bool:
+    """Whether what is done to the tensor goes into a CUDA graph, and is not done now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _mark(parameter: Tensor) -> None:
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
+
+
+def settled_later(parameter: Tensor) -> Tensor | None:
+    """What autograd gets for a gradient that is added to main_grad after backward: as if it were there."""
+    _mark(parameter)
+    return placeholder(parameter)
 
 
 # ---- putting it there ----
@@ -181,9 +236,14 @@ def _gradient(first: Tensor, second: Tensor | None, parameter: Tensor, main_grad
     if watched(first, second, main_grad):
         _add_op(main_grad, first, second, parameter)
     else:
-        add_gradient(main_grad, first, second)
+        add_gradient(_place(main_grad, wanted), first, second)
         _mark(parameter)
-    return placeholder(parameter)
+    return placeholder(parameter, wanted)
+
+
+def _place(main_grad: Tensor, wanted: Asked) -> Tensor:
+    """main_grad, or in what warms up for a capture, with gradients of nothing in particular, what is thrown away."""
+    return torch.empty_like(main_grad) if wanted is Asked.CAPTURED and not capturing(main_grad) else main_grad
 
 
 def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool = True) -> None:
@@ -206,8 +266,7 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
 
 
 def _add_and_mark(main_grad: Tensor, first: Tensor, second: Tensor | None, parameter: Tensor) -> None:
-    _refuse_other_passes(parameter)
-    add_gradient(main_grad, first, second)
+    add_gradient(_place(main_grad, _asked_now(parameter)), first, second)
     _mark(parameter)
 
 
@@ -217,7 +276,7 @@ def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
 
 def _overwritten(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
     """Megatron-FSDP's: its buffer is there in backward only, and its hooks always wait for something."""
-    _refuse_other_passes(parameter)
+    _asked_now(parameter)
     main_grad = parameter.get_main_grad()
     _check_main_grad(main_grad, parameter)
     parameter.main_grad = main_grad
@@ -254,9 +313,9 @@ def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | N
     if watched(dy, ids, main_grad):
         _add_rows_op(main_grad, dy, ids, weight)
     else:
-        add_rows(main_grad, dy, ids)
+        add_rows(_place(main_grad, wanted), dy, ids)
         _mark(weight)
-    return placeholder(weight)
+    return placeholder(weight, wanted)
 
 
 def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:
@@ -290,8 +349,7 @@ def _scattered(dy: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_rows_and_mark(main_grad: Tensor, dy: Tensor, ids: Tensor, weight: Tensor) -> None:
-    _refuse_other_passes(weight)
-    add_rows(main_grad, dy, ids)
+    add_rows(_place(main_grad, _asked_now(weight)), dy, ids)
     _mark(weight)
 
 
@@ -314,7 +372,87 @@ _overwrite_rows_op = registered(
 )
 
 
-# ---- for ops that know nothing of it ----
+# ---- of biases and norm weights, by the kernel whose column sums they are ----
+
+
+def vectors_of(ctx: Any, first: int, *vectors: Tensor | None) -> tuple[Any, Any] | None:
+    """In forward, what `Sums` is to know of them: arguments `first` and on. None where none has a place of its own, as usual."""
+    for vector in vectors:  # a loop, not any(...): as in `watched`
+        if has_own_place(vector):
+            return vectors, main_grads_of(ctx, first, *vectors)
+    return None
+
+
+class Sums(NamedTuple):
+    """In backward, the gradients of a call's biases and norm weights, some of which have a place of their own.
+
+    Where it can be, the op's kernel adds to main_grad: `into`. Elsewhere the kernel is given those vectors in fp32, `wide`, so
+    that the gradients which it makes are fp32 when they are added. `settled` is what autograd gets.
+    """
+
+    vectors: tuple[Tensor | None, ...]
+    main_grads: tuple[Tensor | None, ...]
+    wanted: Sequence[Asked]
+
+    def needed(self) -> tuple[bool, ...]:
+        """Whose gradients the pass wants at all."""
+        return tuple(wanted is not Asked.NOT for wanted in self.wanted)
+
+    def into(self) -> tuple[Tensor | None, ...] | None:
+        """What a kernel adds to: main_grads, and zeros for what is autograd's. None where it is to add to none, or can't."""
+        moved = list(map(_is_moved, self.vectors, self.wanted))
+        if not any(moved):
+            return None
+        for vector, main_grad, elsewhere in zip(self.vectors, self.main_grads, moved, strict=True):
+            if vector is None or not elsewhere:
+                continue
+            if main_grad is None or _fsdp(vector) or not main_grad.is_contiguous() or watched(main_grad):
+                return None
+        return tuple(map(_summed_into, *self))
+
+    def wide(self, *vectors: Tensor | None) -> Iterator[Tensor | None]:
+        """These vectors, as forward kept them, in fp32 or wider where their gradients go elsewhere than to autograd."""
+        for vector, parameter, wanted in zip(vectors, self.vectors, self.wanted, strict=True):
+            if vector is not None and _is_moved(parameter, wanted):
+                vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
+            yield vector
+
+    def settled(self, into: object, *found: Tensor | None) -> Iterator[Tensor | None]:
+        """What autograd gets for gradients that are in `into`, or are still to be put where they belong."""
+        for vector, main_grad, wanted, sums in zip(*self, found, strict=True):
+            if vector is None or sums is None:
+                yield None
+            elif into is not None and _is_moved(vector, wanted):
+                _mark(vector)
+                yield placeholder(vector, wanted)
+            else:
+                yield vector_gradient(sums, vector, main_grad, wanted)
+
+
+def sums_of(vectors: tuple[Any, Any] | None, wanted: Sequence[Asked]) -> Sums | None:
+    """Of what `vectors_of` found, and what the pass that runs wants of each."""
+    return None if vectors is None else Sums(vectors[0], vectors[1], wanted)
+
+
+def _is_moved(vector: Tensor | None, wanted: Asked) -> bool:
+    return wanted in (Asked.GATHERED, Asked.CAPTURED) and has_own_place(vector)
+
+
+def _summed_into(vector: Tensor | None, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
+    if wanted is Asked.NOT or vector is None:
+        return None
+    return torch.zeros_like(vector) if main_grad is None else _place(main_grad, wanted)
+
+
+def packed(vector: Tensor | None) -> Tensor | None:
+    """A contiguous vector, for the kernels of an op that has `Sums`: itself, or one that has to be copied."""
+    if vector is None or vector.is_contiguous():  # not vector.contiguous(): a compiler's has no main_grad
+        return vector
+    wide: Any = gathered(vector)
+    return wide.contiguous()  # type: ignore[no-any-return]
+
+
+# ---- for formulas, which know nothing of it ----
 
 
 class _Gathered(torch.autograd.Function):
@@ -332,7 +470,8 @@ class _Gathered(torch.autograd.Function):
 def gathered(vector: Tensor | None) -> Tensor | None:
     """The vector for an op to use: where it has a main_grad, in fp32, so that its gradient is fp32 when it gets there.
 
-    A bias or a norm's weight is a row: its conversion and its gradient's addition are next to nothing. Others come back at once.
+    A bias or a norm's weight is a row: its conversion and its gradient's addition are next to nothing, but for Python. Others
+    come back at once.
     """
     if vector is None or not has_own_place(vector):  # the usual case
         return vector

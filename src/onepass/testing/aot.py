@@ -80,7 +80,7 @@ def _bias_activation_calls() -> Iterator[Call]:
             yield _bias_activation_call(activation, _LARGE, dtype)
         for shape in _NARROW:
             yield _bias_activation_call(activation, shape, option="everything")
-        for option in ("fp8", "token_weight", "no bias", "frozen x"):
+        for option in ("fp8", "token_weight", "no bias", "frozen x", "main_grad"):
             yield _bias_activation_call(activation, _LARGE, option=option)
     for option in ("fp32 bias", "clamp", "everything"):
         yield _bias_activation_call("swiglu", _LARGE, option=option)
@@ -96,6 +96,8 @@ def _bias_activation_call(
     def run() -> Tensor:
         x = _meta(rows, wide, dtype=dtype, asked=option != "frozen x")
         bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
+        if option == "main_grad":
+            _with_main_grad(bias)
         token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
         clamped = option in ("clamp", "everything") and ACTIVATIONS[activation].gated
         return bias_activation(
@@ -118,15 +120,18 @@ def _norm_calls() -> Iterator[Call]:
             yield _norm_call(norm, width, torch.float32)
             yield _norm_call(norm, width, option="residual")
     for width in (128, 4096, 12288, 32768):
-        for option in ("memory_efficient", "no weight", "frozen x", "frozen weight"):
+        for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
             yield _norm_call("layer_norm", width, option=option)
         yield _norm_call("layer_norm", width, torch.float32, "residual")
+        yield _norm_call("rms_norm", width, option="main_grad")
 
 
 def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
     def run() -> Tensor:
         x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
         vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
+        if option == "main_grad":
+            _with_main_grad(*vectors)
         residual = _meta(2048, width, dtype=dtype) if option == "residual" else None
         function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
         y = function(
@@ -204,6 +209,11 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
 
 def _meta(*shape: int, dtype: torch.dtype, asked: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=asked)
+
+
+def _with_main_grad(*parameters: Any) -> None:
+    for parameter in parameters:
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
 
 
 # ---- what those calls launch ----

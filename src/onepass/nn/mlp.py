@@ -1,0 +1,171 @@
+"""A transformer's MLP: a linear layer up, an activation, and a linear layer down, of which the last two are one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.kernels.activations import find_activation
+from onepass.kernels.bias_activation import check_options
+from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear
+from onepass.nn.sharding import DividedParameters, check_size
+from onepass.ops.activation_linear import activation_linear
+from onepass.parallel.collectives import copy_to_group, gather_sequence
+from onepass.runtime.checks import check_per_token
+from onepass.runtime.main_grad import gathered
+
+
+class MLP(DividedParameters):
+    """A linear layer, an activation and a linear layer, as a transformer has them. Megatron's, without its config.
+
+        mlp = onepass.nn.MLP(1024, 4096, tp_group=group)
+        y = mlp(x)
+
+    Kept for backward are x and what the first layer made of it; the activation is computed again. forward returns y, or with
+    skip_bias_add (y, bias). Start, parts and state dict are those of a ColumnParallelLinear, ``linear_fc1``, and a
+    RowParallelLinear, ``linear_fc2``: Megatron's names.
+
+    Args:
+        hidden_size: the size of the last dimension of x and of y.
+        ffn_hidden_size: the size of the activation; a multiple of the group's size. For a gated activation linear_fc1 has twice
+            as many outputs: the gates, and then what they are to gate.
+        activation, clamp, linear_offset: as in `onepass.bias_activation`; registered activations too.
+        bias: False leaves both linear layers' biases away. The first one's is added with the activation.
+        save: how linear_fc1's output is kept for backward, as in `onepass.activation_linear`.
+        skip_bias_add: leave linear_fc2's bias to the caller.
+        init_method: called on linear_fc1's whole weight; its bias then starts at zero. By default, as torch.nn.Linear.
+        output_layer_init_method: the same of linear_fc2; None is init_method.
+        tp_group: the ranks that each have a part of the activation; None is this one alone.
+        sequence_parallel: x and y are this rank's parts of the first dimension. linear_fc2's bias is then marked
+            `sequence_parallel`: its gradient is a part of a sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        device, dtype: the parameters'.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        activation: str = "swiglu",
+        *,
+        bias: bool = True,
+        clamp: float | None = None,
+        linear_offset: float = 0.0,
+        save: str = "input",
+        skip_bias_add: bool = False,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp_group)
+        check_size("hidden_size", hidden_size)
+        self.divided("ffn_hidden_size", ffn_hidden_size)
+        act = find_activation(activation)
+        check_options(act, clamp, linear_offset, save)
+        if output_layer_init_method is not None and not callable(output_layer_init_method):
+            raise TypeError(
+                f"output_layer_init_method must be a function of the weight or None, but is {output_layer_init_method!r}"
+            )
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.clamp, self.linear_offset, self.save, self.skip_bias_add = clamp, linear_offset, save, skip_bias_add
+        options: dict[str, Any] = {"bias": bias, "tp_group": tp_group, "sequence_parallel": sequence_parallel}
+        options |= {"device": device, "dtype": dtype}
+        up = hidden_size, act.parts * ffn_hidden_size
+        self.linear_fc1 = ColumnParallelLinear(*up, stride=act.parts, skip_bias_add=True, init_method=init_method, **options)
+        self.linear_fc2 = ActivationRowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            skip_bias_add=skip_bias_add,
+            init_method=output_layer_init_method or init_method,
+            **options,
+        )
+
+    def reset_parameters(self) -> None:
+        """As the undivided MLP starts."""
+        self.linear_fc1.reset_parameters()
+        self.linear_fc2.reset_parameters()
+
+    def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
+        """y, or with skip_bias_add (y, bias).
+
+        Args:
+            x: ``[..., hidden_size]``.
+            per_token_scale: ``[...]`` or ``[..., 1]``, x's leading dimensions: a factor for each row of y, linear_fc2's bias
+                included, as a router gives an expert. With skip_bias_add, too, the bias is then in y, and None comes back for
+                it, as in Megatron.
+        """
+        self._check(x, per_token_scale)
+        h, bias = self.linear_fc1(x)
+        y, left = self.linear_fc2(
+            h,
+            bias,
+            per_token_scale,
+            activation=self.activation,
+            clamp=self.clamp,
+            linear_offset=self.linear_offset,
+            save=self.save,
+        )
+        return (y, left) if self.skip_bias_add else y
+
+    def _check(self, x: Tensor, per_token_scale: Tensor | None) -> None:
+        """Before anything is computed or sent."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, but is a {type(x).__name__}")
+        if x.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"x's last dimension must be {self.hidden_size}, hidden_size, but x has shape {tuple(x.shape)}")
+        if per_token_scale is not None:
+            check_per_token("per_token_scale", per_token_scale, x)
+
+    def extra_repr(self) -> str:
+        said = [f"{self.hidden_size}", f"{self.ffn_hidden_size}", f"activation={self.activation!r}"]
+        said += [f"clamp={self.clamp}"] if self.clamp is not None else []
+        said += [f"linear_offset={self.linear_offset}"] if self.linear_offset else []
+        said += [f"save={self.save!r}"] if self.save != "input" else []
+        return ", ".join(said)
+
+
+class ActivationRowParallelLinear(RowParallelLinear):
+    """A RowParallelLinear of an activation of x, in one op: MLP's linear_fc2.
+
+    A module that is called, and not parameters alone: what others hang on it, to gather its parameters in time, is called too.
+    """
+
+    def forward(
+        self, x: Tensor, activation_bias: Tensor | None = None, per_token_scale: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y, None), or with skip_bias_add and without per_token_scale (y, bias). options are activation_linear's."""
+        scale = None if per_token_scale is None else _wide(per_token_scale)
+        y = activation_linear(
+            x,
+            self.weight,
+            None if self.skip_bias_add or scale is not None else self.bias,
+            activation_bias=activation_bias,
+            token_weight=None if scale is None else self._of_all_rows(scale),
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            deferred=self.deferred,
+            **options,
+        )
+        if scale is None:
+            return y, self.bias if self.skip_bias_add else None
+        return _plus_scaled(y, self.bias, scale), None
+
+    def _of_all_rows(self, scale: Tensor) -> Tensor:
+        """The scale that this rank's part of the activation takes, whose gradient is its part of a sum."""
+        return (gather_sequence if self.sequence_parallel else copy_to_group)(scale, self.tp_group)
+
+
+def _wide(scale: Tensor) -> Tensor:
+    """In fp32 or wider: so is what it is multiplied into, and the sum that its gradient is over ranks and uses."""
+    return scale.to(torch.promote_types(scale.dtype, torch.float32))
+
+
+def _plus_scaled(y: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """y + scale * bias, each row with its number; in the scale's type, and rounded once."""
+    bias = gathered(bias)
+    return y if bias is None else torch.addcmul(y, scale.reshape(*y.shape[:-1], 1), bias).to(y.dtype)

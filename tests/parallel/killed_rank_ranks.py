@@ -1,0 +1,68 @@
+"""What ranks do of which the last is killed with a collective under way. What the others are told is saved for the test."""
+
+import os
+import signal
+import traceback
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import join
+from torch import nn
+
+import onepass
+from onepass.parallel import MainGrads, product
+
+SECONDS = 10  # the group's timeout
+
+
+def run(rank, ranks, folder, backend, scenario):
+    join(rank, ranks, folder, backend)
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    dist.barrier(group)
+    try:
+        SCENARIOS[scenario](group, rank == ranks - 1)
+        if backend == "nccl":
+            torch.cuda.synchronize()  # until here the CPU was ahead, as in the middle of a training step
+    except RuntimeError:
+        Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def killed_in(owner, name):
+    """Patches a function that starts a collective: with that under way the process ends, without a word to anybody.
+
+    On a GPU it is under way on the other ranks only: here all might be sent before the process is gone.
+    """
+    start = getattr(owner, name)
+
+    def started(*args, **options):
+        if torch.get_default_device().type == "cpu":
+            start(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return mock.patch.object(owner, name, started)
+
+
+def linear(group, killed):
+    """In the backward of a sequence-parallel layer, where dx is summed."""
+    x, weight = torch.randn(512, 4, 256, requires_grad=True), nn.Parameter(torch.randn(512, 256))
+    y = onepass.linear(x, weight, tp_group=group, sequence_parallel=True)
+    with killed_in(product, "start_reduce_scatter") if killed else nullcontext():
+        y.sum().backward()
+
+
+def finish(group, killed):
+    """In the first of several reductions that MainGrads.finish starts."""
+    weights = [nn.Parameter(torch.randn(1 << 20)) for _ in range(3)]
+    main_grads = MainGrads(weights, group=group, bucket_bytes=4)
+    with main_grads.accumulate():
+        sum(weight.sum() for weight in weights).backward()
+    with killed_in(dist, "all_reduce") if killed else nullcontext():
+        main_grads.finish()
+
+
+SCENARIOS = {"linear": linear, "finish": finish}

@@ -1,0 +1,63 @@
+"""Our ops and modules under torch's fully_shard, against the unsharded model in fp64. The processes run fsdp_ranks.py."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel import fsdp_ranks
+from parallel.fsdp_ranks import CASES, MICROBATCHES, Model, batch, loss
+from parallel.worlds import PAIRS, found_by
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def found(request, tmp_path_factory):
+    """What each rank found."""
+    return found_by(fsdp_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@functools.cache
+def exact(ranks):
+    model = Model(plain=True).double()
+    for rank in range(ranks):
+        for microbatch in range(MICROBATCHES):
+            (loss(model, batch(rank, microbatch).double()) / ranks).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def error(grad, name, ranks):
+    reference = exact(ranks)[name]
+    return ((grad.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(found, name):
+    frozen = CASES[name].get("frozen", ())
+    for mine in found:
+        assert mine[name].keys() == exact(len(found)).keys()
+        for key, grad in mine[name].items():
+            if key in frozen:
+                assert grad is None, key
+                continue
+            assert grad.dtype == torch.float32, key
+            if CASES[name].get("mixed"):
+                theirs = error(mine["by PyTorch"][key], key, len(found))
+                assert error(grad, key, len(found)) <= 1.25 * theirs + 1e-3, key
+            else:
+                assert error(grad, key, len(found)) <= 1e-5, key
+
+
+def test_a_dtensors_gradient_has_no_main_grad_to_go_to(found):
+    for mine in found:
+        grad, said = mine["DTensor"]
+        assert torch.equal(grad, torch.full_like(grad, float(fsdp_ranks.ROWS)))
+        assert "main_grad must be a plain weight's, but its weight is a DTensor" in said
+
+
+def test_main_grads_says_that_fully_shard_has_gradients_already(found):
+    for mine in found:
+        after, before = mine["MainGrads"]
+        assert "parameters must be plain tensors, but mix is a DTensor" in after and ".grad" in after
+        assert "parameters must be the module's" in before and "but mix is another one" in before and ".grad" in before
