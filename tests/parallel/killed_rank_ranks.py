@@ -37,10 +37,10 @@ def killed_in(owner, name):
 
     On a GPU it is under way on the other ranks only: here all might be sent before the process is gone.
     """
-    start = getattr(owner, name)
+    start, on_cpu = getattr(owner, name), torch.get_default_device().type == "cpu"  # of this thread: backward runs in another
 
     def started(*args, **options):
-        if torch.get_default_device().type == "cpu":
+        if on_cpu:
             start(*args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -44,7 +44,8 @@ def test_gradients(found, name):
             assert grad.dtype == torch.float32, key
             if CASES[name].get("mixed"):
                 theirs = error(mine["by PyTorch"][key], key, len(found))
-                assert error(grad, key, len(found)) <= 1.25 * theirs + 1e-3, key
+                few = grad.numel() <= 32  # numbers, whose roundings have no spread to compare
+                assert error(grad, key, len(found)) <= (2 if few else 1.25) * theirs + 1e-3, key
             else:
                 assert error(grad, key, len(found)) <= 1e-5, key
 

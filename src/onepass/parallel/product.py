@@ -79,17 +79,21 @@ def spread_product(x: Tensor, weight: Tensor, bias: Tensor | None, spread: Sprea
     return y if bias is None else y + bias
 
 
-def start_input_gradient(dy: Tensor, weight: Tensor, spread: Spread | None) -> Pending:
+def start_input_gradient(dy: Tensor, weight: Tensor, spread: Spread) -> Pending:
     """dx, before the parameters' gradients are made: by then it is summed."""
-    dx = (rows_of(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
-    return Pending(dx) if spread is None else _start_sum(dx, spread)
+    return _start_sum(_input_gradient(dy, weight), spread)
+
+
+def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """This rank's own."""
+    return (rows_of(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
 
 
 def row_gradients(dy: Tensor, weight: Tensor | None, need_rows: bool, spread: Spread | None) -> tuple[Tensor, Tensor | None]:
     """All rows of dy, where they are needed, and dx where there is a weight, of a product that is spread by row or not at all."""
     if spread is not None and spread.sequence and (need_rows or weight is not None):
         return _whole_output_gradient(dy, weight, spread)
-    return dy, None if weight is None else start_input_gradient(dy, weight, None).wait()
+    return dy, None if weight is None else _input_gradient(dy, weight)
 
 
 def _whole_output_gradient(dy: Tensor, weight: Tensor | None, spread: Spread) -> tuple[Tensor, Tensor | None]:
@@ -99,7 +103,7 @@ def _whole_output_gradient(dy: Tensor, weight: Tensor | None, spread: Spread) ->
         return gathering.wait(), None
     if torch.compiler.is_compiling():  # it has its own mind about what runs when
         whole = gathering.wait()
-        return whole, start_input_gradient(whole, weight, None).wait()
+        return whole, _input_gradient(whole, weight)
     own, rank, ranks = rows_of(dy), spread.group.rank(), spread.group.size()
     rows = own.shape[0]
     dx = own.new_empty(rows * ranks, weight.shape[1])
@@ -155,8 +159,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         leave_graph(deferred)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 1, weight, bias)
-        ctx.spread, ctx.deferred = spread, deferred
+        ctx.call = weight, bias, main_grads_of(ctx, 1, weight, bias), spread, deferred
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return spread_product(x, weight, bias, spread)
 
@@ -164,21 +167,26 @@ class _Product(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wanted_x, wanted_weight, wanted_bias = asked(ctx, True, True, ctx.parameters[1] is not None)
+        own_weight, own_bias, main_grads, spread, deferred = ctx.call
+        wanted_x, wanted_weight, wanted_bias = asked(ctx, True, True, own_bias is not None)
         weight = cast(weight, dy.dtype) if wanted_x is not Asked.NOT else None
         x = x if wanted_weight is not Asked.NOT else None
         dweight = dbias = None
-        if postponed(ctx.deferred, ctx.parameters[0], wanted_weight):
-            dweight, x = ctx.deferred.keep(dy, x, ctx.parameters[0], ctx.main_grads[0], ctx.spread), None
-        by_row = ctx.spread is None or ctx.spread.by_row
-        gathering = None if x is None else start_whole(x, ctx.spread)
-        summing = None if by_row or weight is None else start_input_gradient(dy, weight, ctx.spread)
-        whole_dy, dx = row_gradients(dy, weight, x is not None, ctx.spread) if by_row else (dy, None)
+        if postponed(deferred, own_weight, wanted_weight):
+            dweight, x = deferred.keep(dy, x, own_weight, main_grads[0], spread), None
+        whole_dy, dx, gathering, summing = dy, None, None, None
+        if spread is None:
+            dx = None if weight is None else _input_gradient(dy, weight)
+        elif spread.by_row:
+            whole_dy, dx = row_gradients(dy, weight, x is not None, spread)
+        else:
+            gathering = None if x is None else start_whole(x, spread)
+            summing = None if weight is None else start_input_gradient(dy, weight, spread)
         if wanted_bias is not Asked.NOT:
-            dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], wanted_bias)
-        if gathering is not None:
-            rows = rows_of(whole_dy), rows_of(gathering.wait())
-            dweight = weight_gradient(*rows, ctx.parameters[0], ctx.main_grads[0], wanted_weight)
+            dbias = vector_gradient(column_sums(dy), own_bias, main_grads[1], wanted_bias)
+        if x is not None:
+            rows = rows_of(whole_dy), rows_of(x if gathering is None else gathering.wait())
+            dweight = weight_gradient(*rows, own_weight, main_grads[0], wanted_weight)
         return dx if summing is None else summing.wait(), dweight, dbias, None, None
 
 
