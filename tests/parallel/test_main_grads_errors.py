@@ -149,3 +149,13 @@ def test_groups_that_do_not_fit():
     main_grads.close()
     with pytest.raises(TypeError, match=r"main_grads must have dtype torch.float32, but has torch.bfloat16"):
         MasterWeights(MainGrads([one], dtype=BF16), torch.optim.SGD)
+
+
+def test_a_module_is_saved_by_its_state_dict(tmp_path):
+    model = nn.Linear(2, 2)
+    main_grads = MainGrads(model)
+    with pytest.raises(TypeError, match=r"can't be saved or sent whole while MainGrads has .* state_dict\(\), or close\(\)"):
+        torch.save(model, tmp_path / "model.pt")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    main_grads.close()
+    torch.save(model, tmp_path / "model.pt")

@@ -14,27 +14,24 @@ BLOCK_S, BLOCK_M = 128, 16  # 6 us for 132 x 4096 on an H200, where PyTorch's su
 
 
 @kernel
-def _column_sum_kernel(partial_ptr, out_ptr, S, M, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
+def _column_sum_kernel(partial_ptr, out_ptr, S, M, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
     columns = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
     for first in range(0, S, BLOCK_S):
         rows = first + tl.arange(0, BLOCK_S)
         inside = (rows < S)[:, None] & (columns < M)[None, :]
         total += tl.load(partial_ptr + rows.to(tl.int64)[:, None] * M + columns[None, :], mask=inside, other=0.0)
-    result = tl.sum(total, 0)
-    if ADD:
-        result += tl.load(out_ptr + columns, mask=columns < M, other=0.0).to(tl.float32)
-    tl.store(out_ptr + columns, result, mask=columns < M)
+    tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < M)
 
 
 @lru_cache
-def _bound(add: bool) -> Bound:
-    bound: Bound = _column_sum_kernel.bind(add, BLOCK_S, BLOCK_M, num_warps=8)
+def _bound() -> Bound:
+    bound: Bound = _column_sum_kernel.bind(BLOCK_S, BLOCK_M, num_warps=8)
     return bound
 
 
-def column_sum(partial: Tensor, out: Tensor, add: bool = False) -> Tensor:
-    """Sum fp32 partials [S, M] over S, always in the same order, into out [M], or add them to it (a main_grad)."""
+def column_sum(partial: Tensor, out: Tensor) -> Tensor:
+    """Sum fp32 partials [S, M] over S, always in the same order, into out [M]."""
     S, M = partial.shape
-    _bound(add)((ceil_div(M, BLOCK_M), 1, 1), partial, out, S, M)
+    _bound()((ceil_div(M, BLOCK_M), 1, 1), partial, out, S, M)
     return out

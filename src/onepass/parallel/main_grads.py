@@ -134,7 +134,7 @@ class MainGrads:
             for place in bucket.places:
                 parameter = place.parameter
                 parameter.main_grad = bucket.flat[place.start : place.stop].view(parameter.shape)
-                parameter.main_grads = weakref.ref(self)
+                parameter.main_grads = _Owner(self)
                 hook = partial(_arrived, weakref.ref(self))  # no cycle through the parameter: buffers are freed at once
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
@@ -365,7 +365,18 @@ class MainGrads:
             raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
 
 
-# ---- what parameters call ----
+# ---- what parameters carry and call ----
+
+
+class _Owner(weakref.ref["MainGrads"]):
+    """Of a parameter's main_grad. Not to be pickled with a parameter: nor would its buffer be, which is a step's."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module can't be saved or sent whole while MainGrads has its parameters: save its state_dict(), or close() before"
+        )
 
 
 def _arrived(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
