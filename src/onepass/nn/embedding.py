@@ -40,7 +40,7 @@ def _rows(weight: Tensor, ids: Tensor, first: int, size: int, sound: bool) -> Te
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, size: int, sound: bool) -> Tensor:
-        ctx.weight, ctx.main_grad, ctx.how = weight, main_grads_of(ctx, 0, weight)[0], (first, size, sound)
+        ctx.weight, ctx.main_grad, ctx.how = weight, main_grads_of(ctx.needs_input_grad, weight)[0], (first, size, sound)
         ctx.save_for_backward(ids)
         return _rows(weight, ids, first, size, sound)
 

@@ -183,7 +183,7 @@ class _ActivationLinear(torch.autograd.Function):
         leave_graph(deferred)
         ctx.call, ctx.kernels, ctx.product, ctx.spread, ctx.deferred = call, kernels, product, spread, deferred
         ctx.stored = saved.describe(x, save, activation_of(call[0]).parts)
-        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
+        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx.needs_input_grad[3:], weight, bias)
         ctx.vectors = vectors_of(ctx, 1, activation_bias)
         kept: tuple[Tensor, ...] = ()
         if any(ctx.needs_input_grad[:4]):

@@ -153,7 +153,7 @@ class _NormLinear(torch.autograd.Function):
         leave_graph(deferred)
         y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, True)
         ctx.call, ctx.kernels, ctx.product, ctx.spread, ctx.deferred = call, kernels, product, spread, deferred
-        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx, 3, weight, bias)
+        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx.needs_input_grad[3:], weight, bias)
         ctx.vectors = vectors_of(ctx, 1, norm_weight, norm_bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)

@@ -53,15 +53,12 @@ def _check_main_grad(main_grad: object, parameter: Tensor) -> None:
         raise ValueError(f"main_grad must be on {parameter.device}, as its weight, but is on {main_grad.device}")
 
 
-def main_grads_of(ctx: Any, first: int, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of those that need a gradient, arguments `first` and on of the Function of ctx; the others' are not looked at.
+def main_grads_of(needs: Sequence[bool], *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of those that need a gradient, as ctx.needs_input_grad says from the first of them on; the others' are not looked at.
 
     They are to be kept on ctx, apart from the saved tensors, of which autograd would say that they were written to in between.
     """
-    found = []
-    for parameter, needed in zip(parameters, ctx.needs_input_grad[first:], strict=False):
-        found.append(main_grad_of(parameter) if needed and parameter is not None else None)
-    return tuple(found)
+    return tuple([main_grad_of(p) if p is not None and needs[i] else None for i, p in enumerate(parameters)])
 
 
 def has_own_place(parameter: Tensor | None) -> bool:
@@ -379,7 +376,7 @@ def vectors_of(ctx: Any, first: int, *vectors: Tensor | None) -> tuple[Any, Any]
     """In forward, what `Sums` is to know of them: arguments `first` and on. None where none has a place of its own, as usual."""
     for vector in vectors:  # a loop, not any(...): as in `watched`
         if has_own_place(vector):
-            return vectors, main_grads_of(ctx, first, *vectors)
+            return vectors, main_grads_of(ctx.needs_input_grad[first:], *vectors)
     return None
 
 
