@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
-from onepass.bench.products import Shapes, random_of
+from onepass.bench.products import Shapes, random_of, tiny
 from onepass.kernels.activations import find_activation
 from onepass.ops.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.bias_activation import bias_activation, bias_activation_reference
@@ -38,14 +38,6 @@ def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype)
     parts = find_activation(variant).parts
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner * parts, inner * outer, tokens * outer))
     return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
-
-
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
-
-
-def _tiny(case: Case) -> Case:
-    return _case(case.variant, 64, 128, 128, case.dtype)
 
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -114,7 +106,7 @@ def _backend(case: Case, inputs: Inputs) -> str:
 
 _APART = "has no activation with the product that follows, alone"
 BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
     without={name: _APART for name in ("Liger", "QuACK", "Apex", "Megatron-core", "Transformer Engine")},
     baseline=_baseline, reference="separate",
 )  # fmt: skip

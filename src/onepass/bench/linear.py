@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
-from onepass.bench.products import Shapes, random_of
+from onepass.bench.products import Shapes, random_of, tiny
 from onepass.ops.linear import linear, linear_reference
 from onepass.runtime.backend import explain
 
@@ -39,14 +39,6 @@ _SHAPES = Shapes(
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
     return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, y + 2 * x + weight + 8 * inner * outer)
-
-
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
-
-
-def _tiny(case: Case) -> Case:
-    return _case(case.variant, 64, 128, 128, case.dtype)
 
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -95,7 +87,7 @@ def _backend(case: Case, inputs: Inputs) -> str:
 
 _APART = "has no linear layer with a main_grad"
 BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
     without={"Liger": _APART, "QuACK": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
              "Transformer Engine": "not compared yet"},
     baseline=lambda case: _linear, reference="F.linear + add_",

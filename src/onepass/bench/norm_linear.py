@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported, with_parameters
-from onepass.bench.products import Shapes, random_of
+from onepass.bench.products import Shapes, random_of, tiny
 from onepass.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear, norm_linear_reference
 from onepass.runtime.backend import explain
@@ -39,14 +39,6 @@ _SHAPES = Shapes(
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
     return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
-
-
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
-    return [_case(*shape, dtype) for shape in _SHAPES.of(device, quick)]
-
-
-def _tiny(case: Case) -> Case:
-    return _case(case.variant, 64, 128, 128, case.dtype)
 
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -147,7 +139,7 @@ def _backend(case: Case, inputs: Inputs) -> str:
 
 _APART = "has no norm with the product that follows"
 BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
     without={"Liger": _APART, "QuACK": _APART, "Apex": _APART, "Megatron-core": "takes its own from Transformer Engine"},
     baseline=_baseline, reference="separate",
 )  # fmt: skip

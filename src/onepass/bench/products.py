@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.bench.model import Case
 
 Shape = tuple[str, int, int, int]  # variant, tokens, and the features that go in and come out
+CaseOf = Callable[[str, int, int, int, torch.dtype], Case]  # of a shape and a type
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,19 @@ class Shapes:
     cpu: list[Shape]
     cpu_small: list[Shape]
 
-    def of(self, device: torch.device, quick: bool) -> list[Shape]:
-        gpu, cpu = (self.small, self.cpu_small) if quick else (self.full, self.cpu)
-        return gpu if device.type == "cuda" else cpu
+    def cases(self, case_of: CaseOf) -> Callable[[torch.device, torch.dtype, bool], list[Case]]:
+        """What lists a case file's cases for a device and a type, few of them if asked to be quick."""
+
+        def listed(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+            gpu, cpu = (self.small, self.cpu_small) if quick else (self.full, self.cpu)
+            return [case_of(*shape, dtype) for shape in (gpu if device.type == "cuda" else cpu)]
+
+        return listed
+
+
+def tiny(case_of: CaseOf) -> Callable[[Case], Case]:
+    """What makes a case so small that its call is all that takes time."""
+    return lambda case: case_of(case.variant, 64, 128, 128, case.dtype)
 
 
 def random_of(case: Case, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onepass.nn.sharding import DividedParameters, Division, check_size, range_of
+from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.parallel.collectives import reduce_scatter_sequence, sum_over_group
 from onepass.runtime.dispatch import bare_apply, once, transformed
 from onepass.runtime.main_grad import Asked, asked, main_grads_of, rows_gradient
@@ -111,8 +111,7 @@ class VocabParallelEmbedding(DividedParameters):
         super().__init__(tp_group)
         check_size("num_embeddings", num_embeddings)
         check_size("embedding_dim", embedding_dim)
-        if init_method is not None and not callable(init_method):
-            raise TypeError(f"init_method must be a function of the weight or None, but is {init_method!r}")
+        check_init("init_method", init_method)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.init_method, self.reduce_scatter_embeddings = init_method, reduce_scatter_embeddings
         self.vocab_range = range_of(num_embeddings, self.rank, self.ranks)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.nn.sharding import DividedParameters, Division, check_size
+from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
 from onepass.parallel.deferred import DeferredWgrad
@@ -27,11 +27,11 @@ class Linear(nn.Linear):
     deferred: DeferredWgrad | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_input(input, self.in_features, "in_features")
+        check_input(input, self.in_features, "in_features")
         return linear(input, self.weight, self.bias, deferred=self.deferred)
 
 
-def _check_input(x: Tensor, size: int, name: str) -> None:
+def check_input(x: Tensor, size: int, name: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, but is a {type(x).__name__}")
     if x.shape[-1:] != (size,):
@@ -58,8 +58,7 @@ class _ParallelLinear(DividedParameters):
         super().__init__(tp_group)
         check_size("input_size", input_size)
         check_size("output_size", output_size)
-        if init_method is not None and not callable(init_method):
-            raise TypeError(f"init_method must be a function of the weight or None, but is {init_method!r}")
+        check_init("init_method", init_method)
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.init_method = skip_bias_add, init_method
         self.sequence_parallel = sequence_parallel and self.ranks > 1  # one rank alone has the whole sequence
@@ -159,7 +158,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         if runtime_gather_output:
             self._check_gather("runtime_gather_output", self.sequence_parallel, self.bias is not None)
-        _check_input(x, self.input_size, "input_size")
+        check_input(x, self.input_size, "input_size")
         y = linear(
             x,
             self._weight(weight),
@@ -246,9 +245,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, None), or with skip_bias_add (y, bias)."""
         if self.input_is_parallel:
-            _check_input(x, self.input_size_per_partition, "this rank's part of input_size")
+            check_input(x, self.input_size_per_partition, "this rank's part of input_size")
         else:
-            _check_input(x, self.input_size, "input_size")
+            check_input(x, self.input_size, "input_size")
             x = split_last(x, self.tp_group)
         y = linear(
             x,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onepass.kernels.activations import find_activation
 from onepass.kernels.bias_activation import check_options
-from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear
-from onepass.nn.sharding import DividedParameters, check_size
+from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear, check_input
+from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation_linear import activation_linear
 from onepass.parallel.collectives import copy_to_group, gather_sequence
 from onepass.runtime.checks import check_per_token
@@ -67,10 +67,7 @@ class MLP(DividedParameters):
         self.divided("ffn_hidden_size", ffn_hidden_size)
         act = find_activation(activation)
         check_options(act, clamp, linear_offset, save)
-        if output_layer_init_method is not None and not callable(output_layer_init_method):
-            raise TypeError(
-                f"output_layer_init_method must be a function of the weight or None, but is {output_layer_init_method!r}"
-            )
+        check_init("output_layer_init_method", output_layer_init_method)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.clamp, self.linear_offset, self.save, self.skip_bias_add = clamp, linear_offset, save, skip_bias_add
         options: dict[str, Any] = {"bias": bias, "tp_group": tp_group, "sequence_parallel": sequence_parallel}
@@ -114,10 +111,7 @@ class MLP(DividedParameters):
 
     def _check(self, x: Tensor, per_token_scale: Tensor | None) -> None:
         """Before anything is computed or sent."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, but is a {type(x).__name__}")
-        if x.shape[-1:] != (self.hidden_size,):
-            raise ValueError(f"x's last dimension must be {self.hidden_size}, hidden_size, but x has shape {tuple(x.shape)}")
+        check_input(x, self.hidden_size, "hidden_size")
         if per_token_scale is not None:
             check_per_token("per_token_scale", per_token_scale, x)
 

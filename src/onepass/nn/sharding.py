@@ -41,6 +41,11 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a size of at least 1, but is {value!r}")
 
 
+def check_init(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function of the weight or None, but is {value!r}")
+
+
 class DividedParameters(MarkedParameters):
     """A module that has this rank's part of its parameters.
 

@@ -428,7 +428,7 @@ class Sums(NamedTuple):
 
 def sums_of(vectors: tuple[Any, Any] | None, wanted: Sequence[Asked]) -> Sums | None:
     """Of what `vectors_of` found, and what the pass that runs wants of each."""
-    return None if vectors is None else Sums(vectors[0], vectors[1], wanted)
+    return None if vectors is None else Sums(*vectors, wanted)
 
 
 def _is_moved(vector: Tensor | None, wanted: Asked) -> bool:
