@@ -213,29 +213,49 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | N
 
     `weight` is the parameter itself; `main_grad` what `main_grad_of` found in forward, as by now it may be another step's.
     """
-    return _gradient(dy, x, weight, main_grad, wanted)
+    return _gradient(_PRODUCT, dy, x, weight, main_grad, wanted)
 
 
 def vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
     """The same of a bias or a norm's weight, whose gradient is there already, in fp32 or wider."""
-    return _gradient(sums, None, vector, main_grad, wanted)
+    return _gradient(_PRODUCT, sums, None, vector, main_grad, wanted)
 
 
-def _gradient(first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
-    """Of `first.T @ second`, or of `first` itself where there is no second."""
+class _Way(NamedTuple):
+    """How a gradient is made of two tensors and a parameter: to be returned, over main_grad, or added to it.
+
+    The ops are for where somebody watches.
+    """
+
+    returned: Callable[[Any, Any, Tensor], Tensor]
+    overwrite: Callable[[Any, Any, Tensor], Tensor]
+    overwrite_op: Any
+    add: Callable[[Tensor, Any, Any], None]
+    add_op: Any
+
+
+def _gradient(
+    way: _Way, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, wanted: Asked
+) -> Tensor | None:
+    """Put it where the pass wants it; what autograd gets."""
     if wanted is Asked.NOT:
         return None
     if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(parameter)):
-        return cast(first if second is None else first.t() @ second, parameter.dtype)
+        return way.returned(first, second, parameter)
     if _fsdp(parameter):
-        return (_overwrite_op if watched(first, second) else _overwrite)(first, second, parameter)
+        return (way.overwrite_op if watched(first, second) else way.overwrite)(first, second, parameter)
     assert main_grad is not None
     if watched(first, second, main_grad):
-        _add_op(main_grad, first, second, parameter)
+        way.add_op(main_grad, first, second, parameter)
     else:
-        add_gradient(_place(main_grad, wanted), first, second)
+        way.add(_place(main_grad, wanted), first, second)
         _mark(parameter)
     return placeholder(parameter, wanted)
+
+
+def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
+    """`first.T @ second`, or `first` itself where there is no second."""
+    return cast(first if second is None else first.t() @ second, parameter.dtype)
 
 
 def _place(main_grad: Tensor, wanted: Asked) -> Tensor:
@@ -262,9 +282,14 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
         main_grad.copy_(torch.addmm(main_grad.float(), first.float().t(), second.float(), beta=beta))
 
 
-def _add_and_mark(main_grad: Tensor, first: Tensor, second: Tensor | None, parameter: Tensor) -> None:
-    add_gradient(_place(main_grad, _asked_now(parameter)), first, second)
-    _mark(parameter)
+def _marked(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any, Tensor], None]:
+    """The same inside an op, which finds out itself who asks."""
+
+    def add_and_mark(main_grad: Tensor, first: Any, second: Any, parameter: Tensor) -> None:
+        add(_place(main_grad, _asked_now(parameter)), first, second)
+        _mark(parameter)
+
+    return add_and_mark
 
 
 def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
@@ -283,13 +308,16 @@ def _overwritten(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
 
 
 _add_op = registered(
-    "add_gradient(Tensor(a!) main_grad, Tensor first, Tensor? second, Tensor parameter) -> ()", _add_and_mark, lambda *_: None
+    "add_gradient(Tensor(a!) main_grad, Tensor first, Tensor? second, Tensor parameter) -> ()",
+    _marked(add_gradient),
+    lambda *_: None,
 )
 _overwrite_op = registered(
     "overwrite_gradient(Tensor first, Tensor? second, Tensor parameter) -> Tensor",
     _overwrite,
     lambda first, second, parameter: torch.empty_like(parameter),
 )
+_PRODUCT = _Way(_product, _overwrite, _overwrite_op, add_gradient, _add_op)
 
 
 # ---- of a weight whose rows are looked up ----
@@ -300,19 +328,7 @@ def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | N
 
     Rows of one id are added up in fp32 or wider, in their order; a narrower gradient is rounded once.
     """
-    if wanted is Asked.NOT:
-        return None
-    if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(weight)):
-        return (_scatter_op if watched(dy, ids, weight) else _scattered)(dy, ids, weight)
-    if _fsdp(weight):
-        return (_overwrite_rows_op if watched(dy, ids) else _overwrite_rows)(dy, ids, weight)
-    assert main_grad is not None
-    if watched(dy, ids, main_grad):
-        _add_rows_op(main_grad, dy, ids, weight)
-    else:
-        add_rows(_place(main_grad, wanted), dy, ids)
-        _mark(weight)
-    return placeholder(weight, wanted)
+    return _gradient(_ROWS, dy, ids, weight, main_grad, wanted)
 
 
 def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:
@@ -339,15 +355,14 @@ def _add_in_order(total: Tensor, ids: Tensor, rows: Tensor) -> None:
         total.index_add_(0, ids, rows)
 
 
+def _looked_up(dy: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    return (_scatter_op if watched(dy, ids, weight) else _scattered)(dy, ids, weight)
+
+
 def _scattered(dy: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     dweight = torch.zeros_like(weight)
     add_rows(dweight, dy, ids)
     return dweight
-
-
-def _add_rows_and_mark(main_grad: Tensor, dy: Tensor, ids: Tensor, weight: Tensor) -> None:
-    add_rows(_place(main_grad, _asked_now(weight)), dy, ids)
-    _mark(weight)
 
 
 def _overwrite_rows(dy: Tensor, ids: Tensor, weight: Any) -> Tensor:
@@ -360,13 +375,16 @@ _scatter_op = registered(
     lambda dy, ids, weight: torch.empty_like(weight),
 )
 _add_rows_op = registered(
-    "add_rows_gradient(Tensor(a!) main_grad, Tensor dy, Tensor ids, Tensor weight) -> ()", _add_rows_and_mark, lambda *_: None
+    "add_rows_gradient(Tensor(a!) main_grad, Tensor dy, Tensor ids, Tensor weight) -> ()",
+    _marked(add_rows),
+    lambda *_: None,
 )
 _overwrite_rows_op = registered(
     "overwrite_rows_gradient(Tensor dy, Tensor ids, Tensor weight) -> Tensor",
     _overwrite_rows,
     lambda dy, ids, weight: torch.empty_like(weight),
 )
+_ROWS = _Way(_looked_up, _overwrite_rows, _overwrite_rows_op, add_rows, _add_rows_op)
 
 
 # ---- of biases and norm weights, by the kernel whose column sums they are ----
