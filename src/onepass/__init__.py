@@ -7,7 +7,9 @@ from onepass.integrations import norm_backends as _norm_backends
 from onepass.kernels.activations import register_activation
 from onepass.ops.activation_linear import activation_linear
 from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
+from onepass.ops.cross_entropy import cross_entropy
 from onepass.ops.linear import linear
+from onepass.ops.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import norm_linear
 from onepass.runtime.backend import explain, register_backend, use_backend
@@ -24,10 +26,12 @@ __all__ = [
     "bias_gelu",
     "bias_quick_geglu",
     "bias_swiglu",
+    "cross_entropy",
     "explain",
     "graphed",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "nn",
     "norm_linear",
     "parallel",

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from onepass.ops.activation_linear import activation_linear_reference
 from onepass.ops.bias_activation import bias_activation_reference
+from onepass.ops.cross_entropy import cross_entropy_reference
 from onepass.ops.linear import linear_reference
+from onepass.ops.linear_cross_entropy import linear_cross_entropy_reference
 from onepass.ops.norm import layer_norm_reference, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear_reference
 from onepass.runtime import backend, lang
@@ -160,11 +162,24 @@ def _tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: t
     return tuple(torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
 
 
+def _loss_tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Logits, or what they are made of, and labels of which one is ignored."""
+    labels = torch.arange(37).mul(7).remainder(203)
+    labels[5] = -100
+    return *_tensors(shapes, device, dtype), labels.to(device)
+
+
 # By the op's name: an op that is not here is shown without its backends, and goes untested.
 _CALLS = {
     "activation_linear": Sample(partial(_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}),
     "bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"}),
+    "cross_entropy": Sample(
+        partial(_loss_tensors, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
+    ),
     "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
+    "linear_cross_entropy": Sample(
+        partial(_loss_tensors, ((37, 61), (203, 61))), linear_cross_entropy_reference, {"reduction": "none", "logit_scale": 0.2}
+    ),
     "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
     "norm_linear": Sample(partial(_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
     "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.runtime import launch
-from onepass.runtime.main_grad import captured_by_grad, gathered, packed
+from onepass.runtime.main_grad import captured_by_grad
+from onepass.runtime.main_grad_vectors import gathered, packed
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import poisoned, unchanged
 

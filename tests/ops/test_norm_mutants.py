@@ -90,7 +90,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the path 
         CHUNKS,
     ),
     "long: what is held is not in the mean": (norm_forward, "            sums += tl.sum(_groups(held[i], GROUP), 1)\n", "            pass\n", CHUNKS),
-    "long: what is held is normalised in another's place": (norm_forward, "h = _still_packed(held[i])", "h = _still_packed(held[0])", CHUNKS),
+    "long: what is held is normalised in another's place": (norm_forward, "h = still_packed(held[i])", "h = still_packed(held[0])", CHUNKS),
     "a store one column too far": (rows, "if WHOLE else columns < H\n", "if WHOLE else columns <= H\n", CHUNKS),
     "short: a row too many": (norm_forward, "    real = rows < M\n", "    real = rows <= M\n", ROWS),
     "short: y rounded through bf16": (

@@ -156,7 +156,7 @@ def test_under_autocast():
         with torch.autocast(DEVICE, torch.bfloat16):
             y = onepass.linear(microbatch()[0], here["weight"], here["bias"], **more)
         y.float().sum().backward()
-    assert put_off._kept[0].x.dtype == BF16
+    assert put_off._kept[0].work.tensors["x"].dtype == BF16
     put_off.flush()
     assert equal(main_grads(made), main_grads(at_once)) and made["weight"].main_grad.any()
 
@@ -191,10 +191,11 @@ def test_what_is_kept_is_x_and_dy_and_no_graph(name):
     x, dy = microbatch(rows=(64,), dtype=BF16)
     OPS[name](x, made, deferred=put_off).backward(dy)
     (kept,) = put_off._kept
-    assert kept.x.grad_fn is None and kept.dy.grad_fn is None
+    held = kept.work.tensors
+    assert held["x"].grad_fn is None and held["dy"].grad_fn is None
     assert put_off.nbytes == 64 * (K + N) * 2
     if name == "linear":
-        assert kept.x.data_ptr() == x.data_ptr() and kept.dy.data_ptr() == dy.data_ptr()  # no copies
+        assert held["x"].data_ptr() == x.data_ptr() and held["dy"].data_ptr() == dy.data_ptr()  # no copies
     put_off.flush()
     assert put_off.nbytes == 0
 

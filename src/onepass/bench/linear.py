@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
-from onepass.bench.products import Shapes, random_of, tiny
+from onepass.bench.products import Shapes, give_main_grad, random_of, tiny
 from onepass.ops.linear import linear, linear_reference
 from onepass.runtime.backend import explain
 
@@ -48,21 +48,8 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     if case.variant == "bias":
         tensors["bias"] = Parameter(random(outer))
     for name in tensors.keys() - {"x"}:
-        _gather(tensors[name])
+        give_main_grad(tensors[name])
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)}, trained=True)
-
-
-def _gather(parameter: Tensor) -> None:
-    """Give it a main_grad, and the hook that adds what comes as .grad: ours leaves nothing there."""
-    main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    parameter.main_grad = main_grad  # type: ignore[attr-defined]
-
-    def add(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            main_grad.add_(parameter.grad)
-            parameter.grad = None
-
-    parameter.register_post_accumulate_grad_hook(add)
 
 
 def _formula(case: Case) -> Call:

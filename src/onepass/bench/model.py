@@ -36,6 +36,8 @@ class Inputs:
     by_row: frozenset[str]  # have a row for each row of the outputs; the others are whole, their gradients summed over rows
     grads: dict[str, Tensor]  # for each output, by its name and in its order, the gradient that comes back
     trained: bool = False  # by .backward(), which gathers a parameter's gradient in its main_grad; else by autograd.grad
+    summed: frozenset[str] = frozenset()  # outputs that are sums over the rows; the formula gives what some rows add to them
+    row_elements: int = 0  # of what is made of a row on the way, where that is more than any input or output has
 
     @property
     def asked(self) -> dict[str, Tensor]:
@@ -70,6 +72,7 @@ class Contender:
     package: str | None = None  # the peer it needs, as peers.PACKAGES names it; without it the contender is absent
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
+    floor: bool = False  # does a part of the work, to say how long that takes at least: what it returns is not judged
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Measured:
 
     contender: str
     ours: bool = False
+    floor: bool = False  # see Contender
     status: str = "ok"  # "ok", "wrong", "error"
     message: str | None = None
     forward_ms: float | None = None

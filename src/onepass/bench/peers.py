@@ -23,6 +23,7 @@ class Package:
 
 PACKAGES = {
     "Liger": Package("liger_kernel", "liger-kernel"),
+    "CCE": Package("cut_cross_entropy", "cut-cross-entropy"),
     "Megatron-core": Package("megatron.core", "megatron-core"),
     "QuACK": Package("quack", "quack-kernels"),
     "Apex": Package("apex", "apex"),

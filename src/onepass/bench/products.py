@@ -45,3 +45,16 @@ def random_of(case: Case, device: torch.device, generator: torch.Generator) -> C
         return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
 
     return random
+
+
+def give_main_grad(parameter: Tensor) -> None:
+    """And the hook that adds what comes as .grad there: ours leaves nothing in it."""
+    main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    parameter.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)

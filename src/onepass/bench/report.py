@@ -120,7 +120,8 @@ class Report:
         table.add_column("", min_width=_NAME if _taken(columns) <= self.console.width else 0, no_wrap=True)
         for column in columns:
             table.add_column(column.title, min_width=column.width, justify="right", no_wrap=True)
-        best = {column.fastest: _fastest(result.rows, column.fastest) for column in columns if column.fastest}
+        finished = [row for row in result.rows if not row.floor]
+        best = {column.fastest: _fastest(finished, column.fastest) for column in columns if column.fastest}
         for row in (*result.rows, result.copy):
             cells = [_styled(column.cell(row), _BEST if best.get(column.fastest or "") is row else "") for column in columns]
             style = _OURS if row.ours else "dim" if row is result.copy else ""
@@ -201,7 +202,7 @@ def _time(name: str) -> Callable[[Measured], str]:
 def against_best(result: CaseResult) -> str | None:
     """Ours beside the fastest peer of each direction."""
     ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
-    peers = [row for row in result.rows if not row.ours]
+    peers = [row for row in result.rows if not (row.ours or row.floor)]
     if ours is None:
         return None
     parts = []

@@ -21,7 +21,7 @@ from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import device_function, no_triton, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.layout import as_rows
-from onepass.runtime.main_grad import Sums
+from onepass.runtime.main_grad_vectors import Sums
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors

@@ -11,7 +11,7 @@ from onepass.kernels.norm_backward import ALWAYS_HELD, norm_backward, reads_twic
 from onepass.kernels.norm_forward import forward_tiles, norm_forward
 from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import no_triton
-from onepass.runtime.main_grad import Sums
+from onepass.runtime.main_grad_vectors import Sums
 
 WIDEST = 262144
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector
-from onepass.runtime.lang import PTX, device_function, tl
+from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector, still_packed
+from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, Grid, kernel
 from onepass.runtime.layout import as_rows
 from onepass.runtime.sizes import ceil_div, power_of_two
@@ -67,15 +67,6 @@ def _piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, POLIC
     else:
         residual = tl.load(residual_ptr + row * R_ROW + columns, mask=inside, other=0.0, eviction_policy=POLICY)
         return (x.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
-
-
-@device_function
-def _still_packed(x):
-    """x, about which the compiler knows nothing: else it would widen held pieces once, and keep twice the registers."""
-    if PTX and x.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    else:
-        return x
 
 
 @device_function
@@ -149,7 +140,7 @@ def _long_kernel(
         if stats_ptr is not None:
             tl.store(stats_ptr + M + row, mean)
     for i in tl.static_range(HELD):
-        x = (_still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
+        x = (still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
         if LAYER:
             x = tl.where(inside_row(AGAIN + i * BLOCK_H + lanes, H, AGAIN + (i + 1) * BLOCK_H <= H), x - mean, 0.0)
         squares += tl.sum(_groups(x * x, GROUP), 1)
@@ -160,7 +151,7 @@ def _long_kernel(
         for i in tl.static_range(HELD):
             columns = AGAIN + i * BLOCK_H + lanes
             inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
-            h = _still_packed(held[i])
+            h = still_packed(held[i])
             _finish(y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, h, mean, rstd, H, LAYER, CENTERED, CACHE)
         for back in range(0, AGAIN, BLOCK_H):
             columns = AGAIN - BLOCK_H - back + lanes

@@ -6,7 +6,7 @@ A row has PARTS parts of H columns each: one, or the two halves of a gated activ
 from __future__ import annotations
 
 from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
-from onepass.runtime.lang import device_function, tl
+from onepass.runtime.lang import PTX, device_function, tl
 
 
 def known_align(*sizes: int) -> int:
@@ -49,6 +49,15 @@ def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
 def load_block(x_ptr, rows, columns, ROW, inside):
     """A block of rows that lie ROW apart, in fp32, zeros outside."""
     return tl.load(x_ptr + rows[:, None] * ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@device_function
+def still_packed(x):
+    """x, about which the compiler knows nothing: else it would widen held pieces once, and keep twice the registers."""
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
 
 
 @device_function

@@ -3,6 +3,7 @@
 from onepass.nn.bias_activation import BiasActivation
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
@@ -14,6 +15,7 @@ __all__ = [
     "ColumnParallelLinear",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "NormLinear",
     "RMSNorm",
     "RowParallelLinear",

@@ -15,7 +15,7 @@ from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation_linear import activation_linear
 from onepass.parallel.collectives import copy_to_group, gather_sequence
 from onepass.runtime.checks import check_per_token
-from onepass.runtime.main_grad import gathered
+from onepass.runtime.main_grad_vectors import gathered
 
 
 class MLP(DividedParameters):

@@ -57,19 +57,8 @@ from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
 from onepass.runtime.formula import run_formula
-from onepass.runtime.main_grad import (
-    Asked,
-    Sums,
-    asked,
-    gathered,
-    has_own_place,
-    main_grads_of,
-    packed,
-    sums_of,
-    vector_gradient,
-    vectors_of,
-    weight_gradient,
-)
+from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grads_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad_vectors import Sums, gathered, packed, sums_of, vectors_of
 
 Call = tuple[str, float | None, float | None]  # the activation's key, clamp and linear_offset
 Needs = tuple[bool, bool, bool]  # of x, activation_bias and token_weight

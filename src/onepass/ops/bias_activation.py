@@ -36,7 +36,8 @@ from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other, shorthand
 from onepass.runtime.dispatch import bare_apply, needs_grad, once, watched
 from onepass.runtime.formula import run_formula
-from onepass.runtime.main_grad import Sums, asked, gathered, packed, vectors_of
+from onepass.runtime.main_grad import asked
+from onepass.runtime.main_grad_vectors import Sums, gathered, packed, vectors_of
 
 
 def bias_activation_reference(

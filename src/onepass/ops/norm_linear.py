@@ -39,19 +39,8 @@ from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_vector
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
-from onepass.runtime.main_grad import (
-    Asked,
-    Sums,
-    asked,
-    gathered,
-    has_own_place,
-    main_grads_of,
-    packed,
-    sums_of,
-    vector_gradient,
-    vectors_of,
-    weight_gradient,
-)
+from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grads_of, vector_gradient, weight_gradient
+from onepass.runtime.main_grad_vectors import Sums, gathered, packed, sums_of, vectors_of
 
 NORMS = ("rms_norm", "layer_norm")
 

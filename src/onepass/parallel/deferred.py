@@ -9,52 +9,84 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from onepass.parallel.collectives import Pending
 from onepass.parallel.product import Spread, rows_of, start_all_rows
-from onepass.runtime.main_grad import Asked, add_gradient, capturing, keeps_main_grad, settled_later
+from onepass.runtime.main_grad import Asked, add_gradient, capturing, keeps_main_grad, settled
+
+_NOTHING = object()  # is on its way
+
+
+class Work(Protocol):
+    """What a weight's gradient is made of."""
+
+    tensors: dict[str, Tensor]  # nobody may write to them before it is made
+
+    def check(self) -> None:
+        """Raise where it can't be made any more."""
+
+    def start(self) -> Any:
+        """What of other ranks is needed, on its way."""
+
+    def add(self, coming: Any, main_grad: Tensor) -> None:
+        """Make the gradient, of what `start` has returned too, and add it."""
+
+
+class _Product:
+    """dy.T @ x, of rows that other ranks may have too."""
+
+    def __init__(self, dy: Tensor, x: Tensor, spread: Spread | None) -> None:
+        self.tensors, self.spread = {"dy": dy, "x": x}, spread
+
+    def check(self) -> None:
+        pass
+
+    def start(self) -> tuple[Pending, Pending]:
+        return start_all_rows(self.tensors["dy"], self.tensors["x"], self.spread)
+
+    def add(self, coming: tuple[Pending, Pending], main_grad: Tensor) -> None:
+        dy, x = coming
+        add_gradient(main_grad, rows_of(dy.wait()), rows_of(x.wait()))
 
 
 class _Kept(NamedTuple):
-    """A product to be made: the gradient of weight, of dy and x."""
+    """A gradient to be made."""
 
-    dy: Tensor
-    x: Tensor
+    work: Work
     weight: Any
     main_grad: Tensor
-    spread: Spread | None
-    versions: tuple[int, int]  # of dy and x: nobody may write to them
+    versions: dict[str, int]  # of the work's tensors
     stream: torch.cuda.Stream | None  # on which they were made
     captured: bool  # for a CUDA graph, each replay of which makes other ones
 
     def check(self) -> None:
-        if self.captured and not capturing(self.dy):
+        if self.captured and not capturing(self.main_grad):
             raise RuntimeError(
                 "a deferred gradient was kept in the capture of a CUDA graph, which must flush() too: no replay would make it"
             )
-        for name, tensor, version in zip(("dy", "x"), (self.dy, self.x), self.versions, strict=True):
-            if tensor._version != version:
+        for name, tensor in self.work.tensors.items():
+            if tensor._version != self.versions[name]:
                 raise RuntimeError(
                     f"{name} of a deferred gradient, of shape {tuple(tensor.shape)}, was written to after it was kept: "
                     "flush() before it is, or write to a copy"
                 )
+        self.work.check()
         owner = _owner(self.weight)
         if owner is not None:
             owner.check_open(self.weight)
 
-    def start(self) -> tuple[Pending, Pending]:
-        """All rows of dy and of x, where other ranks have some."""
+    def start(self) -> Any:
         if self.stream is not None:
-            here = torch.cuda.current_stream(self.dy.device)
+            here = torch.cuda.current_stream(self.main_grad.device)
             if here != self.stream:
                 here.wait_stream(self.stream)
-                for tensor in (self.dy, self.x):
+                for tensor in self.work.tensors.values():
                     tensor.record_stream(here)
-        return start_all_rows(self.dy, self.x, self.spread)
+        return self.work.start()
 
 
 class DeferredWgrad:
@@ -103,15 +135,19 @@ class DeferredWgrad:
 
     def keep(self, dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, spread: Spread | None) -> Tensor | None:
         """Keep the product dy.T @ x for later, of this rank's dy and x; what autograd gets for it."""
+        return self.keep_work(_Product(dy.detach(), x.detach(), spread), weight, main_grad)
+
+    def keep_work(self, work: Work, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        """The same of any gradient."""
         assert main_grad is not None  # `check_deferred` saw to it
         owner = _owner(weight)
         if owner is not None:
             owner.hold(weight)
-        stream = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
-        dy, x = dy.detach(), x.detach()
-        self._kept.append(_Kept(dy, x, weight, main_grad, spread, (dy._version, x._version), stream, capturing(dy)))
+        stream = torch.cuda.current_stream(main_grad.device) if main_grad.is_cuda else None
+        versions = {name: tensor._version for name, tensor in work.tensors.items()}
+        self._kept.append(_Kept(work, weight, main_grad, versions, stream, capturing(main_grad)))
         self._counts[id(weight)] = self._counts.get(id(weight), 0) + 1
-        return settled_later(weight)
+        return settled(weight)
 
     # ---- later ----
 
@@ -131,12 +167,12 @@ class DeferredWgrad:
         """What could not be added stays in the batch."""
         for each in batch:  # nothing is written where something can't be
             each.check()
-        coming = None
+        coming: Any = _NOTHING
         while batch:
             each = batch[0]
-            dy, x = coming or each.start()
-            coming = batch[1].start() if len(batch) > 1 else None
-            add_gradient(each.main_grad, rows_of(dy.wait()), rows_of(x.wait()))
+            first = each.start() if coming is _NOTHING else coming
+            coming = batch[1].start() if len(batch) > 1 else _NOTHING
+            each.work.add(first, each.main_grad)
             del batch[0]
             self._forget(each.weight)
             owner = _owner(each.weight)
@@ -185,7 +221,8 @@ class DeferredWgrad:
     @property
     def nbytes(self) -> int:
         """The memory of all that is kept."""
-        kept = [t.untyped_storage() for batch in [*self._handed, self._kept] for each in batch for t in (each.dy, each.x)]
+        batches = [*self._handed, self._kept]
+        kept = [t.untyped_storage() for batch in batches for each in batch for t in each.work.tensors.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def __repr__(self) -> str:

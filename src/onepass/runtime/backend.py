@@ -33,6 +33,7 @@ class Op:
     check: Callable[..., Any]  # raises where the arguments are wrong
     unsupported: Callable[..., Reason]  # why the kernels can't take this call
     variant: Callable[..., str]  # which kernels would run, with what tiles, and why
+    formula: Callable[..., str] | None  # what "torch" does, where that is more than the formula
     others: dict[str, Backend] = field(default_factory=dict)
 
 
@@ -70,10 +71,11 @@ def register_op(
     check: Callable[..., Any],
     unsupported: Callable[..., Reason],
     variant: Callable[..., str],
+    formula: Callable[..., str] | None = None,
 ) -> None:
     """Make an op known to `explain`, to the registry of backends and to the command line."""
     name = function.__name__
-    OPS[name] = Op(name, function, check, unsupported, variant)
+    OPS[name] = Op(name, function, check, unsupported, variant, formula)
 
 
 def shorthand(name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -201,8 +203,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     chosen = choose(known.name, backend, reasons["triton"])
     if chosen == "triton":
         variant = known.variant(*args, **kwargs)
+    elif chosen == "torch":
+        variant = known.formula(*args, **kwargs) if known.formula else "the PyTorch formula, its inputs saved and nothing else"
     else:
-        variant = "the PyTorch formula, its inputs saved and nothing else" if chosen == "torch" else f"{chosen}'s own kernels"
+        variant = f"{chosen}'s own kernels"
     asked = backend is not None and backend != "auto"
     source = "the backend argument" if asked else "auto" if backend == "auto" or _in_force == "auto" else _source
     why = f"chosen by {source}" if source != "auto" or chosen == "triton" else f"auto, because {reasons['triton']}"

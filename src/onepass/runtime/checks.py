@@ -25,9 +25,9 @@ def check_number(name: str, value: object, optional: bool = False) -> None:
         raise TypeError(f"{name} must be a number{' or None' if optional else ''}, but is {value!r}, a {type(value).__name__}")
 
 
-def check_device(name: str, value: Tensor, x: Tensor) -> None:
+def check_device(name: str, value: Tensor, x: Tensor, like: str = "x") -> None:
     if value.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, as x, but is on {value.device}")
+        raise ValueError(f"{name} must be on {x.device}, as {like}, but is on {value.device}")
 
 
 def check_vector(name: str, value: Tensor, x: Tensor) -> None:
@@ -73,20 +73,20 @@ def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
     check_device(name, value, x)
 
 
-def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:
     """The weight and the bias of a product with rows of K numbers, made of x: of x's type, which autocast would see to."""
     check_floating("weight", weight)
     if weight.dim() != 2 or weight.shape[1] != K:
-        raise ValueError(f"weight must have shape (N, {K}), with x's last dimension, but has {tuple(weight.shape)}")
+        raise ValueError(f"weight must have shape (N, {K}), with {name}'s last dimension, but has {tuple(weight.shape)}")
     cast = under_autocast(x)
     if weight.dtype != x.dtype and not cast:
-        raise TypeError(f"weight must have x's type {x.dtype}, but is {weight.dtype}")
-    check_device("weight", weight, x)
+        raise TypeError(f"weight must have {name}'s type {x.dtype}, but is {weight.dtype}")
+    check_device("weight", weight, x, name)
     if bias is None:
         return
     check_floating("bias", bias, optional=True)
     if bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
     if bias.dtype != x.dtype and not cast:
-        raise TypeError(f"bias must have x's type {x.dtype}, but is {bias.dtype}")
-    check_device("bias", bias, x)
+        raise TypeError(f"bias must have {name}'s type {x.dtype}, but is {bias.dtype}")
+    check_device("bias", bias, x, name)

@@ -53,6 +53,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def checkpointed() -> bool:
+    """Whether this forward is one that torch.utils.checkpoint runs, without reentrance, and will run again."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def transformed() -> bool:
     """Whether vmap, a functional derivative or forward-mode differentiation is in force: only formulas can follow those."""
     if torch.compiler.is_compiling():

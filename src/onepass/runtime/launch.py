@@ -26,7 +26,7 @@ import torch
 from onepass.runtime.lang import SUPPORTED, triton
 from onepass.runtime.sizes import ceil_div
 
-VARYING = ("M", "ROWS", "S")
+VARYING = ("M", "ROWS", "S", "FIRST")
 _INT32_MAX = 0x7FFFFFFF
 _REGISTERS = 65536  # of a multiprocessor, of every GPU there is
 _RUN_TRIED = triton is not None and triton.__version__.startswith(SUPPORTED)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.runtime.dispatch import cast, once, registered, transformed, watched
+from onepass.runtime.dispatch import cast, registered, watched
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,15 +63,15 @@ def main_grads_of(needs: Sequence[bool], *parameters: Tensor | None) -> tuple[Te
 
 def has_own_place(parameter: Tensor | None) -> bool:
     """Whether the parameter's gradient goes anywhere but to autograd."""
-    return parameter is not None and (getattr(parameter, "main_grad", None) is not None or _fsdp(parameter))
+    return parameter is not None and (getattr(parameter, "main_grad", None) is not None or in_fsdp(parameter))
 
 
 def keeps_main_grad(parameter: Tensor) -> bool:
     """Whether the parameter's main_grad is there after backward too."""
-    return getattr(parameter, "main_grad", None) is not None and not _fsdp(parameter)
+    return getattr(parameter, "main_grad", None) is not None and not in_fsdp(parameter)
 
 
-def _fsdp(parameter: Tensor) -> bool:
+def in_fsdp(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "__fsdp_param__", False))
 
 
@@ -199,10 +199,17 @@ def _mark(parameter: Tensor) -> None:
         parameter.grad_added_to_main_grad = True
 
 
-def settled_later(parameter: Tensor) -> Tensor | None:
-    """What autograd gets for a gradient that is added to main_grad after backward: as if it were there."""
+def settled(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
+    """What autograd gets for a gradient that its op has added to main_grad, or will after backward."""
     _mark(parameter)
-    return placeholder(parameter)
+    return placeholder(parameter, wanted)
+
+
+def place_of(parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
+    """Where an op may add a gradient bit by bit. None where it is to make it apart, for `vector_gradient` to put it."""
+    if main_grad is None or wanted not in (Asked.GATHERED, Asked.CAPTURED) or in_fsdp(parameter) or watched(main_grad):
+        return None
+    return place_for(main_grad, wanted)
 
 
 # ---- putting it there ----
@@ -240,15 +247,15 @@ def _gradient(
     """Put it where the pass wants it; what autograd gets."""
     if wanted is Asked.NOT:
         return None
-    if wanted is Asked.RETURNED or (main_grad is None and not _fsdp(parameter)):
+    if wanted is Asked.RETURNED or (main_grad is None and not in_fsdp(parameter)):
         return way.returned(first, second, parameter)
-    if _fsdp(parameter):
+    if in_fsdp(parameter):
         return (way.overwrite_op if watched(first, second) else way.overwrite)(first, second, parameter)
     assert main_grad is not None
     if watched(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
-        way.add(_place(main_grad, wanted), first, second)
+        way.add(place_for(main_grad, wanted), first, second)
         _mark(parameter)
     return placeholder(parameter, wanted)
 
@@ -258,7 +265,7 @@ def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
     return cast(first if second is None else first.t() @ second, parameter.dtype)
 
 
-def _place(main_grad: Tensor, wanted: Asked) -> Tensor:
+def place_for(main_grad: Tensor, wanted: Asked) -> Tensor:
     """main_grad, or in what warms up for a capture, with gradients of nothing in particular, what is thrown away."""
     return torch.empty_like(main_grad) if wanted is Asked.CAPTURED and not capturing(main_grad) else main_grad
 
@@ -286,7 +293,7 @@ def _marked(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, A
     """The same inside an op, which finds out itself who asks."""
 
     def add_and_mark(main_grad: Tensor, first: Any, second: Any, parameter: Tensor) -> None:
-        add(_place(main_grad, _asked_now(parameter)), first, second)
+        add(place_for(main_grad, _asked_now(parameter)), first, second)
         _mark(parameter)
 
     return add_and_mark
@@ -385,112 +392,3 @@ _overwrite_rows_op = registered(
     lambda dy, ids, weight: torch.empty_like(weight),
 )
 _ROWS = _Way(_looked_up, _overwrite_rows, _overwrite_rows_op, add_rows, _add_rows_op)
-
-
-# ---- of biases and norm weights, by the kernel whose column sums they are ----
-
-
-def vectors_of(ctx: Any, first: int, *vectors: Tensor | None) -> tuple[Any, Any] | None:
-    """In forward, what `Sums` is to know of them: arguments `first` and on. None where none has a place of its own, as usual."""
-    for vector in vectors:  # a loop, not any(...): as in `watched`
-        if has_own_place(vector):
-            return vectors, main_grads_of(ctx.needs_input_grad[first:], *vectors)
-    return None
-
-
-class Sums(NamedTuple):
-    """In backward, the gradients of a call's biases and norm weights, some of which have a place of their own.
-
-    Where it can be, the op's kernel adds to main_grad: `into`. Elsewhere the kernel is given those vectors in fp32, `wide`, so
-    that the gradients which it makes are fp32 when they are added. `settled` is what autograd gets.
-    """
-
-    vectors: tuple[Tensor | None, ...]
-    main_grads: tuple[Tensor | None, ...]
-    wanted: Sequence[Asked]
-
-    def needed(self) -> tuple[bool, ...]:
-        """Whose gradients the pass wants at all."""
-        return tuple(wanted is not Asked.NOT for wanted in self.wanted)
-
-    def into(self) -> tuple[Tensor | None, ...] | None:
-        """What a kernel adds to: main_grads, and zeros for what is autograd's. None where it is to add to none, or can't."""
-        moved = list(map(_is_moved, self.vectors, self.wanted))
-        if not any(moved):
-            return None
-        for vector, main_grad, elsewhere in zip(self.vectors, self.main_grads, moved, strict=True):
-            if vector is None or not elsewhere:
-                continue
-            if main_grad is None or _fsdp(vector) or not main_grad.is_contiguous() or watched(main_grad):
-                return None
-        return tuple(map(_summed_into, *self))
-
-    def wide(self, *vectors: Tensor | None) -> Iterator[Tensor | None]:
-        """These vectors, as forward kept them, in fp32 or wider where their gradients go elsewhere than to autograd."""
-        for vector, parameter, wanted in zip(vectors, self.vectors, self.wanted, strict=True):
-            if vector is not None and _is_moved(parameter, wanted):
-                vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
-            yield vector
-
-    def settled(self, into: object, *found: Tensor | None) -> Iterator[Tensor | None]:
-        """What autograd gets for gradients that are in `into`, or are still to be put where they belong."""
-        for vector, main_grad, wanted, sums in zip(*self, found, strict=True):
-            if vector is None or sums is None:
-                yield None
-            elif into is not None and _is_moved(vector, wanted):
-                _mark(vector)
-                yield placeholder(vector, wanted)
-            else:
-                yield vector_gradient(sums, vector, main_grad, wanted)
-
-
-def sums_of(vectors: tuple[Any, Any] | None, wanted: Sequence[Asked]) -> Sums | None:
-    """Of what `vectors_of` found, and what the pass that runs wants of each."""
-    return None if vectors is None else Sums(*vectors, wanted)
-
-
-def _is_moved(vector: Tensor | None, wanted: Asked) -> bool:
-    return wanted in (Asked.GATHERED, Asked.CAPTURED) and has_own_place(vector)
-
-
-def _summed_into(vector: Tensor | None, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
-    if wanted is Asked.NOT or vector is None:
-        return None
-    return torch.zeros_like(vector) if main_grad is None else _place(main_grad, wanted)
-
-
-def packed(vector: Tensor | None) -> Tensor | None:
-    """A contiguous vector, for the kernels of an op that has `Sums`: itself, or one that has to be copied."""
-    if vector is None or vector.is_contiguous():  # not vector.contiguous(): a compiler's has no main_grad
-        return vector
-    wide: Any = gathered(vector)
-    return wide.contiguous()  # type: ignore[no-any-return]
-
-
-# ---- for formulas, which know nothing of it ----
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, vector: Tensor) -> Tensor:
-        ctx.vector, ctx.main_grad = vector, main_grad_of(vector)
-        return vector.to(torch.promote_types(vector.dtype, torch.float32))
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, sums: Tensor) -> Tensor | None:
-        return vector_gradient(sums, ctx.vector, ctx.main_grad, asked(ctx, True)[0])
-
-
-def gathered(vector: Tensor | None) -> Tensor | None:
-    """The vector for an op to use: where it has a main_grad, in fp32, so that its gradient is fp32 when it gets there.
-
-    A bias or a norm's weight is a row: its conversion and its gradient's addition are next to nothing, but for Python. Others
-    come back at once.
-    """
-    if vector is None or not has_own_place(vector):  # the usual case
-        return vector
-    if not (vector.requires_grad and torch.is_grad_enabled()) or transformed():
-        return vector
-    wide: Tensor = _Gathered.apply(vector)  # type: ignore[no-untyped-call]
-    return wide

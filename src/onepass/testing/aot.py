@@ -5,7 +5,7 @@
 
 The kernels and their configurations come from the ops themselves. Calls are made as a user makes them, on tensors of the meta
 device, which have shapes and no memory; every launch on the way is recorded instead of done. So nothing here knows about tiles,
-and a kernel that no call launches is an error. An op says in CALLS which calls cover it.
+and a kernel that no call launches is an error. CALLS (aot_calls.py) says which calls cover an op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,183 +37,14 @@ from torch import Tensor
 import onepass.kernels
 import onepass.ops
 from onepass.bench.options import short
-from onepass.kernels.activations import ACTIVATIONS
-from onepass.ops.activation_linear import activation_linear
-from onepass.ops.bias_activation import bias_activation
-from onepass.ops.norm import layer_norm, rms_norm
-from onepass.ops.norm_linear import NORMS, norm_linear
 from onepass.runtime import launch
 from onepass.runtime.lang import INTERPRETED, triton
+from onepass.testing.aot_calls import CALLS, Call
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
 _SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory that one program may have, on which tiles depend
 _LEAST_SHARED = 101376  # sm_86, sm_89, sm_120
 _PROCESSORS = 132  # of an H100; with one, no kernel would have several programs
-
-
-# ---- which calls cover an op ----
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that launches kernels, and the gradient it asks for: `run` returns what to differentiate."""
-
-    label: str
-    dtype: torch.dtype
-    run: Callable[[], Tensor]
-
-
-_LARGE = (16384, 16384)
-_SHAPES = ((16384, 14336), (2048, 16384), (600_000, 64), (777, 5000), (131_072, 1408), (37, 1))
-_NARROW = ((37, 1), (60_000, 16), (4096, 96))  # fp8 has a scale a block of columns: here a row is less than one, or few
-
-
-def _bias_activation_calls() -> Iterator[Call]:
-    """All activations at one shape, all shapes and types for one of each kind, all options for swiglu, all
-    at once where rows are narrow, too."""
-    for activation in ACTIVATIONS:
-        yield _bias_activation_call(activation, _LARGE)
-    for activation in ("gelu", "swiglu"):
-        for shape in _SHAPES:
-            yield _bias_activation_call(activation, shape)
-        for dtype in (torch.float16, torch.float32):
-            yield _bias_activation_call(activation, _LARGE, dtype)
-        for shape in _NARROW:
-            yield _bias_activation_call(activation, shape, option="everything")
-        for option in ("fp8", "token_weight", "no bias", "frozen x", "main_grad"):
-            yield _bias_activation_call(activation, _LARGE, option=option)
-    for option in ("fp32 bias", "clamp", "everything"):
-        yield _bias_activation_call("swiglu", _LARGE, option=option)
-    yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
-
-
-def _bias_activation_call(
-    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
-) -> Call:
-    rows, width = shape
-    wide = 2 * width if ACTIVATIONS[activation].gated else width
-
-    def run() -> Tensor:
-        x = _meta(rows, wide, dtype=dtype, asked=option != "frozen x")
-        bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
-        if option == "main_grad":
-            _with_main_grad(bias)
-        token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
-        clamped = option in ("clamp", "everything") and ACTIVATIONS[activation].gated
-        return bias_activation(
-            x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
-            linear_offset=1.0 if clamped else 0.0, save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
-        )  # fmt: skip
-
-    return Call(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
-
-
-_WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
-
-
-def _norm_calls() -> Iterator[Call]:
-    """Both norms at all widths; types and a residual at one width of each kernel; all options for layer_norm: it holds more."""
-    for norm in ("rms_norm", "layer_norm"):
-        for width in _WIDTHS:
-            yield _norm_call(norm, width)
-        for width in (128, 4096, 12288, 32768):
-            yield _norm_call(norm, width, torch.float32)
-            yield _norm_call(norm, width, option="residual")
-    for width in (128, 4096, 12288, 32768):
-        for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
-            yield _norm_call("layer_norm", width, option=option)
-        yield _norm_call("layer_norm", width, torch.float32, "residual")
-        yield _norm_call("rms_norm", width, option="main_grad")
-
-
-def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
-    def run() -> Tensor:
-        x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
-        vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
-        if option == "main_grad":
-            _with_main_grad(*vectors)
-        residual = _meta(2048, width, dtype=dtype) if option == "residual" else None
-        function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
-        y = function(
-            x, *([] if option == "no weight" else vectors), residual=residual,
-            memory_efficient=option == "memory_efficient", backend="triton",
-        )  # fmt: skip
-        result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
-        return result
-
-    return Call(" ".join(filter(None, (norm, f"2048x{width}", option))), dtype, run)
-
-
-def _norm_linear_calls() -> Iterator[Call]:
-    """The norms' kernels are covered; here they also rebuild y."""
-    for norm in NORMS:
-        for width in (4096, 12288, 32768):
-            yield _norm_linear_call(norm, width)
-
-
-def _norm_linear_call(norm: str, width: int) -> Call:
-    dtype = torch.bfloat16
-
-    def run() -> Tensor:
-        norm_bias = _meta(width, dtype=dtype) if norm == "layer_norm" else None
-        x, norm_weight, weight = _meta(2048, width, dtype=dtype), _meta(width, dtype=dtype), _meta(64, width, dtype=dtype)
-        y: Tensor = norm_linear(x, norm_weight, weight, norm=norm, norm_bias=norm_bias, backend="triton")
-        return y
-
-    return Call(f"norm_linear {norm} 2048x{width}", dtype, run)
-
-
-def _activation_linear_calls() -> Iterator[Call]:
-    """The activations' kernels are covered; here backward also rebuilds y."""
-    wide, rest = (16384, 8192), ((777, 5000), (600_000, 64), (37, 1))
-    for activation in ACTIVATIONS:
-        yield _activation_linear_call(activation, wide)
-    for activation in ("gelu", "swiglu"):
-        for shape in rest:
-            yield _activation_linear_call(activation, shape)
-        yield _activation_linear_call(activation, (4096, 96), option="everything")
-        for dtype in (torch.float16, torch.float32):
-            yield _activation_linear_call(activation, wide, dtype)
-        for option in ("activation_bias", "fp8", "everything"):
-            yield _activation_linear_call(activation, wide, option=option)
-
-
-def _activation_linear_call(
-    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
-) -> Call:
-    rows, inner = shape
-    act = ACTIVATIONS[activation]
-
-    def run() -> Tensor:
-        everything = option == "everything"
-        x = _meta(rows, inner * act.parts, dtype=dtype)
-        return activation_linear(
-            x, _meta(64, inner, dtype=dtype), None, activation,
-            activation_bias=_meta(x.shape[-1], dtype=dtype) if everything or option == "activation_bias" else None,
-            token_weight=_meta(rows, dtype=torch.float32) if everything else None,
-            clamp=7.0 if everything and act.gated else None, linear_offset=1.0 if everything and act.gated else 0.0,
-            save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
-        )  # fmt: skip
-
-    return Call(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
-
-
-CALLS: dict[str, Callable[[], Iterator[Call]]] = {
-    "bias_activation": _bias_activation_calls,
-    "activation_linear": _activation_linear_calls,
-    "linear": lambda: iter(()),  # cuBLAS
-    "norm": _norm_calls,
-    "norm_linear": _norm_linear_calls,
-}
-
-
-def _meta(*shape: int, dtype: torch.dtype, asked: bool = True) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=asked)
-
-
-def _with_main_grad(*parameters: Any) -> None:
-    for parameter in parameters:
-        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
 
 
 # ---- what those calls launch ----
@@ -456,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         if row.failure:
             console.print(f"{row.kernel} of {row.call} {row.dtype} on sm_{row.arch}: {row.failure}", markup=False)
     for name in missing:
-        console.print(f"{name}: no call in onepass.testing.aot covers it")
+        console.print(f"{name}: no call in onepass.testing.aot_calls covers it")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     bad = sum(not row.fine for row in rows)

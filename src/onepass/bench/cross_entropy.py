@@ -1,0 +1,153 @@
+"""cross_entropy of logits that are there, against its peers: the mean over rows and its gradient.
+
+Bytes     forward reads the logits; backward reads them and writes their gradient.
+Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as it is written in models.
+          Liger: writes the gradient over the logits, whether asked or not, and in forward already: what others do in backward.
+          QuACK: without smoothing, which it has not.
+          Megatron-core's fused vocab-parallel loss needs a process group, and casts its gradient to bf16 whatever the logits.
+Over the logits, in the variant "over" and always in Liger: they are gone then. Such a contender gets a copy, made at its first
+          call, and finds at each later one what the last has left there: the same work on other numbers.
+Errors    the mean is one number, so rows are not judged in parts: the exact gradient takes 8 bytes a logit, several times over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench
+from onepass.bench.peers import compiled, imported
+from onepass.ops.cross_entropy import cross_entropy
+from onepass.runtime.backend import explain
+
+OP = "cross_entropy"
+_SMOOTHING = {"plain": 0.0, "smoothing": 0.1, "over": 0.0}  # over: the gradient goes over the logits
+_SHAPES = [(8192, 128256), (16384, 32000), (4096, 50257)]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _case(variant: str, rows: int, columns: int, dtype: torch.dtype) -> Case:
+    logits = rows * columns * dtype.itemsize
+    return Case(OP, variant, (rows, columns), dtype, logits, 2 * logits)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+    gpu, cpu = (_SHAPES[1:], [(64, 8192)]) if quick else (_SHAPES, [(512, 50257), (1024, 8192)])
+    shapes = gpu if device.type == "cuda" else cpu
+    return [_case(variant, *shape, dtype) for variant in _SMOOTHING for shape in shapes]
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, 64, 1024, case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    rows, columns = case.shape
+    logits = torch.randn(rows, columns, generator=generator, device=device, dtype=case.dtype).mul_(3)
+    labels = torch.randint(columns, (rows,), generator=generator, device=device)
+    labels[::16] = -100
+    tensors = {"logits": logits.requires_grad_(), "labels": labels}
+    return Inputs(tensors, frozenset(), {"loss": torch.ones(1, device=device)})
+
+
+def _called(loss: Loss) -> Call:
+    """With a dimension for the one loss, as results have them."""
+
+    def call(logits: Tensor, labels: Tensor) -> Tensor:
+        return loss(logits, labels).view(1)
+
+    return call
+
+
+def _formula(case: Case) -> Call:
+    return _called(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
+
+
+# ---- ours, and as people write it ----
+
+
+def _ours(case: Case) -> Call:
+    loss = partial(cross_entropy, label_smoothing=_SMOOTHING[case.variant])
+    return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
+
+
+def _eager_loss(case: Case) -> Loss:
+    smoothing = _SMOOTHING[case.variant]
+    return lambda logits, labels: F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+
+
+def _eager(case: Case) -> Call:
+    return _called(_eager_loss(case))
+
+
+def _compiled(case: Case) -> Call:
+    return _called(compiled(_eager_loss(case)))
+
+
+# ---- over the logits ----
+
+
+class _Instead(torch.autograd.Function):
+    """Other memory in the place of the logits; its gradient is theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, other: list[Tensor]) -> Tensor:
+        return other[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor, None]:
+        return dlogits, None
+
+
+def _on_a_copy(loss: Loss) -> Call:
+    copies: dict[int, list[Tensor]] = {}  # by the logits they were made of, of which the last is kept
+
+    def on_a_copy(logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.data_ptr() not in copies:
+            copies.clear()
+            copies[logits.data_ptr()] = [logits.detach().clone()]
+        given: Tensor = _Instead.apply(logits, copies[logits.data_ptr()])  # type: ignore[no-untyped-call]
+        return loss(given, labels)
+
+    return _called(on_a_copy)
+
+
+def _liger(case: Case) -> Call:
+    function = imported("liger_kernel.transformers.functional", "liger_cross_entropy")
+    return _on_a_copy(partial(function, label_smoothing=_SMOOTHING[case.variant]))
+
+
+def _quack(case: Case) -> Call:
+    loss = partial(imported("quack.cross_entropy", "cross_entropy"), reduction="mean")
+    return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
+
+
+def _contenders(case: Case) -> list[Contender]:
+    found = [
+        Contender("onepass", _ours, ours=True),
+        Contender("eager", _eager),
+        Contender("torch.compile", _compiled, compiles=True),
+        Contender("Liger", _liger, package="Liger"),
+    ]
+    if case.variant != "smoothing":
+        found.append(Contender("QuACK", _quack, package="QuACK"))
+    return found
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values(), label_smoothing=_SMOOTHING[case.variant]).backend
+
+
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={
+        "Megatron-core": "its vocab-parallel loss needs a process group",
+        "Apex": "its loss is an extension that is built apart",
+        "Transformer Engine": "its loss adapts Liger's kernel",
+    },
+)  # fmt: skip

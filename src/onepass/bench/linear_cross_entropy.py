@@ -1,0 +1,189 @@
+"""linear_cross_entropy: the mean loss under a language model's head and its gradients, against everybody else's.
+
+Time      is that of three products of the operands, so a copy says nothing: forward and backward are set against those, made
+          by cuBLAS with nothing between them. That floor computes no loss: it is measured, and not judged.
+Bytes     forward reads the hidden states and the weight; backward reads them and writes their gradients. No logits are needed.
+Asked for the gradients of hidden states and of the weight, in "mean" returned, in "main_grad" the weight's in an fp32 main_grad,
+          by .backward() as in training. There `grad_scale` promises what comes back, so that nothing has to wait.
+Peers     eager: F.cross_entropy of F.linear, with logits as they are or in fp32; torch.compile: the latter.
+          F.linear_cross_entropy: in chunks, as PyTorch chooses them; without its options it is eager code.
+          Liger, CCE and QuACK: as they are by default, but QuACK's products as they are without tuning.
+Errors    of the mean from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench
+from onepass.bench.peers import compiled, imported
+from onepass.bench.products import Shapes, give_main_grad, random_of
+from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.runtime.backend import explain
+
+OP = "linear_cross_entropy"
+_GPU = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
+_SHAPES = Shapes(
+    full=[(variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU],
+    small=[("mean", 4096, 2048, 32000), ("main_grad", 4096, 2048, 32000)],
+    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096)],
+    cpu_small=[("mean", 64, 64, 1024), ("main_grad", 64, 64, 1024)],
+)
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _case(variant: str, tokens: int, inner: int, vocabulary: int, dtype: torch.dtype) -> Case:
+    hidden, weight = tokens * inner * dtype.itemsize, vocabulary * inner * dtype.itemsize
+    written = hidden + (weight if variant == "mean" else 8 * vocabulary * inner)  # main_grad is read, too
+    return Case(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, hidden + weight + written)
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, 16, 64, 128, case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    tokens, inner, vocabulary = case.shape
+    random = random_of(case, device, generator)
+    weight = Parameter(random(vocabulary, inner).mul_(inner**-0.5))
+    if case.variant == "main_grad":
+        give_main_grad(weight)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    tensors = {"hidden": random(tokens, inner).requires_grad_(), "weight": weight, "labels": labels}
+    return Inputs(
+        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=case.variant == "main_grad",
+        summed=frozenset({"loss"}), row_elements=vocabulary,
+    )  # fmt: skip
+
+
+def _called(loss: Loss) -> Call:
+    """With a dimension for the one loss, as results have them."""
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return loss(hidden, weight, labels).view(1)
+
+    return call
+
+
+def _formula(case: Case) -> Call:
+    """Of some rows what they have in the mean of all."""
+    tokens = case.shape[0]
+    return _called(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
+
+
+# ---- ours, the floor, and as people write it ----
+
+
+def _ours(case: Case) -> Call:
+    return _called(linear_cross_entropy)
+
+
+def _promised(case: Case) -> Call:
+    return _called(partial(linear_cross_entropy, grad_scale=1.0))
+
+
+class _Products(torch.autograd.Function):
+    """The logits, and what their gradient would be multiplied with."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden @ weight.t()
+        ctx.save_for_backward(hidden, weight, logits)
+        ctx.gathers = hasattr(weight, "main_grad")
+        return hidden.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, logits = ctx.saved_tensors
+        dhidden, dweight = logits @ weight, logits.t() @ hidden
+        return dhidden, None if ctx.gathers else dweight  # the product is made, and no hook adds it
+
+
+def _products(case: Case) -> Call:
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = _Products.apply(hidden, weight)  # type: ignore[no-untyped-call]
+        return y
+
+    return call
+
+
+def _rounded_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def _baseline(case: Case) -> Call:
+    """Logits and their gradient are rounded, as operands of products are, and nothing else."""
+    return _called(_wide_loss)
+
+
+def _compiled(case: Case) -> Call:
+    return _called(compiled(_wide_loss))
+
+
+def _torch(case: Case) -> Call:
+    options = imported("torch.nn", "LinearCrossEntropyOptions")()
+    return _called(partial(F.linear_cross_entropy, options=options))  # type: ignore[attr-defined,unused-ignore]
+
+
+# ---- peers ----
+
+
+def _liger(case: Case) -> Call:
+    function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    return _called(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
+
+
+def _cce(case: Case) -> Call:
+    return _called(imported("cut_cross_entropy", "linear_cross_entropy"))
+
+
+def _quack(case: Case) -> Call:
+    function = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+    return _called(partial(function, use_scaled_exp=False, tuned=False))
+
+
+def _contenders(case: Case) -> list[Contender]:
+    found = [Contender("onepass", _ours, ours=True)]
+    if case.variant == "main_grad":
+        found.append(Contender("onepass grad_scale", _promised, ours=True))
+    found += [
+        Contender("three products", _products, floor=True),
+        Contender("eager", lambda case: _called(_rounded_loss)),
+        Contender("eager fp32 logits", lambda case: _called(_wide_loss)),
+        Contender("torch.compile", _compiled, compiles=True),
+    ]
+    if hasattr(F, "linear_cross_entropy"):
+        found.append(Contender("F.linear_cross_entropy", _torch))
+    return [
+        *found,
+        Contender("Liger", _liger, package="Liger"),
+        Contender("CCE", _cce, package="CCE"),
+        Contender("QuACK", _quack, package="QuACK"),
+    ]
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values()).backend
+
+
+_APART = "has no loss of hidden states"
+BENCH = OpBench(
+    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, _tiny, _backend,
+    without={
+        "Apex": _APART,
+        "Transformer Engine": _APART,
+        "Megatron-core": "its own is for Blackwell GPUs and a process group",
+    },
+    baseline=_baseline, reference="three products",
+)  # fmt: skip

@@ -1,0 +1,194 @@
+"""A language model's head and its loss in one layer: no tensor of all logits, and none for the caller to make."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.kernels.cross_entropy_formula import Terms, finished_logits
+from onepass.kernels.losses import check_reduction, check_terms
+from onepass.nn.linear import Init
+from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
+from onepass.ops.linear import linear
+from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.parallel.collectives import gather_last
+from onepass.parallel.deferred import DeferredWgrad
+
+
+class LinearCrossEntropy(DividedParameters):
+    """torch.nn.Linear and torch.nn.CrossEntropyLoss by `onepass.linear_cross_entropy`: takes hidden states, returns the loss.
+
+        head = LinearCrossEntropy(1024, 50257)
+        loss = head(hidden, labels)
+        next_logits = head.logits(hidden[-1:])      # to evaluate, or to generate
+
+    The parameters start as torch.nn.Linear's, and have its keys in the state dict. Over a group each rank has the rows of
+    `vocab_range`, as VocabParallelEmbedding divides them, so that one weight does for both: ``head.weight = embedding.weight``,
+    or `skip_weight_param_allocation`. `onepass.nn.sharded_state_dict` has the whole.
+
+    Args:
+        hidden_size: the size of hidden's last dimension.
+        vocab_size: the size of the whole vocabulary, which need not be a multiple of the group's size.
+        bias: add one to the products.
+        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, logits_dtype, chunk_bytes: as in
+            `onepass.linear_cross_entropy`.
+        skip_weight_param_allocation: have no weight: it comes with each call, as an embedding's.
+        init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
+        tp_group: the ranks that share the vocabulary; None is this one alone. hidden's gradient is summed over them.
+        sequence_parallel: hidden and its gradient are this rank's part of the first dimension; labels and the loss are whole.
+        device, dtype: the parameters'.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    deferred: DeferredWgrad | None = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        logits_dtype: torch.dtype | None = None,
+        chunk_bytes: int | None = None,
+        skip_weight_param_allocation: bool = False,
+        init_method: Init | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp_group)
+        check_size("hidden_size", hidden_size)
+        check_size("vocab_size", vocab_size)
+        check_init("init_method", init_method)
+        check_reduction(reduction)
+        check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        self.hidden_size, self.vocab_size, self.init_method = hidden_size, vocab_size, init_method
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.label_smoothing, self.z_loss, self.softcap, self.logit_scale = label_smoothing, z_loss, softcap, logit_scale
+        self.logits_dtype, self.chunk_bytes = logits_dtype, chunk_bytes
+        self.skip_weight_param_allocation = skip_weight_param_allocation
+        self.sequence_parallel = sequence_parallel and self.ranks > 1  # one rank alone has the whole sequence
+        self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
+        rows, division = self.vocab_range[1] - self.vocab_range[0], Division(0, vocab_size)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if not skip_weight_param_allocation:
+            self.hold("weight", rows, hidden_size, device=device, dtype=dtype, division=division)
+        if bias:
+            self.hold("bias", rows, device=device, dtype=dtype, division=division)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        """As the undivided layer starts."""
+        if self.weight is not None:
+            self.start("weight", self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5))))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.hidden_size)
+            self.start("bias", nn.init.zeros_ if self.init_method else lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        grad_scale: float | None = None,
+        return_stats: bool = False,
+        weight: Tensor | None = None,
+    ) -> Any:
+        """The loss; with return_stats (loss, stats).
+
+        Args:
+            hidden: ``[..., hidden_size]``; with sequence_parallel this rank's part of the first dimension.
+            labels: ``[...]``, of the whole sequence and of the whole vocabulary.
+            token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
+            weight: this rank's part of another weight, used instead of the module's own.
+        """
+        self._check(hidden)
+        return linear_cross_entropy(
+            hidden,
+            self._weight(weight),
+            labels,
+            self.tp_group,
+            self.reduction,
+            self.ignore_index,
+            self.sequence_parallel,
+            bias=self.bias,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            token_weight=token_weight,
+            logits_dtype=self.logits_dtype,
+            grad_scale=grad_scale,
+            chunk_bytes=self.chunk_bytes,
+            return_stats=return_stats,
+            deferred=self.deferred,
+        )
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """``[..., vocab_size]``, what the softmax is taken of, whole on every rank: scaled and capped as in the loss.
+
+        In hidden's type, to which the products are rounded whatever logits_dtype is: what must not be rounded is in the stats
+        of a loss. With sequence_parallel they are of the whole sequence.
+        """
+        self._check(hidden)
+        y = linear(
+            hidden,
+            self._weight(weight),
+            self.bias,
+            tp_group=self.tp_group,
+            allreduce_dgrad=self.ranks > 1 and not self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
+            deferred=self.deferred,
+        )
+        if self.softcap or self.logit_scale != 1:
+            terms = Terms(softcap=self.softcap or 0.0, scale=self.logit_scale)
+            y = finished_logits(y.to(torch.promote_types(y.dtype, torch.float32)), terms).to(y.dtype)
+        ranges = [range_of(self.vocab_size, rank, self.ranks) for rank in range(self.ranks)]
+        return gather_last(y, self.tp_group, sizes=[last - first for first, last in ranges])
+
+    def _check(self, hidden: Tensor) -> None:
+        if not isinstance(hidden, Tensor):
+            raise TypeError(f"hidden must be a tensor, but is a {type(hidden).__name__}")
+        if hidden.shape[-1:] != (self.hidden_size,):
+            raise ValueError(
+                f"hidden's last dimension must be {self.hidden_size}, hidden_size, but hidden has shape {tuple(hidden.shape)}"
+            )
+
+    def _weight(self, given: Tensor | None) -> Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
+        shape = (self.vocab_range[1] - self.vocab_range[0], self.hidden_size)
+        if weight.shape != shape:
+            part = "the rows of vocab_range" if self.ranks > 1 else "a row a token"
+            raise ValueError(f"weight must have shape {shape}, {part}, but has {tuple(weight.shape)}")
+        return weight
+
+    def extra_repr(self) -> str:
+        said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}"]
+        said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
+        for name, usual in _USUAL.items():
+            value = getattr(self, name)
+            said += [f"{name}={value!r}"] if value != usual else []
+        return ", ".join(said)
+
+
+_USUAL = {  # what extra_repr tells where it is another
+    "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
+    "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False, "sequence_parallel": False,
+}  # fmt: skip

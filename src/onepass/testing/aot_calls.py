@@ -1,0 +1,294 @@
+"""Which calls cover an op, for `onepass.testing.aot`: between them they launch every kernel in every form that is shipped.
+
+They are made on tensors of the meta device, which have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.kernels import softmax_rows, softmax_whole_rows
+from onepass.kernels.activations import ACTIVATIONS
+from onepass.kernels.cross_entropy_formula import Terms
+from onepass.ops.activation_linear import activation_linear
+from onepass.ops.bias_activation import bias_activation
+from onepass.ops.cross_entropy import cross_entropy
+from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm import layer_norm, rms_norm
+from onepass.ops.norm_linear import NORMS, norm_linear
+from onepass.runtime.sizes import ceil_div
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that launches kernels, and the gradient it asks for: `run` returns what to differentiate."""
+
+    label: str
+    dtype: torch.dtype
+    run: Callable[[], Tensor]
+
+
+_LARGE = (16384, 16384)
+_SHAPES = ((16384, 14336), (2048, 16384), (600_000, 64), (777, 5000), (131_072, 1408), (37, 1))
+_NARROW = ((37, 1), (60_000, 16), (4096, 96))  # fp8 has a scale a block of columns: here a row is less than one, or few
+
+
+def _bias_activation_calls() -> Iterator[Call]:
+    """All activations at one shape, all shapes and types for one of each kind, all options for swiglu, all
+    at once where rows are narrow, too."""
+    for activation in ACTIVATIONS:
+        yield _bias_activation_call(activation, _LARGE)
+    for activation in ("gelu", "swiglu"):
+        for shape in _SHAPES:
+            yield _bias_activation_call(activation, shape)
+        for dtype in (torch.float16, torch.float32):
+            yield _bias_activation_call(activation, _LARGE, dtype)
+        for shape in _NARROW:
+            yield _bias_activation_call(activation, shape, option="everything")
+        for option in ("fp8", "token_weight", "no bias", "frozen x", "main_grad"):
+            yield _bias_activation_call(activation, _LARGE, option=option)
+    for option in ("fp32 bias", "clamp", "everything"):
+        yield _bias_activation_call("swiglu", _LARGE, option=option)
+    yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
+
+
+def _bias_activation_call(activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    rows, width = shape
+    wide = 2 * width if ACTIVATIONS[activation].gated else width
+
+    def run() -> Tensor:
+        x = _meta(rows, wide, dtype=dtype, asked=option != "frozen x")
+        bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
+        if option == "main_grad":
+            _with_main_grad(bias)
+        token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
+        clamped = option in ("clamp", "everything") and ACTIVATIONS[activation].gated
+        return bias_activation(
+            x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
+            linear_offset=1.0 if clamped else 0.0, save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+        )  # fmt: skip
+
+    return Call(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
+
+
+_WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
+
+
+def _norm_calls() -> Iterator[Call]:
+    """Both norms at all widths; types and a residual at one width of each kernel; all options for layer_norm: it holds more."""
+    for norm in ("rms_norm", "layer_norm"):
+        for width in _WIDTHS:
+            yield _norm_call(norm, width)
+        for width in (128, 4096, 12288, 32768):
+            yield _norm_call(norm, width, torch.float32)
+            yield _norm_call(norm, width, option="residual")
+    for width in (128, 4096, 12288, 32768):
+        for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
+            yield _norm_call("layer_norm", width, option=option)
+        yield _norm_call("layer_norm", width, torch.float32, "residual")
+        yield _norm_call("rms_norm", width, option="main_grad")
+
+
+def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
+        vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
+        if option == "main_grad":
+            _with_main_grad(*vectors)
+        residual = _meta(2048, width, dtype=dtype) if option == "residual" else None
+        function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
+        y = function(
+            x, *([] if option == "no weight" else vectors), residual=residual,
+            memory_efficient=option == "memory_efficient", backend="triton",
+        )  # fmt: skip
+        result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
+        return result
+
+    return Call(" ".join(filter(None, (norm, f"2048x{width}", option))), dtype, run)
+
+
+def _norm_linear_calls() -> Iterator[Call]:
+    """The norms' kernels are covered; here they also rebuild y."""
+    for norm in NORMS:
+        for width in (4096, 12288, 32768):
+            yield _norm_linear_call(norm, width)
+
+
+def _norm_linear_call(norm: str, width: int) -> Call:
+    dtype = torch.bfloat16
+
+    def run() -> Tensor:
+        norm_bias = _meta(width, dtype=dtype) if norm == "layer_norm" else None
+        x, norm_weight, weight = _meta(2048, width, dtype=dtype), _meta(width, dtype=dtype), _meta(64, width, dtype=dtype)
+        y: Tensor = norm_linear(x, norm_weight, weight, norm=norm, norm_bias=norm_bias, backend="triton")
+        return y
+
+    return Call(f"norm_linear {norm} 2048x{width}", dtype, run)
+
+
+def _activation_linear_calls() -> Iterator[Call]:
+    """The activations' kernels are covered; here backward also rebuilds y."""
+    wide, rest = (16384, 8192), ((777, 5000), (600_000, 64), (37, 1))
+    for activation in ACTIVATIONS:
+        yield _activation_linear_call(activation, wide)
+    for activation in ("gelu", "swiglu"):
+        for shape in rest:
+            yield _activation_linear_call(activation, shape)
+        yield _activation_linear_call(activation, (4096, 96), option="everything")
+        for dtype in (torch.float16, torch.float32):
+            yield _activation_linear_call(activation, wide, dtype)
+        for option in ("activation_bias", "fp8", "everything"):
+            yield _activation_linear_call(activation, wide, option=option)
+
+
+def _activation_linear_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
+) -> Call:
+    rows, inner = shape
+    act = ACTIVATIONS[activation]
+
+    def run() -> Tensor:
+        everything = option == "everything"
+        x = _meta(rows, inner * act.parts, dtype=dtype)
+        return activation_linear(
+            x, _meta(64, inner, dtype=dtype), None, activation,
+            activation_bias=_meta(x.shape[-1], dtype=dtype) if everything or option == "activation_bias" else None,
+            token_weight=_meta(rows, dtype=torch.float32) if everything else None,
+            clamp=7.0 if everything and act.gated else None, linear_offset=1.0 if everything and act.gated else 0.0,
+            save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+        )  # fmt: skip
+
+    return Call(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
+
+
+def _cross_entropy_calls() -> Iterator[Call]:
+    """Vocabularies of all alignments, types and options at one; what ranks merge; statistics and gradient at once."""
+    for width in (32000, 50257, 128256, 1000):
+        yield _cross_entropy_call(width)
+    for dtype in (torch.float16, torch.float32):
+        yield _cross_entropy_call(128256, dtype)
+    for option in ("smoothing", "over the logits", "sum"):
+        yield _cross_entropy_call(128256, option=option)
+    for width in (1000, 50257, 128256):
+        for dtype in (torch.bfloat16, torch.float32):
+            for terms in (Terms(), Terms(smoothing=0.1, softcap=30.0)):
+                yield _both_call(width, dtype, terms)
+
+
+def _cross_entropy_call(width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        logits, labels = _meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        over, smoothing = option == "over the logits", 0.1 if option == "smoothing" else 0.0
+        given = logits * 1 if over else logits
+        reduction = "sum" if option == "sum" else "mean"
+        loss: Tensor = cross_entropy(
+            given, labels, reduction=reduction, label_smoothing=smoothing, inplace_backward=over, backend="triton"
+        )
+        return loss
+
+    return Call(" ".join(filter(None, (f"cross_entropy 2048x{width}", option))), dtype, run)
+
+
+def _both_call(width: int, dtype: torch.dtype, terms: Terms) -> Call:
+    """Of whole rows whose incoming gradient is known, and of their statistics as one rank of several sends them."""
+
+    def run() -> Tensor:
+        x, labels = _meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        incoming, place = _meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
+        softmax_whole_rows.statistics_and_gradient(x, x, labels, terms, True, incoming)
+        parts = softmax_rows.merged(softmax_rows.statistics(x, labels, terms, True, 0, 0, place), terms, True)
+        found = softmax_rows.finished(torch.cat([parts, parts]), labels, terms, True, 0, place)
+        softmax_rows.gradient(x, x, labels, terms, incoming, found.entropy, softmax_rows.Incoming(*[incoming] * 4), 0, 0, place)
+        return x
+
+    said = "softcap and smoothing" if terms.softcap else ""
+    return Call(" ".join(filter(None, (f"cross_entropy rows 2048x{width}", said))), dtype, run)
+
+
+_ROW_TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5}
+_ROOMY = 1 << 40  # bytes: whole rows at a time
+_WAYS: dict[str, dict[str, Any]] = {  # and what leaves the planner no other one
+    "promised": {"grad_scale": 1.0},
+    "keep": {"reduction": "none", "chunk_bytes": _ROOMY},
+    "forward": {"logits_dtype": torch.float32, "chunk_bytes": _ROOMY},
+    "again": {"reduction": "none", "logits_dtype": torch.float32, "chunk_bytes": _ROOMY},
+    "blocks": {"reduction": "none", "chunk_bytes": 1 << 20},
+}
+
+
+def _linear_cross_entropy_calls() -> Iterator[Call]:
+    """Vocabularies that take each kind of tile by every way; all terms, types, statistics and main_grad at one; odd
+    vocabularies, whose weight gets rows of zeros on a GPU."""
+    for width in (1000, 32000, 50304, 128256):
+        for way in _WAYS:
+            yield _linear_cross_entropy_call(width, way)
+        yield _linear_cross_entropy_call(width, "promised", option="all terms")
+    for way in _WAYS:
+        yield _linear_cross_entropy_call(128256, way, option="all terms")
+    for way in ("promised", "keep", "blocks"):
+        for dtype in (torch.float16, torch.float32):
+            yield _linear_cross_entropy_call(128256, way, dtype)
+        yield _linear_cross_entropy_call(128256, way, option="main_grad")
+    for way in ("keep", "again", "blocks"):
+        yield _linear_cross_entropy_call(128256, way, option="stats")
+    for width in (1001, 50257):
+        for dtype in (torch.bfloat16, torch.float32):
+            for terms in (Terms(), Terms(smoothing=0.1, z_loss=1e-3, softcap=30.0)):
+                yield _padded_call(width, dtype, terms)
+
+
+def _linear_cross_entropy_call(width: int, way: str, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    options = _WAYS[way] | (_ROW_TERMS if option == "all terms" else {})
+
+    def run() -> Tensor:
+        hidden, weight = _meta(2048, 64, dtype=dtype), _meta(width, 64, dtype=dtype)
+        labels = torch.empty(2048, dtype=torch.int64, device="meta")
+        if option == "main_grad":
+            _with_main_grad(weight)
+        found = linear_cross_entropy(hidden, weight, labels, return_stats=option == "stats", backend="triton", **options)
+        result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
+        return result
+
+    return Call(" ".join(filter(None, (f"linear_cross_entropy 2048x{width}", way, option))), dtype, run)
+
+
+def _padded_call(width: int, dtype: torch.dtype, terms: Terms) -> Call:
+    """Of the logits that a weight with rows of zeros after its last gives; where they are fp32, their gradient lies beside."""
+
+    def run() -> Tensor:
+        room = ceil_div(width, 64) * 64
+        buffer, labels = _meta(2048, room, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        x, incoming = buffer[:, :width], _meta(2048, dtype=torch.float32)
+        out = _meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
+        softmax_whole_rows.statistics_and_gradient(x, out, labels, terms, False, incoming, room)
+        softmax_rows.statistics(x, labels, terms, False, 0, width, None, room)
+        softmax_rows.gradient(x, out, labels, terms, incoming, None, softmax_rows.Incoming(incoming), 0, width, None, room)
+        return buffer
+
+    said = "all terms" if terms.softcap else ""
+    return Call(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", said))), dtype, run)
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    "bias_activation": _bias_activation_calls,
+    "activation_linear": _activation_linear_calls,
+    "cross_entropy": _cross_entropy_calls,
+    "linear": lambda: iter(()),  # cuBLAS
+    "linear_cross_entropy": _linear_cross_entropy_calls,
+    "norm": _norm_calls,
+    "norm_linear": _norm_linear_calls,
+}
+
+
+def _meta(*shape: int, dtype: torch.dtype, asked: bool = True) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=asked)
+
+
+def _with_main_grad(*parameters: Any) -> None:
+    for parameter in parameters:
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)

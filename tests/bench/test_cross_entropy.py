@@ -1,0 +1,87 @@
+"""The case file of cross_entropy: every contender is called rightly, and one that writes over the logits gets its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench.benching import bench, only, stand_in, wrong
+from torch import Tensor
+
+from onepass.bench import cross_entropy
+from onepass.bench.model import Case, Inputs
+
+
+def given(variant: str) -> tuple[Case, Inputs]:
+    case = cross_entropy._case(variant, 40, 96, torch.bfloat16)
+    return case, cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+class _OverLogits(torch.autograd.Function):
+    """As peers do it: the gradient of a mean over the logits, in forward."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            x = logits.float().requires_grad_()
+            loss = F.cross_entropy(x, labels, label_smoothing=smoothing)
+        (dx,) = torch.autograd.grad(loss, x)
+        ctx.save_for_backward(logits.copy_(dx))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        return ctx.saved_tensors[0] * dy, None, None
+
+
+def _liger(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    loss: Tensor = _OverLogits.apply(logits, labels, label_smoothing)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _quack(logits: Tensor, labels: Tensor, reduction: str, inplace_backward: bool = False) -> Tensor:
+    return _liger(logits, labels, 0.0) if inplace_backward else F.cross_entropy(logits.float(), labels, reduction=reduction)
+
+
+@pytest.fixture(autouse=True)
+def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = {"liger_kernel.transformers.functional": {"liger_cross_entropy": _liger}}
+    stand_in(monkeypatch, liger | {"quack.cross_entropy": {"cross_entropy": _quack}})
+
+
+@pytest.mark.parametrize("variant", ["plain", "smoothing", "over"])
+def test_every_contender_is_called_rightly_and_leaves_the_logits(variant: str) -> None:
+    case, inputs = given(variant)
+    before = inputs.tensors["logits"].detach().clone()
+    for contender in cross_entropy.BENCH.contenders(case):
+        if not contender.compiles:
+            call = contender.make(case)
+            assert not wrong(cross_entropy, case, inputs, call, contender.ours), contender.name
+            assert torch.equal(inputs.tensors["logits"], before), contender.name
+            call(*inputs.tensors.values())[0].backward()  # and again, as when it is timed
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("smoothing")
+    assert wrong(cross_entropy, case, inputs, cross_entropy._ours(given("plain")[0]))
+    assert wrong(cross_entropy, case, inputs, lambda x, y: cross_entropy._ours(case)(x, y.clamp_min(0)))
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, cross_entropy, given("over")[0])
+    assert bench("cross_entropy", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "eager"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["forward_ms"] > 0
+
+
+def test_the_full_cases_are_those_of_a_gpu() -> None:
+    cases = cross_entropy.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
+    assert [case.shape for case in cases if case.variant == "plain"] == [(8192, 128256), (16384, 32000), (4096, 50257)]
+    assert len(cases) == 9
+    assert cases[0].backward_bytes == 2 * cases[0].forward_bytes == 2 * 8192 * 128256 * 2

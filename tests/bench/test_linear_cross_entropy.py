@@ -1,0 +1,161 @@
+"""The case file of linear_cross_entropy: every contender is called rightly, set against products that nobody judges, and judged
+by sums over rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench.benching import bench, only, stand_in, wrong
+from torch import Tensor
+
+from onepass.bench import accuracy, linear_cross_entropy, report
+from onepass.bench.model import Call, Case, CaseResult, Contender, Inputs, Measured
+
+variants = pytest.mark.parametrize("variant", ["mean", "main_grad"])
+
+
+def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Case, Inputs]:
+    case = linear_cross_entropy._case(variant, 40, 24, 96, dtype)
+    return case, linear_cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+def _loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def _quack(hidden: Tensor, weight: Tensor, labels: Tensor, use_scaled_exp: bool, tuned: bool) -> Tensor:
+    assert not use_scaled_exp
+    assert not tuned
+    return _loss(hidden, weight, labels)
+
+
+@pytest.fixture(autouse=True)
+def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=lambda *given: (_loss(*given), None, None))}
+    peers = {"liger_kernel.ops.fused_linear_cross_entropy": liger, "cut_cross_entropy": {"linear_cross_entropy": _loss}}
+    stand_in(monkeypatch, peers | {"quack.linear_cross_entropy": {"chunked_linear_cross_entropy": _quack}})
+
+
+@variants
+def test_every_contender_is_called_rightly(variant: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case, inputs = given(variant, dtype)
+        for contender in linear_cross_entropy.BENCH.contenders(case):
+            if not (contender.compiles or contender.floor):
+                call = contender.make(case)
+                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+
+
+def test_the_chunked_loss_of_pytorch_is_a_contender_where_there_is_one() -> None:
+    names = [contender.name for contender in linear_cross_entropy.BENCH.contenders(given("mean")[0])]
+    assert ("F.linear_cross_entropy" in names) is hasattr(F, "linear_cross_entropy")
+    assert "onepass grad_scale" not in names
+
+
+@variants
+def test_errors_are_of_sums_over_chunks_of_rows(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = given(variant)
+    ours = linear_cross_entropy._ours(case)
+    whole = accuracy.judged(linear_cross_entropy.BENCH, case, inputs, accuracy.outputs(ours, inputs), True)
+    monkeypatch.setitem(accuracy._CHUNK, "cpu", 7 * 96)  # rows of 96 logits, though no input has as many
+    seen = []
+
+    def formula(case: Case) -> Call:
+        stock = linear_cross_entropy._formula(case)
+        return lambda hidden, *rest: seen.append(hidden.shape[0]) or stock(hidden, *rest)  # type: ignore[func-returns-value]
+
+    only(monkeypatch, linear_cross_entropy, case, formula=formula)
+    chunked = accuracy.judged(linear_cross_entropy.BENCH, case, inputs, accuracy.outputs(ours, inputs), True)
+    assert set(seen) == {7, 5}
+    for first, second in zip(whole, chunked, strict=True):
+        assert set(first) == {"loss", "dhidden", "dweight"}
+        assert second == pytest.approx(first, rel=1e-3)
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("mean")
+    ours = linear_cross_entropy._ours(case)
+    assert wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, (y + (y == y[0])) % 96)) != []
+    off_by_little = wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, y) * (1 + 4e-4), ours=True)
+    assert "loss" in off_by_little  # though as a peer's it would pass
+    assert not wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, y) * (1 + 4e-4))
+    case, inputs = given("main_grad")
+    twice = linear_cross_entropy._promised(case)
+    assert "dweight" in wrong(linear_cross_entropy, case, inputs, lambda *t: (twice(*t), twice(*t))[0], ours=True)
+
+
+def test_the_floor_is_the_three_products() -> None:
+    for variant in ("mean", "main_grad"):
+        case, inputs = given(variant, torch.float32)
+        hidden, weight, labels = inputs.tensors.values()
+        products: list[tuple[torch.Size, ...]] = []
+
+        class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                if func is torch.ops.aten.mm.default:
+                    products.append(tuple(t.shape for t in args))  # noqa: B023
+                return func(*args, **(kwargs or {}))
+
+        with Watching():
+            linear_cross_entropy._products(case)(hidden, weight, labels).backward()
+        assert products == [((40, 24), (24, 96)), ((40, 96), (96, 24)), ((96, 40), (40, 24))]
+        assert (weight.grad is None) is (variant == "main_grad")
+        assert not hasattr(weight, "main_grad") or not weight.main_grad.any()
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run_is_set_against_the_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, linear_cross_entropy, given("main_grad")[0])
+    assert bench("linear_cross_entropy", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "onepass grad_scale", "three products", "eager", "eager fp32 logits"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["both_of_reference"] > 0
+    assert rows["three products"]["both_of_reference"] == 1
+    assert rows["three products"]["floor"] is True
+    assert not rows["three products"]["errors"]
+    assert rows["onepass"]["floor"] is False
+    assert "f+b vs three products" in capsys.readouterr().out
+
+
+def test_a_floor_is_nobodys_best_peer() -> None:
+    case = given("mean")[0]
+    rows = [Measured("onepass", ours=True, forward_ms=2.0, backward_ms=2.0)]
+    rows += [Measured("three products", floor=True, forward_ms=1.0, backward_ms=1.0), Measured("eager", forward_ms=4.0)]
+    said = report.against_best(CaseResult(case, Measured("copy"), rows, "three products"))
+    assert said == "onepass against the best peer: forward 2.00 x the speed of eager"
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_floor_that_raises_is_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(case: Case) -> Call:
+        raise RuntimeError("not today")
+
+    only(
+        monkeypatch, linear_cross_entropy, given("mean")[0],
+        contenders=lambda case: [
+            Contender("onepass", linear_cross_entropy._ours, ours=True), Contender("three products", fails, floor=True),
+        ],
+    )  # fmt: skip
+    assert bench("linear_cross_entropy", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    assert rows["three products"]["status"] == "error"
+    assert rows["onepass"]["both_of_reference"] is None
+
+
+def test_the_full_cases_are_those_of_a_gpu() -> None:
+    cases = linear_cross_entropy.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
+    shapes = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
+    assert [case.shape for case in cases if case.variant == "mean"] == shapes
+    assert [case.shape for case in cases if case.variant == "main_grad"] == shapes
+    hidden, weight = 8192 * 4096 * 2, 128256 * 4096 * 2
+    assert cases[0].forward_bytes == hidden + weight
+    assert cases[0].backward_bytes == 2 * (hidden + weight)
+    assert cases[4].backward_bytes == 2 * hidden + 5 * weight

@@ -1,0 +1,142 @@
+"""The oracle of cross_entropy: one function that says whether a room computes a case within the budget.
+
+The real room must pass every case, and each of the mutants must fail one.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from ops.bias_activation_oracle import laid_out
+
+from onepass.ops import cross_entropy as real
+from onepass.testing.budget import Finding, compare, run
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
+
+
+@dataclass(frozen=True)
+class Case:
+    """lead: the shape of labels; every third row is ignored, but for the first."""
+
+    lead: tuple[int, ...] = (5,)
+    V: int = 72
+    dtype: torch.dtype = FP32
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore_index: int = -100
+    labels: torch.dtype = torch.int64
+    layout: str = "contiguous"
+    over: bool = False
+    spread: float = 3.0
+
+    @property
+    def options(self):
+        return {
+            "reduction": self.reduction,
+            "label_smoothing": self.smoothing,
+            "z_loss": self.z_loss,
+            "ignore_index": self.ignore_index,
+        }
+
+    def __str__(self):
+        said = ["x".join(map(str, (*self.lead, self.V))), str(self.dtype).removeprefix("torch."), self.reduction, self.layout]
+        said += [f"smoothing={self.smoothing}"] if self.smoothing else []
+        said += [f"z_loss={self.z_loss}"] if self.z_loss else []
+        return "-".join(said + (["over"] if self.over else []))
+
+
+def cases():
+    """Few and fat: rows of one tile and of several, of all types, with all options."""
+    return [
+        Case(),
+        Case((2, 3), 4200, BF16, "none", 0.1, 1e-3, labels=torch.int32),
+        Case((4,), 2500, FP16, "sum", z_loss=0.01, layout="sliced", ignore_index=7),
+        Case((7,), 130, BF16, "mean", 0.2, layout="unaligned", over=True),
+        Case((4,), 2111, FP32, "none", 0.3, over=True, layout="sliced"),
+        Case((3, 2), 65, FP32, "mean", 1.0, 1e-4, layout="transposed", over=True),
+        Case((), 33, FP32, "none"),
+        Case((6,), 40, FP32, "sum", spread=200.0),
+        Case((2, 2, 2), 64, BF16, layout="swapped"),
+    ]
+
+
+class _Made(torch.autograd.Function):
+    """Logits as an op makes them, in the memory of the leaf that a test looks at."""
+
+    @staticmethod
+    def forward(ctx, leaf):
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+made = _Made.apply
+
+
+def draw(case, seed=0):
+    """logits, labels and the loss's gradient: drawn on the CPU, so the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (case.spread * torch.randn(*case.lead, case.V, generator=generator)).to(case.dtype)
+    labels = torch.randint(case.V, case.lead, generator=generator)
+    flat = labels.view(-1)
+    flat[0] = case.V - 1
+    flat[2::3] = case.ignore_index
+    dy = torch.randn(case.lead if case.reduction == "none" else (), generator=generator) + 2
+    return laid_out(logits.to(DEVICE), case.layout), labels.to(DEVICE, case.labels), dy.to(DEVICE)
+
+
+def results(function, case, logits, labels, dy, dtype=None):
+    """The loss and its gradient, and of the gradient the tokens that are right, and the others."""
+    found = run(lambda x: function(x, labels), {"logits": logits}, dy, dtype)
+    at = torch.where((labels >= 0) & (labels < case.V), labels, 0).long().unsqueeze(-1)
+    found["the right ones'"] = found["dlogits"].gather(-1, at)
+    found["the others'"] = found["dlogits"].scatter(-1, at, 0.0)
+    return found
+
+
+def judge_case(room, case, seed=0, backend="triton"):
+    """Whether `room.cross_entropy` is right on a case, writes nothing outside, and nothing it may not."""
+    logits, labels, dy = draw(case, seed)
+    wide = [results(lambda x, y: real.cross_entropy_reference(x, y, **case.options), case, logits, labels, dy, dtype)
+            for dtype in (FP32, FP64)]  # fmt: skip
+    given = laid_out(logits.clone(), case.layout)
+    where = []
+
+    def ours(x, y):
+        where.append(x.data_ptr())
+        return room.cross_entropy(made(x) if case.over else x, y, inplace_backward=case.over, backend=backend, **case.options)
+
+    watch = {"labels": labels, "dy": dy} if case.over else {"labels": labels, "dy": dy, "logits": given}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unchanged(**watch))
+        stack.enter_context(poisoned())
+        got = results(ours, case, given, labels, dy)
+    report = compare([(got, *wide)], case.dtype)
+    report.findings += _exact(case, got, labels, where[0], given)
+    return report
+
+
+def _exact(case, got, labels, where, logits):
+    """Ignored rows have nothing, to the last bit; the loss is fp32; the gradient lies where it should, and nowhere else."""
+    ignored = labels == case.ignore_index
+    rest = int(got["dlogits"][ignored].count_nonzero())
+    if case.reduction == "none":
+        rest += int(got["y"][ignored].count_nonzero())
+    wrong_type = got["y"].dtype is not FP32 or got["dlogits"].dtype is not case.dtype
+    rows_apart = case.layout in ("contiguous", "sliced", "unaligned")
+    elsewhere = case.over and rows_apart and got["dlogits"].data_ptr() != where
+    around = logits._base if case.layout in ("strided", "sliced") else logits
+    overwritten = around.numel() - logits.numel() - int(around.isnan().sum())  # what lies between rows is NaN
+    return [
+        Finding("logits", "written beside", overwritten, 0, 0),
+        Finding("ignored rows", "numbers that are not 0", rest, 0, 0),
+        Finding("types", "another", int(wrong_type), 0, 0),
+        Finding("dlogits", "not over the logits", int(elsewhere), 0, 0),
+    ]

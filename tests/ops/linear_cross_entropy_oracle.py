@@ -1,0 +1,336 @@
+"""The oracle of linear_cross_entropy: one function that says whether a room computes a case, in a given way, within the budget.
+
+The real room must pass every case, and each of the mutants must fail one. The baseline is what eager code does: products as
+cuBLAS leaves them, logits and their gradient rounded once to the operands' type, all else in fp32. Where gradients are made in
+forward and wait, the logits' is rounded before it is multiplied by what comes back, as the design has it.
+"""
+
+import gc
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import onepass.ops.linear_cross_entropy as real
+from onepass.kernels.cross_entropy_formula import Terms, reduced, row_losses
+from onepass.ops.linear_cross_entropy.plan import Plan
+from onepass.runtime.sizes import ceil_div
+from onepass.testing.budget import Finding, compare
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+ALL = 1 << 30
+WAYS = {  # name: the plan's way, tokens and columns at a time; the last of each are fewer
+    "keep": ("keep", ALL, ALL),
+    "forward": ("forward", 16, ALL),
+    "promised": ("promised", 16, ALL),
+    "again": ("again", 16, ALL),
+    "blocks": ("again", ALL, 64),
+    "both": ("again", 16, 64),
+}
+ways = pytest.mark.parametrize("way", WAYS)
+UPSTREAM = 1.75  # what comes back for the loss
+
+
+_FIRST = 1 << 60  # of the budgets that stand for a way
+_forced = {}  # budget: way
+
+
+def forced(room, way):
+    """The chunk_bytes with which a room's calls, and their backward, are done in this way, whatever is cheapest."""
+    if way is None:
+        return None
+    if not hasattr(room.steps.plan_of, "stock"):
+        room.steps.plan_of = _planner(room.steps.plan_of)
+    budgets = {each: budget for budget, each in _forced.items()}
+    budget = budgets.get(way, _FIRST + len(_forced))
+    _forced[budget] = way
+    return budget
+
+
+def _planner(stock):
+    def plan_of(asked, machine):
+        if asked.chunk_bytes not in _forced:
+            return stock(asked, machine)
+        way = _forced[asked.chunk_bytes]
+        name, rows, columns = WAYS[way] if isinstance(way, str) else way
+        name = "loss" if not (asked.needs_hidden or asked.needs_weight) else asked.way or name
+        name = "again" if name == "keep" and asked.wide else name  # fp32 logits can't become a gradient of 16 bits in place
+        N, V = min(rows, max(asked.N, 1)), min(columns, asked.V) if name in ("again", "loss") else asked.V
+        N = max(asked.N, 1) if name == "keep" else N
+        return Plan(name, N, V, max(1, ceil_div(asked.N, N)), max(1, ceil_div(asked.V, V)), 0.0, 0)
+
+    plan_of.stock = stock
+    return plan_of
+
+
+def reductions_of(way):
+    """Finished gradients wait for one number only."""
+    return ("mean", "sum") if way == "forward" else ("mean", "sum", "none")
+
+
+def op(way=None, room=real, **options):
+    """The op in one of its ways, where that needs a promise of 1 unless another is given. A CPU interprets on demand."""
+    options.setdefault("backend", "torch" if DEVICE == "cpu" else None)
+    if way == "promised":
+        options.setdefault("grad_scale", 1.0)
+
+    if way is not None:
+        options["chunk_bytes"] = forced(room, way)
+
+    def call(hidden, weight, labels, bias=None, token_weight=None, **more):
+        return room.linear_cross_entropy(hidden, weight, labels, bias=bias, token_weight=token_weight, **options | more)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Case:
+    """lead: the shape of labels, of which every third is ignored. main: the type of main_grads, into which two calls go."""
+
+    way: str | tuple[str, int, int] = "keep"
+    reduction: str = "mean"
+    dtype: torch.dtype = FP32
+    lead: tuple[int, ...] = (7, 6)
+    D: int = 40
+    V: int = 150
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+    bias: bool = False
+    weighted: bool = False
+    wide: bool = False
+    full: bool = False
+    main: torch.dtype | None = None
+    frozen: str = ""
+    ignore_index: int = -100
+
+    @property
+    def options(self):
+        return {
+            "reduction": self.reduction,
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.smoothing,
+            "z_loss": self.z_loss,
+            "softcap": self.softcap,
+            "logit_scale": self.scale,
+            "return_stats": self.full,
+        }
+
+    @property
+    def promised(self):
+        return "promised" in (self.way, self.way[0])
+
+    def __str__(self):
+        said = [self.way if isinstance(self.way, str) else "x".join(map(str, self.way)), self.reduction]
+        said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
+        said += [f"{name}={value}" for name, value in self.options.items() if value not in (None, 0, False, self.reduction, -100)]
+        said += [name for name in ("bias", "weighted", "wide") if getattr(self, name)]
+        said += [f"main={self.main}"] if self.main else []
+        return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
+
+
+NAMES = ("hidden", "weight", "bias", "token_weight")
+
+
+def draw(case, seed=0):
+    """The tensors by name, and what comes back for each output: drawn on the CPU, so the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    hidden, weight = drawn(*case.lead, case.D), 2 * drawn(case.V, case.D) / case.D**0.5
+    bias = drawn(case.V) if case.bias else None
+    token_weight = torch.rand(case.lead, generator=generator) + 0.25 if case.weighted else None
+    labels = torch.randint(case.V, case.lead, generator=generator)
+    flat = labels.view(-1)
+    best = F.linear(hidden, weight, bias).argmax(-1).view(-1)
+    flat[::2] = best[::2]  # so that some are right
+    flat[:1] = case.V - 1
+    flat[2::3] = case.ignore_index
+    plain = case.reduction != "none" or case.promised
+    dys = [torch.full(case.lead if case.reduction == "none" else (), UPSTREAM) if plain else drawn(*case.lead) + 2]
+    dys += [drawn(*case.lead) for _ in range(3 * case.full)]
+    given = {
+        "hidden": hidden.to(DEVICE, case.dtype),
+        "weight": weight.to(DEVICE, case.dtype),
+        "bias": None if bias is None else bias.to(DEVICE, case.dtype),
+        "token_weight": None if token_weight is None else token_weight.to(DEVICE),
+    }
+    return given, labels.to(DEVICE), [dy.to(DEVICE) for dy in dys]
+
+
+# ---- what a call takes ----
+
+
+class Taken(NamedTuple):
+    """What PyTorch's allocator gave out for a function on a CPU, and which products it ran."""
+
+    most: int  # bytes at a time, beyond what was there before
+    left: int
+    flops: int  # of matrix products
+
+    def products(self, inputs):
+        """How many times the tokens' product with the head's weight was computed."""
+        return self.flops / (2 * inputs[0].numel() * inputs[1].shape[0])
+
+
+def taken(function):
+    """By PyTorch's profiler, which sees what is allocated within an operator too, and is no dispatch mode: nobody watches."""
+    gc.collect()  # what earlier tests left would count as freed
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, acc_events=True) as seen:
+        kept = function()
+    now = most = flops = 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+        elif event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            (n, k), (_, m) = event.shapes()[:2] if event.name() == "aten::mm" else event.shapes()[1:3]
+            flops += 2 * n * k * m
+    del kept
+    return Taken(most, now, flops)
+
+
+# ---- the three computations ----
+
+
+class _Rounded(torch.autograd.Function):
+    """A product in fp32 as it is kept in the operands' type, and its gradient too, over a factor that is multiplied in later."""
+
+    @staticmethod
+    def forward(ctx, product, dtype, wide, factor):
+        ctx.dtype, ctx.factor = dtype, factor
+        return product.clone() if wide else product.to(dtype).to(product.dtype)
+
+    @staticmethod
+    def backward(ctx, dproduct):
+        return (dproduct / ctx.factor).to(ctx.dtype).to(dproduct.dtype) * ctx.factor, None, None, None
+
+
+def _factor(case, labels, token_weight):
+    """What the rows' own gradients are multiplied by in backward, where they were made in forward."""
+    if "forward" not in (case.way, case.way[0]) or case.full:
+        return 1.0
+    if case.reduction == "sum":
+        return UPSTREAM
+    kept = labels != case.ignore_index
+    return UPSTREAM / (kept.sum() if token_weight is None else token_weight.detach()[kept].sum())
+
+
+def _eager(case, labels, rounded):
+    terms = Terms(case.ignore_index, case.smoothing, case.z_loss, case.softcap or 0.0, case.scale)
+
+    def call(hidden, weight, bias, token_weight):
+        product = F.linear(hidden, weight, bias)
+        if rounded:
+            product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
+        rows = row_losses(product, labels, terms)
+        loss = reduced(rows.loss, labels, terms, token_weight, case.reduction)
+        return (loss, *rows[1:]) if case.full else (loss,)
+
+    return call
+
+
+def _leaves(case, given, dtype=None):
+    leaves = {}
+    for name, t in given.items():
+        if t is not None:
+            leaf = t.detach().to(t.dtype if dtype is None else dtype, copy=True)
+            t = leaf.requires_grad_(name not in case.frozen.split())
+        leaves[name] = t
+    return leaves
+
+
+STATS = ("logsumexp", "log_prob", "entropy", "correct")
+
+
+def _results(case, outs, leaves, grads, labels):
+    found = {name: out.detach() for name, out in zip(("loss", *STATS), outs, strict=False)}
+    found |= {f"d{name}": grads[name] for name in NAMES if leaves[name] is not None and name not in case.frozen.split()}
+    if "dweight" in found:
+        there = labels[labels != case.ignore_index].unique()
+        found["dweight of labels"] = found["dweight"][there]
+    return found
+
+
+def _backward(case, outs, dys):
+    """Of all that is differentiable, if anything is; of a loss whose gradient is promised, by itself."""
+    if not outs[0].requires_grad:
+        return
+    count = 1 if case.promised or not case.full else 4
+    torch.autograd.backward(outs[:count], [dy.to(out.dtype) for dy, out in zip(dys[:count], outs, strict=False)])
+
+
+def _theirs(case, given, labels, dys, dtype):
+    leaves = _leaves(case, given, dtype)
+    outs = _eager(case, labels, dtype is FP32)(*leaves.values())
+    _backward(case, outs, dys)
+    return _results(case, outs, leaves, {name: None if t is None else t.grad for name, t in leaves.items()}, labels)
+
+
+def _ours(room, case, given, labels, dys, backend):
+    leaves = _leaves(case, given)
+    moved = [name for name in ("weight", "bias") if case.main and leaves[name] is not None]
+    for name in moved:
+        leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
+    call = op(case.way, room, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
+    more = {"grad_scale": UPSTREAM} if case.promised else {}
+    watch = {name: t for name, t in leaves.items() if t is not None}
+    with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned():
+        for _ in range(2 if moved else 1):
+            leaves["hidden"].grad = None
+            returned = call(leaves["hidden"], leaves["weight"], labels, leaves["bias"], leaves["token_weight"], **more)
+            outs = (returned[0], *returned[1]) if case.full else (returned,)
+            _backward(case, outs, dys)
+    grads = {name: t.main_grad / 2 if name in moved else None if t is None else t.grad for name, t in leaves.items()}
+    if case.weighted and moved and grads["token_weight"] is not None:
+        grads["token_weight"] /= 2
+    return _results(case, outs, leaves, grads, labels)
+
+
+def judge_case(room, case, seeds=1, backend="triton"):
+    """Whether `room.linear_cross_entropy` is right on a case, of several draws, and writes nothing that it may not."""
+    trials, found = [], []
+    for seed in range(seeds):
+        given, labels, dys = draw(case, seed)
+        ours = _ours(room, case, given, labels, dys, backend)
+        baseline, exact = (_theirs(case, given, labels, dys, dtype) for dtype in (FP32, FP64))
+        found += _exactly(case, ours, given, labels)
+        if case.full:
+            right = ours.pop("correct"), exact.pop("correct")
+            found.append(Finding("correct", "wrong", _wrong(case, given, *right), 0, 0))
+        trials.append((ours, baseline, exact))
+    report = compare(trials, case.dtype)
+    report.findings += found
+    return report
+
+
+def _wrong(case, given, ours, exact):
+    """Rows where the largest logit is another, but for those that rounding may turn."""
+    wide = [None if given[name] is None else given[name].double() for name in NAMES[:3]]
+    most = F.linear(*wide).topk(2).values
+    sure = most[..., 0] - most[..., 1] > (0 if case.dtype is FP32 else 0.05)
+    return int(((ours != exact) & sure).sum())
+
+
+def _exactly(case, ours, given, labels):
+    """What is ignored has no loss and no gradient, to the last bit; the loss is fp32, gradients have their tensors' types."""
+    ignored = labels == case.ignore_index
+    rest = 0
+    if case.reduction == "none":
+        rest += int(ours["loss"][ignored].count_nonzero())
+    if "dhidden" in ours and not (case.full and not case.promised):
+        rest += int(ours["dhidden"][ignored].count_nonzero())
+    types = {name: FP32 for name in ("loss", *STATS[:3])}
+    types |= {f"d{name}": t.dtype for name, t in given.items() if t is not None}
+    if case.main:
+        types |= {"dweight": case.main, "dbias": case.main}
+    others = [name for name, t in ours.items() if name in types and t.dtype is not types[name]]
+    return [
+        Finding("ignored rows", "numbers that are not 0", rest, 0, 0),
+        Finding("types", "another of " + " ".join(others), len(others), 0, 0),
+    ]

@@ -1,0 +1,436 @@
+"""What cross_entropy is, and how it behaves under autograd, the compiler and whatever else people do to an op."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.bias_activation_oracle import laid_out
+from ops.calls import backends, equal, needs_triton
+from ops.cross_entropy_oracle import BF16, DEVICE, FP16, FP32, FP64, LAYOUTS, Case, cases, draw, judge_case, made
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.cross_entropy as room
+from onepass.kernels import losses
+from onepass.runtime.lang import triton
+from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
+
+reductions = pytest.mark.parametrize("reduction", ("none", "mean", "sum"))
+NAN, INF = float("nan"), float("inf")
+
+
+def given_rows(lead=(2, 2), V=40, dtype=FP32):
+    """Logits that ask for a gradient, and labels of which the second is ignored."""
+    case = Case(lead, V, dtype)
+    logits, labels, _ = draw(case)
+    labels.view(-1)[1] = -100
+    return logits.requires_grad_(), labels
+
+
+def both(function, logits, labels, dy=None):
+    """The loss, and the gradient of fresh logits."""
+    leaf = logits.detach().requires_grad_()
+    loss = function(leaf, labels)
+    loss.backward(torch.ones_like(loss) if dy is None else dy)
+    return [loss.detach(), leaf.grad]
+
+
+def op(**options):
+    return lambda logits, labels: onepass.cross_entropy(logits, labels, **options)
+
+
+# ---- what it computes ----
+
+
+@backends
+def test_the_formula_by_hand(backend):
+    z, right, a, weight = [1.0, -2.0, 0.5], 2, 0.25, 0.5
+    lse = math.log(sum(map(math.exp, z)))
+    expected = (1 - a) * (lse - z[right]) + a * (lse - sum(z) / 3) + weight * lse**2
+    given = torch.tensor([z, [9.0, 9.0, 9.0]], device=DEVICE), torch.tensor([right, -100], device=DEVICE)
+    options = {"label_smoothing": a, "z_loss": weight, "backend": backend}
+    for reduction in ("mean", "sum"):
+        loss, dz = both(op(reduction=reduction, **options), *given)
+        torch.testing.assert_close(loss.item(), expected, rtol=1e-6, atol=0)
+    p = [math.exp(t - lse) * (1 + 2 * weight * lse) - a / 3 for t in z]
+    p[right] -= 1 - a
+    torch.testing.assert_close(dz, torch.tensor([p, [0.0] * 3], device=DEVICE))
+
+
+@backends
+@reductions
+@pytest.mark.parametrize("smoothing", (0, 0.1))
+def test_as_pytorchs_own(smoothing, reduction, backend):
+    logits, labels = given_rows()
+    stock = lambda x, y: F.cross_entropy(  # noqa: E731
+        x.flatten(0, -2), y.flatten(), reduction=reduction, label_smoothing=smoothing
+    )
+    ours = both(op(reduction=reduction, label_smoothing=smoothing, backend=backend), logits, labels)
+    theirs = both(stock, logits, labels)
+    torch.testing.assert_close(ours, [theirs[0].view(ours[0].shape), theirs[1]])
+    loss = onepass.cross_entropy(logits[0, 0], labels[0, 0], None, reduction, backend=backend)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, F.cross_entropy(logits[0, 0], labels[0, 0]))
+    for ignored in (-1, 3):  # no label of these rows
+        same = op(reduction=reduction, ignore_index=ignored, label_smoothing=smoothing, backend=backend)
+        assert equal(ours, both(same, logits, torch.where(labels == -100, ignored, labels)))
+
+
+@needs_triton
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_against_fp64(case):
+    report = judge_case(room, case)
+    assert report, report
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_torch_backend_against_fp64_in_blocks(case, monkeypatch):
+    monkeypatch.setattr(room, "_BLOCK", {DEVICE: 2 * case.V + 1})
+    report = judge_case(room, case, backend="torch")
+    assert report, report
+
+
+@needs_triton
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_and_type(data):
+    draw = data.draw
+    case = Case(
+        tuple(draw(st.lists(st.integers(1, 3), max_size=3))),
+        draw(st.integers(33, 90)),
+        draw(st.sampled_from((FP32, FP16, BF16))),
+        draw(st.sampled_from(("none", "mean", "sum"))),
+        draw(st.sampled_from((0.0, 0.1))),
+        draw(st.sampled_from((0.0, 1e-3))),
+        draw(st.sampled_from((-100, 0))),
+        draw(st.sampled_from((torch.int32, torch.int64))),
+        draw(st.sampled_from(LAYOUTS)),
+    )
+    for backend in ("triton", "torch"):
+        report = judge_case(room, case, backend=backend)
+        assert report, f"{case} {backend}\n{report}"
+
+
+@backends
+def test_fp64_stays_fp64(backend):
+    logits, labels = given_rows(dtype=FP64)
+    if backend == "triton":
+        with pytest.raises(RuntimeError, match=r"logits is torch\.float64"):
+            onepass.cross_entropy(logits, labels, backend=backend)
+        return
+    ours = both(op(reduction="none", label_smoothing=0.1, z_loss=0.1, backend=backend), logits, labels)
+    exact = both(
+        lambda x, y: room.cross_entropy_reference(x, y, reduction="none", label_smoothing=0.1, z_loss=0.1), logits, labels
+    )
+    assert ours[0].dtype == FP64
+    torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-14)
+
+
+@backends
+@reductions
+def test_nothing_to_do(reduction, backend):
+    for lead in ((0,), (2, 0)):
+        logits, labels = torch.ones(*lead, 5, device=DEVICE), torch.ones(lead, dtype=torch.int64, device=DEVICE)
+        loss, dlogits = both(op(reduction=reduction, backend=backend), logits, labels)
+        assert loss.shape == (lead if reduction == "none" else ()) and loss.dtype == FP32 and not loss.any()
+        assert dlogits.shape == (*lead, 5)
+
+
+@backends
+@reductions
+def test_all_ignored_is_zero_and_not_read(reduction, backend):
+    logits, labels = torch.full((3, 40), NAN, device=DEVICE), torch.full((3,), -100, device=DEVICE)
+    for smoothing in (0.0, 0.5):
+        options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": smoothing, "backend": backend}
+        assert all(not t.any() for t in both(op(**options), logits, labels))
+
+
+@backends
+def test_nan_and_infinities_stay_in_their_rows(backend):
+    logits, labels = (t.detach().clone() for t in given_rows((5,)))
+    labels[:] = torch.tensor([3, 3, 7, -100, 3])
+    logits[0, 5], logits[1, 5], logits[2, 5:], logits[3, 5] = NAN, INF, -INF, NAN
+    labels[2] = 4
+    loss, dlogits = both(op(reduction="none", backend=backend), logits, labels)
+    assert loss.isfinite().tolist() == [False, False, True, True, True]
+    assert dlogits.isfinite().all(-1).tolist() == [False, False, True, True, True]
+    assert dlogits[0].isnan().all() and not dlogits[2, 5:].any() and not dlogits[3].any()
+    torch.testing.assert_close(loss[2], F.cross_entropy(logits[2], labels[2]))
+
+
+@backends
+@reductions
+def test_labels_of_no_token_are_nan_where_nobody_looks(reduction, backend, monkeypatch):
+    monkeypatch.setattr(room, "can_look", lambda labels: False)
+    logits, labels = (t.detach() for t in given_rows((4,)))
+    sound = both(op(reduction="none", backend=backend), logits, labels)
+    for wrong in (-1, 40, 1 << 40):
+        labels[2] = wrong
+        loss, dlogits = both(op(reduction=reduction, backend=backend), logits, labels)
+        assert loss[2].isnan() and loss.isfinite().sum() == 3 if reduction == "none" else loss.isnan()
+        assert not dlogits[2].any()
+        if reduction == "sum":
+            assert torch.equal(dlogits[[0, 1, 3]], sound[1][[0, 1, 3]])
+
+
+@backends
+def test_rows_further_apart_than_32_bits_count(backend):
+    row = 2**31 + 64
+    logits = torch.empty(row + 64, dtype=BF16, device=DEVICE).as_strided((2, 40), (row, 1))
+    values, labels = given_rows((2,), dtype=BF16)
+    with torch.no_grad():
+        logits.copy_(values)
+    assert equal(
+        both(op(reduction="none", backend=backend), logits, labels), both(op(reduction="none", backend=backend), values, labels)
+    )
+
+
+@backends
+def test_labels_that_lie_apart(backend):
+    logits, labels = given_rows((4,))
+    apart = torch.full((4, 3), 5, device=DEVICE)
+    apart[:, 1] = labels
+    call = op(reduction="none", backend=backend)
+    assert equal(both(call, logits, labels), both(call, logits, apart[:, 1]))
+    logits, labels = given_rows((3, 2))
+    assert equal(both(call, logits, labels), both(call, logits, labels.T.contiguous().T))
+
+
+# ---- autograd ----
+
+
+@backends
+@reductions
+def test_twice_over_a_retained_graph_and_called_again(reduction, backend):
+    logits, labels = given_rows(dtype=BF16)
+    call = op(reduction=reduction, label_smoothing=0.1, backend=backend)
+    loss = call(logits, labels)
+    dy = torch.rand_like(loss)
+    with unchanged(logits=logits, labels=labels, dy=dy, loss=loss):
+        grads = [torch.autograd.grad(loss, logits, dy, retain_graph=True)[0] for _ in range(2)]
+        grads.append(torch.autograd.grad(call(logits, labels), logits, dy)[0])
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert grads[0].untyped_storage().nbytes() == grads[0].nbytes
+
+
+@backends
+def test_what_is_kept_and_that_it_is_not_written(backend):
+    logits, labels = given_rows((3, 4), 100, BF16)
+    with saved_tensors() as kept:
+        loss = onepass.cross_entropy(logits, labels, backend=backend)
+    assert logits.data_ptr() in {t.data_ptr() for t in kept}
+    assert bytes_kept(kept, logits, labels) <= 12 * 4 * 2 + 4  # each row's logsumexp, beside its loss, and the mean's scale
+    with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
+        loss.backward()
+    for frozen in (logits.detach(), logits):
+        with saved_tensors() as kept, torch.set_grad_enabled(frozen is not logits):
+            alone = onepass.cross_entropy(frozen, labels, backend=backend)
+        assert not kept and not alone.requires_grad and torch.equal(alone, loss)
+
+
+@backends
+def test_a_loss_of_each_row_is_its_own_and_can_be_masked_in_place(backend):
+    logits, labels = given_rows()
+    mask = torch.tensor([[1.0, 2.0], [0.0, 0.5]], device=DEVICE)
+    loss = onepass.cross_entropy(logits, labels, reduction="none", backend=backend)
+    assert loss._base is None and loss.untyped_storage().nbytes() == loss.nbytes
+    loss *= mask
+    loss.sum().backward()
+    assert torch.equal(logits.grad, both(op(reduction="none", backend=backend), logits, labels, mask)[1])
+
+
+@backends
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_second_derivative_raises(backend, constant):
+    logits, labels = given_rows()
+    loss = onepass.cross_entropy(logits, labels, backend=backend)
+    (dx,) = torch.autograd.grad(loss, logits, torch.ones_like(loss, requires_grad=not constant), create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        dx.square().sum().backward()
+
+
+@reductions
+def test_the_reference_can_be_differentiated_often(reduction):
+    logits, labels = given_rows((3,), 5, FP64)
+    call = lambda x: room.cross_entropy_reference(  # noqa: E731
+        x, labels, reduction=reduction, label_smoothing=0.1, z_loss=0.1
+    )
+    assert torch.autograd.gradcheck(call, logits) and torch.autograd.gradgradcheck(call, logits)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
+def test_transforms_take_the_formula_or_raise():
+    logits, labels = (t.detach() for t in given_rows((4,)))
+    labels[labels < 0] = 3
+    tangent = torch.randn_like(logits)
+    ours, theirs = (lambda x, f=f: f(x, labels) for f in (onepass.cross_entropy, F.cross_entropy))
+    torch.testing.assert_close(torch.func.jvp(ours, (logits,), (tangent,)), torch.func.jvp(theirs, (logits,), (tangent,)))
+    torch.testing.assert_close(torch.func.grad(ours)(logits), torch.func.grad(theirs)(logits))
+    for function in (onepass.cross_entropy, torch.func.grad(onepass.cross_entropy)):
+        stock = F.cross_entropy if function is onepass.cross_entropy else torch.func.grad(F.cross_entropy)
+        torch.testing.assert_close(torch.func.vmap(function)(logits, labels), torch.func.vmap(stock)(logits, labels))
+    if triton is not None:
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            torch.func.grad(op(backend="triton"))(logits, labels)
+
+
+# ---- over the logits ----
+
+
+@backends
+@reductions
+def test_over_the_logits_is_the_same(reduction, backend):
+    logits, labels = given_rows((4,), 40, BF16)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "backend": backend}
+    ours = made(logits.detach().clone().requires_grad_())
+    loss = onepass.cross_entropy(ours, labels, inplace_backward=True, **options)
+    dy = torch.rand_like(loss)
+    with unchanged(dy=dy, labels=labels):
+        (dlogits,) = torch.autograd.grad(loss, ours, dy, retain_graph=True)
+    assert dlogits.data_ptr() == ours.data_ptr() and torch.equal(dlogits, ours)
+    assert equal([loss, dlogits], both(op(**options), logits, labels, dy))
+    with pytest.raises(RuntimeError, match=r"inplace_backward=True.*once"):
+        torch.autograd.grad(loss, ours, dy)
+
+
+@backends
+def test_who_needs_the_logits_after_that_is_told(backend):
+    leaf, labels = given_rows()
+    call = op(inplace_backward=True, backend=backend)
+    logits = leaf * 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (logits.square().sum() + call(logits, labels) * 0).backward()
+    logits = leaf * 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (call(logits, labels) + call(logits, labels)).backward()
+    for bad in (leaf, leaf.view(4, -1), leaf[:1]):
+        with pytest.raises(ValueError, match=r"logits must be made by an op.*a leaf that requires grad"):
+            call(bad, labels.view(bad.shape[:-1]) if bad.dim() == 2 else labels[: len(bad)])
+    for grad, kept in ((True, leaf.detach()), (False, leaf)):  # nothing is written there
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(call(kept, labels), op(backend=backend)(leaf, labels))
+
+
+@backends
+def test_over_the_logits_of_a_model(backend):
+    x, labels = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 39, -100, 0], device=DEVICE)
+    weight = torch.randn(40, 8, device=DEVICE)
+    found = []
+    for over in (False, True):
+        w = weight.clone().requires_grad_()
+        onepass.cross_entropy(F.linear(x, w), labels, inplace_backward=over, backend=backend).backward()
+        found.append(w.grad)
+    assert torch.equal(*found)
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@pytest.mark.parametrize("over", (False, True), ids=("", "over"))
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same(reentrant, over, backend):
+    logits, labels = given_rows()
+
+    def block(x, y):
+        return onepass.cross_entropy(x * 2, y, inplace_backward=over, backend=backend)
+
+    again = both(lambda x, y: checkpoint(block, x, y, use_reentrant=reentrant), logits, labels)
+    assert equal(both(block, logits, labels), again)
+
+
+@backends
+@pytest.mark.parametrize("over", (False, True), ids=("", "over"))
+def test_compiling_gives_the_same(over, backend):
+    torch._dynamo.reset()
+    for reduction in ("mean",) if over else ("mean", "none"):
+        call = op(reduction=reduction, label_smoothing=0.1, z_loss=0.01, inplace_backward=over, backend=backend)
+        block = lambda x, y, call=call: call(x * 2, y) * 3  # noqa: E731
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+        for lead in ((3,), (5,)):
+            logits, labels = given_rows(lead, dtype=BF16)
+            plain, graph = both(block, logits, labels), both(compiled, logits, labels)
+            torch.testing.assert_close(plain, graph, rtol=1e-6 if backend == "triton" else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_triton), False])
+def test_registered_ops_are_what_they_say(native):
+    logits, labels = given_rows((4,), dtype=BF16)
+    logits = logits.detach()
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    place, said = torch.tensor([40, 90], device=DEVICE), (-100, 0.1, 0.01, native)
+    labels[0] = 77
+    for layout in ("contiguous", "transposed"):
+        x = laid_out(logits, layout)
+        torch.library.opcheck(room._rows_op, (x, labels % 40, *said), test_utils=tests)
+        torch.library.opcheck(room._part_op, (x, labels, place, *said), test_utils=tests)
+        parts = torch.cat([room._part_op(x, labels, place, *said)] * 2)
+        torch.library.opcheck(room._finish_op, (parts, labels, place, *said), test_utils=tests)
+        _, lse = room._finish_op(parts, labels, place, *said)
+        for where in (place, None):
+            torch.library.opcheck(room._gradient_op, (x, labels, where, lse, lse, *said), test_utils=tests)
+
+
+@backends
+def test_under_autocast_and_inference_mode_and_a_dispatch_mode(backend):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    logits, labels = given_rows(dtype=BF16)
+    plain = both(op(backend=backend), logits, labels)
+    with torch.autocast(DEVICE, BF16):
+        assert equal(plain, both(op(backend=backend), logits, labels))
+    with torch.inference_mode():
+        assert torch.equal(onepass.cross_entropy(logits, labels, backend=backend), plain[0])
+    with FlopCounterMode(display=False):
+        watched = both(op(backend=backend), logits, labels)
+    torch.testing.assert_close(watched, plain, rtol=1e-2, atol=1e-5)
+
+
+@backends
+def test_fake_tensors_have_no_values_to_look_at(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(2, 40, device=DEVICE, requires_grad=True)
+        loss = onepass.cross_entropy(logits, torch.empty(2, dtype=torch.int64, device=DEVICE), backend=backend)
+        loss.backward()
+    assert loss.shape == () and logits.grad.shape == logits.shape
+
+
+# ---- what is said of a call ----
+
+
+@needs_triton
+def test_explain_names_the_kernels():
+    logits, labels = torch.empty(4, 5000, device=DEVICE, dtype=BF16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    said = onepass.explain("cross_entropy", logits, labels, backend="triton").variant
+    assert "forward with 3 programs a row, tiles of 1728 columns" in said and "memory of its own" in said
+    assert "over the logits" in onepass.explain("cross_entropy", logits, labels, inplace_backward=True, backend="triton").variant
+    assert "nothing to do" in onepass.explain("cross_entropy", logits[:0], labels[:0], backend="triton").variant
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_triton), False])
+def test_weighted_sums_and_means(native):
+    """What linear_cross_entropy asks of the pieces that the two share."""
+    rows, weight = torch.rand(4500, device=DEVICE), torch.rand(4500, 1, device=DEVICE, dtype=BF16)
+    labels, terms = torch.arange(4500, device=DEVICE) % 3, losses.check_terms(1, 0.0, 0.0)
+    kept = labels != 1
+    rows[~kept], weight[~kept] = 0.0, NAN
+    given = torch.where(kept, weight.view(-1).double(), 0)
+    expected = (rows * given).sum(), 1 / given.sum()
+    loss, scale = losses.reduced_rows(rows, labels, terms, "mean", weight.view(-1), native)
+    torch.testing.assert_close((loss.double(), scale.double()), (expected[0] * expected[1], expected[1]), rtol=1e-6, atol=0)
+    g = losses.row_gradient(torch.tensor(3.0, device=DEVICE), "mean", 4500, scale, weight)
+    torch.testing.assert_close(g[kept].double(), 3 * given[kept] * expected[1], rtol=1e-6, atol=0)
+    loss, scale = losses.reduced_rows(rows, labels, terms, "sum", weight.view(-1), native)
+    torch.testing.assert_close(loss.double(), expected[0], rtol=1e-6, atol=0)
+    assert scale is None
+    loss, scale = losses.reduced_rows(rows, labels, terms, "mean", None, native)
+    torch.testing.assert_close((loss, scale), (rows.sum() / 3000, torch.tensor(1 / 3000, device=DEVICE)))
+    for none in (losses.reduced_rows(rows, labels * 0 + 1, terms, "mean", each, native) for each in (None, weight.view(-1))):
+        assert none[0] == 0 and none[1] == 0
+    g = losses.row_gradient(rows.view(-1, 3), "none", 4500, None, weight)
+    assert torch.equal(g[kept], (rows * weight.view(-1).float())[kept]) and g.is_contiguous()

@@ -1,0 +1,88 @@
+"""Bad input: an error that names the argument, what it was and what it must be; and nothing changed."""
+
+import pytest
+import torch
+
+import onepass
+from onepass.kernels.losses import check_terms
+from onepass.testing.poison import unchanged
+
+x, y = torch.ones(3, 6), torch.tensor([0, 5, -100])
+NAN, INF = float("nan"), float("inf")
+
+BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
+    "integer logits": ((x.int(), y), {}, TypeError, ("logits must be", "floating-point", "torch.int32")),
+    "no tensor": (([1.0], y), {}, TypeError, ("logits must be", "tensor", "list")),
+    "a scalar": ((torch.tensor(1.0), torch.tensor(0)), {}, ValueError, ("logits must", "last dimension", "()")),
+    "no vocabulary": ((torch.ones(3, 0), y), {}, ValueError, ("logits must", "at least 1", "(3, 0)")),
+    "labels of floats": ((x, y.float()), {}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
+    "labels of bytes": ((x, y.to(torch.uint8)), {}, TypeError, ("labels must be", "int32 or int64", "torch.uint8")),
+    "labels no tensor": ((x, [0, 5, 1]), {}, TypeError, ("labels must be", "int32 or int64", "list")),
+    "short labels": ((x, y[:2]), {}, ValueError, ("labels must have shape (3,)", "logits", "(2,)")),
+    "labels of logits' shape": ((x, x.long()), {}, ValueError, ("labels must have shape (3,)", "(3, 6)")),
+    "labels elsewhere": ((x, y.to("meta")), {}, ValueError, ("labels must be on cpu", "meta")),
+    "label too large": ((x, y + 1), {}, IndexError, ("labels must be from 0 to 5", "-100", "2 of them", "one is 6")),
+    "label below": ((x, y, None, "mean", 5), {}, IndexError, ("labels must be from 0 to 5", "ignore_index 5", "one is -100")),
+    "reduction": ((x, y, None, "average"), {}, ValueError, ("reduction must be one of none, mean, sum", "'average'")),
+    "no reduction": ((x, y, None, None), {}, ValueError, ("reduction must be one of none, mean, sum", "None")),
+    "ignore_index half": ((x, y, None, "mean", 0.5), {}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
+    "ignore_index True": ((x, y, None, "mean", True), {}, TypeError, ("ignore_index must be an integer", "True")),
+    "ignore_index huge": ((x, y, None, "mean", 1 << 63), {}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
+    "smoothing above": ((x, y), {"label_smoothing": 1.1}, ValueError, ("label_smoothing must be from 0 to 1", "1.1")),
+    "smoothing below": ((x, y), {"label_smoothing": -0.1}, ValueError, ("label_smoothing must be from 0 to 1", "-0.1")),
+    "smoothing NaN": ((x, y), {"label_smoothing": NAN}, ValueError, ("label_smoothing must be", "nan")),
+    "smoothing a word": ((x, y), {"label_smoothing": "0"}, TypeError, ("label_smoothing must be a number", "'0'")),
+    "z_loss below": ((x, y), {"z_loss": -1e-4}, ValueError, ("z_loss must be", "at least 0", "-0.0001")),
+    "z_loss infinite": ((x, y), {"z_loss": INF}, ValueError, ("z_loss must be finite", "inf")),
+    "z_loss NaN": ((x, y), {"z_loss": NAN}, ValueError, ("z_loss must be finite", "nan")),
+    "z_loss nothing": ((x, y), {"z_loss": None}, TypeError, ("z_loss must be a number", "None")),
+    "group a word": ((x, y, "tp"), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "'tp'")),
+    "group a number": ((x, y, -100), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "-100")),
+    "unknown backend": ((x, y), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
+}
+BAD_TERMS = {  # of linear_cross_entropy too
+    "softcap of zero": ({"softcap": 0.0}, ValueError, ("softcap must be", "above 0", "0.0")),
+    "softcap infinite": ({"softcap": INF}, ValueError, ("softcap must be finite", "inf")),
+    "softcap a word": ({"softcap": "30"}, TypeError, ("softcap must be a number or None", "'30'")),
+    "scale NaN": ({"logit_scale": NAN}, ValueError, ("logit_scale must be finite", "nan")),
+    "scale nothing": ({"logit_scale": None}, TypeError, ("logit_scale must be a number", "None")),
+}
+
+
+def says(words, raised):
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    args, options, error, words = BAD[name]
+    given = {f"given{i}": t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
+    with unchanged(**given), pytest.raises(error) as raised:
+        onepass.cross_entropy(*args, **options)
+    says(words, raised)
+    if error is not IndexError and "backend" not in options:
+        with pytest.raises(error) as raised:
+            onepass.explain("cross_entropy", *args, **options)
+        says(words, raised)
+
+
+@pytest.mark.parametrize("name", BAD_TERMS)
+def test_bad_terms_are_named(name):
+    options, error, words = BAD_TERMS[name]
+    with pytest.raises(error) as raised:
+        check_terms(-100, 0.0, 0.0, **options)
+    says(words, raised)
+
+
+def test_terms_are_of_one_type():
+    """Kernels are kept by the values they are compiled for, and 1, 1.0 and True are one key."""
+    terms = check_terms(-100, 1, 0, 30, 2)
+    assert [type(value) for value in terms] == [int, float, float, float, float]
+    assert terms == (-100, 1.0, 0.0, 30.0, 2.0) and check_terms(-100, 0.0, 0.0).softcap == 0.0
+
+
+def test_a_valid_call_works_after_a_bad_one():
+    with pytest.raises(IndexError):
+        onepass.cross_entropy(x, y + 1)
+    assert onepass.cross_entropy(x, y).item() == pytest.approx(torch.tensor(6.0).log().item())

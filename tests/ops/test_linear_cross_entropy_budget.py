@@ -1,0 +1,90 @@
+"""linear_cross_entropy against fp64, in every way it is done: no further off than eager code with products as cuBLAS has them."""
+
+from dataclasses import replace
+
+import pytest
+from ops.calls import needs_triton
+from ops.linear_cross_entropy_oracle import ALL, BF16, FP16, FP32, Case, judge_case, reductions_of, ways
+
+import onepass.ops.linear_cross_entropy as room
+
+OPTIONS = {  # what a row's loss is made of, and what is asked for beside it
+    "plain": {},
+    "terms": {"smoothing": 0.1, "z_loss": 1e-2, "bias": True, "ignore_index": 3},
+    "wide": {"softcap": 3.0, "scale": 0.5, "wide": True, "weighted": True},
+    "capped": {"softcap": 3.0, "scale": 0.75, "smoothing": 0.2, "full": True},
+    "stats": {"full": True, "bias": True, "weighted": True},
+    "main": {"main": FP32, "bias": True, "weighted": True},
+    "narrow main": {"main": BF16},
+}
+frozen = ("hidden", "weight", "bias", "token_weight", "hidden bias", "weight bias token_weight")
+
+
+def check(case, backend="torch", seeds=2):
+    report = judge_case(room, case, seeds, backend)
+    assert report, f"{case} {backend}\n{report}"
+
+
+@ways
+@pytest.mark.parametrize("dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_way_of_every_reduction(options, dtype, way):
+    for reduction in reductions_of(way):
+        check(Case(way, reduction, dtype, **OPTIONS[options]))
+
+
+@ways
+@pytest.mark.parametrize("left", frozen)
+def test_whatever_is_frozen(left, way):
+    case = Case(way, dtype=BF16, bias=True, weighted=True, frozen=left, smoothing=0.1)
+    check(case)
+    check(replace(case, main=FP32, dtype=FP32, full=True))
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_pieces_of_all_sizes(dtype):
+    """One token or one column too many or too few, and pieces of one."""
+    for rows in (1, 13, 14, 15, ALL):
+        for columns in (1, 63, 64, 65, ALL):
+            case = Case(("again", rows, columns), dtype=dtype, lead=(14,), V=65)
+            check(case, seeds=1)
+            if columns == ALL:
+                for way in ("forward", "promised", "loss"):
+                    check(replace(case, way=(way, rows, ALL), frozen="hidden weight" if way == "loss" else ""), seeds=1)
+
+
+def test_large_logits_and_rare_tokens():
+    """Softmaxes of one token, tokens of no probability, and a vocabulary whose gradients of the others are all small."""
+    for way in ("keep", "forward", "both"):
+        for dtype in (FP32, BF16):
+            check(Case(way, "sum", dtype, V=3000, lead=(40,)), seeds=1)
+        check(Case(way, "sum", BF16, scale=8.0))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+def test_a_cap_that_most_logits_reach(backend):
+    """Its derivative is small there, and a difference of almost equal numbers if it is made of the capped logits."""
+    check(Case("promised", "sum", FP32, (12,), softcap=3.0, scale=1.5, smoothing=0.2), backend)
+
+
+KERNELS = [  # few and fat: a program costs about the same whatever the size of its block
+    Case("keep", "none", BF16, (3, 5), smoothing=0.1, z_loss=1e-2, bias=True, full=True),
+    Case("keep", "mean", FP16, (12,), V=129, softcap=3.0, weighted=True),
+    Case("forward", "mean", BF16, (20,), V=161, smoothing=0.1, z_loss=1e-2, full=True),
+    Case("forward", "sum", FP32, (5,), V=9001, softcap=3.0, scale=0.5, smoothing=0.2),
+    Case("promised", "mean", BF16, (4,), V=9001, full=True, softcap=3.0),
+    Case("promised", "none", FP16, (18,), wide=True, bias=True, main=FP32, ignore_index=0),
+    Case("promised", "mean", BF16, (6,), V=4200, smoothing=0.3, weighted=True),
+    Case("promised", "sum", BF16, (2,), D=32, V=40003, smoothing=0.1),
+    Case("promised", "sum", BF16, (2,), D=32, V=70001, z_loss=1e-2),
+    Case("both", "none", BF16, (20,), V=130, full=True, smoothing=0.1, main=BF16),
+    Case(("again", 6, 2500), "mean", FP32, (8,), V=6001, full=True, z_loss=1e-2, bias=True),
+    Case("blocks", "sum", FP16, (9,), wide=True, softcap=2.0, scale=1.5),
+    Case(("loss", 8, ALL), "mean", BF16, (11,), V=2100, frozen="hidden weight", full=False, smoothing=0.1),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_the_kernels(case):
+    check(case, "triton", 1)

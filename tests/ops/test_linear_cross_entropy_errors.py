@@ -1,0 +1,123 @@
+"""Bad input: an error that names the argument, what it was and what it must be; and nothing changed."""
+
+import pytest
+import torch
+
+import onepass
+from onepass.parallel import DeferredWgrad
+from onepass.testing.poison import unchanged
+
+x, w, y = torch.ones(3, 4), torch.ones(6, 4), torch.tensor([0, 5, -100])
+bias, rows = torch.ones(6), torch.ones(3)
+NAN, INF = float("nan"), float("inf")
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
+    "integer hidden": ((x.int(), w, y), {}, TypeError, ("hidden must be", "floating-point", "torch.int32")),
+    "hidden no tensor": (([1.0], w, y), {}, TypeError, ("hidden must be", "tensor", "list")),
+    "hidden a scalar": ((torch.tensor(1.0), w, y), {}, ValueError, ("hidden must", "at least one dimension", "scalar")),
+    "weight of another size": ((x, w[:, :3], y), {}, ValueError, ("weight must have shape", "4", "hidden", "(6, 3)")),
+    "weight turned": ((x, w.t(), y), {}, ValueError, ("weight must have shape", "4", "(4, 6)")),
+    "weight a vector": ((x, w[0], y), {}, ValueError, ("weight must have shape", "(4,)")),
+    "weight of another type": ((x, w.to(BF16), y), {}, TypeError, ("weight must have hidden's type", "float32", "bfloat16")),
+    "integer weight": ((x, w.int(), y), {}, TypeError, ("weight must be", "floating-point", "int32")),
+    "weight nothing": ((x, None, y), {}, TypeError, ("weight must be", "NoneType")),
+    "weight elsewhere": ((x, w.to("meta"), y), {}, ValueError, ("weight must be on cpu", "hidden", "meta")),
+    "no vocabulary": ((x, w[:0], y), {}, ValueError, ("weight must have at least one row", "(0, 4)")),
+    "labels of floats": ((x, w, y.float()), {}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
+    "labels of bytes": ((x, w, y.to(torch.uint8)), {}, TypeError, ("labels must be", "int32 or int64", "torch.uint8")),
+    "labels no tensor": ((x, w, [0, 5, 1]), {}, TypeError, ("labels must be", "int32 or int64", "list")),
+    "short labels": ((x, w, y[:2]), {}, ValueError, ("labels must have shape (3,)", "hidden", "(2,)")),
+    "labels of hidden's shape": ((x, w, x.long()), {}, ValueError, ("labels must have shape (3,)", "(3, 4)")),
+    "labels of a scalar": ((x[0], w, y[:1]), {}, ValueError, ("labels must have shape ()", "(1,)")),
+    "labels elsewhere": ((x, w, y.to("meta")), {}, ValueError, ("labels must be on cpu", "hidden", "meta")),
+    "label too large": ((x, w, y + 1), {}, IndexError, ("labels must be from 0 to 5", "-100", "2 of them", "one is 6")),
+    "label below": ((x, w, y, None, "mean", 5), {}, IndexError, ("labels must be from 0 to 5", "ignore_index 5", "one is -100")),
+    "reduction": ((x, w, y, None, "average"), {}, ValueError, ("reduction must be one of none, mean, sum", "'average'")),
+    "no reduction": ((x, w, y, None, None), {}, ValueError, ("reduction must be one of none, mean, sum", "None")),
+    "ignore_index half": ((x, w, y, None, "mean", 0.5), {}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
+    "ignore_index huge": ((x, w, y, None, "mean", 1 << 63), {}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
+    "group a word": ((x, w, y, "tp"), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "'tp'")),
+    "group a reduction": ((x, w, y, -100), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "-100")),
+    "short bias": ((x, w, y), {"bias": bias[:5]}, ValueError, ("bias must have shape (6,)", "weight", "(5,)")),
+    "bias of another type": ((x, w, y), {"bias": bias.to(FP16)}, TypeError, ("bias must have hidden's type", "float16")),
+    "bias a number": ((x, w, y), {"bias": 1.0}, TypeError, ("bias must be", "None", "float")),
+    "bias elsewhere": ((x, w, y), {"bias": bias.to("meta")}, ValueError, ("bias must be on cpu", "meta")),
+    "integer token_weight": ((x, w, y), {"token_weight": rows.int()}, TypeError, ("token_weight must be", "torch.int32")),
+    "token_weight a number": ((x, w, y), {"token_weight": 2.0}, TypeError, ("token_weight must be", "None", "float")),
+    "short token_weight": ((x, w, y), {"token_weight": rows[:2]}, ValueError, ("token_weight must have", "(3, 1)", "(2,)")),
+    "token_weight of classes": ((x, w, y), {"token_weight": bias}, ValueError, ("token_weight must have shape (3,)", "(6,)")),
+    "token_weight elsewhere": ((x, w, y), {"token_weight": rows.to("meta")}, ValueError, ("token_weight must be on cpu", "meta")),
+    "smoothing above": ((x, w, y), {"label_smoothing": 1.1}, ValueError, ("label_smoothing must be from 0 to 1", "1.1")),
+    "smoothing a word": ((x, w, y), {"label_smoothing": "0"}, TypeError, ("label_smoothing must be a number", "'0'")),
+    "z_loss below": ((x, w, y), {"z_loss": -1e-4}, ValueError, ("z_loss must be", "at least 0", "-0.0001")),
+    "z_loss NaN": ((x, w, y), {"z_loss": NAN}, ValueError, ("z_loss must be finite", "nan")),
+    "softcap of zero": ((x, w, y), {"softcap": 0.0}, ValueError, ("softcap must be", "above 0", "0.0")),
+    "softcap a word": ((x, w, y), {"softcap": "30"}, TypeError, ("softcap must be a number or None", "'30'")),
+    "logit_scale infinite": ((x, w, y), {"logit_scale": INF}, ValueError, ("logit_scale must be finite", "inf")),
+    "logit_scale nothing": ((x, w, y), {"logit_scale": None}, TypeError, ("logit_scale must be a number", "None")),
+    "logits of fp64": ((x, w, y), {"logits_dtype": FP64}, ValueError, ("logits_dtype must be torch.float32", "torch.float64")),
+    "narrower logits": ((x, w, y), {"logits_dtype": BF16}, ValueError, ("logits_dtype must be torch.float32", "torch.bfloat16")),
+    "logits of another 16 bits": (
+        (x.to(BF16), w.to(BF16), y),
+        {"logits_dtype": FP16},
+        ValueError,
+        ("logits_dtype must be torch.float32", "torch.bfloat16", "torch.float16"),
+    ),
+    "logits of a word": ((x, w, y), {"logits_dtype": "fp32"}, ValueError, ("logits_dtype must be torch.float32", "fp32")),
+    "wide logits of fp64": (
+        (x.double(), w.double(), y),
+        {"logits_dtype": FP32},
+        ValueError,
+        ("logits_dtype must be", "torch.float64, or None", "torch.float32"),
+    ),
+    "grad_scale a word": ((x, w, y), {"grad_scale": "1"}, TypeError, ("grad_scale must be a number or None", "'1'")),
+    "grad_scale a tensor": ((x, w, y), {"grad_scale": torch.tensor(1.0)}, TypeError, ("grad_scale must be a number", "Tensor")),
+    "grad_scale NaN": ((x, w, y), {"grad_scale": NAN}, ValueError, ("grad_scale must be finite", "nan")),
+    "chunk_bytes of zero": ((x, w, y), {"chunk_bytes": 0}, ValueError, ("chunk_bytes must be", "at least 1", "0")),
+    "chunk_bytes below": ((x, w, y), {"chunk_bytes": -5}, ValueError, ("chunk_bytes must be", "at least 1", "-5")),
+    "chunk_bytes a float": ((x, w, y), {"chunk_bytes": 2.0**28}, ValueError, ("chunk_bytes must be", "bytes", "268435456.0")),
+    "chunk_bytes a word": ((x, w, y), {"chunk_bytes": "256MiB"}, ValueError, ("chunk_bytes must be", "bytes", "256MiB")),
+    "chunk_bytes True": ((x, w, y), {"chunk_bytes": True}, ValueError, ("chunk_bytes must be", "bytes", "True")),
+    "deferred a word": ((x, w, y), {"deferred": "later"}, TypeError, ("deferred must be", "DeferredWgrad", "str")),
+    "unknown backend": ((x, w, y), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
+}  # fmt: skip
+
+
+def says(words, raised):
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    args, options, error, words = BAD[name]
+    every = (*args, *options.values())
+    given = {f"given{i}": t for i, t in enumerate(every) if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
+    with unchanged(**given), pytest.raises(error) as raised:
+        onepass.linear_cross_entropy(*args, **options)
+    says(words, raised)
+    if error is not IndexError and "backend" not in options:
+        with pytest.raises(error) as raised:
+            onepass.explain("linear_cross_entropy", *args, **options)
+        says(words, raised)
+
+
+def test_grad_scale_and_deferred_exclude_each_other():
+    weight = torch.nn.Parameter(w.clone())
+    weight.main_grad = torch.zeros(6, 4)
+    with unchanged(main_grad=weight.main_grad), pytest.raises(ValueError, match="grad_scale and deferred"):
+        onepass.linear_cross_entropy(x, weight, y, grad_scale=1.0, deferred=DeferredWgrad())
+
+
+def test_options_after_the_group_come_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        onepass.linear_cross_entropy(x, w, y, None, "mean", -100, False, bias)
+
+
+def test_a_bad_label_writes_nothing():
+    weight = torch.nn.Parameter(w.clone())
+    weight.main_grad = torch.ones(6, 4)
+    with unchanged(main_grad=weight.main_grad), pytest.raises(IndexError, match="labels must be from 0 to 5"):
+        onepass.linear_cross_entropy(x, weight, y + 1, grad_scale=1.0)
+    assert onepass.linear_cross_entropy(x, weight, y).item() == pytest.approx(torch.tensor(6.0).log().item())

@@ -1,0 +1,138 @@
+"""The loss of logits whose vocabulary is divided over two or four processes; what they found is saved for the test that asked."""
+
+import os
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import drawn, join
+
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+    import onepass.testing.interpreter
+
+import onepass
+from onepass.parallel.vocabulary import vocab_place
+from onepass.runtime.lang import triton
+
+LEAD, V = (2, 3), 90
+PARTS = {2: (57, 33), 4: (13, 0, 70, 7)}  # each rank's columns: uneven, and one rank has none
+WIDE = {2: (4900, 100), 4: (2100, 0, 2100, 800)}  # of several tiles
+EMPTY = {2: (90, 0), 4: (0, 0, 90, 0)}
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "label_smoothing": 0.1},
+    "none": {"reduction": "none", "label_smoothing": 0.3, "z_loss": 0.01},
+    "over": {"z_loss": 0.1, "inplace_backward": True},
+}
+
+
+def run(rank, ranks, folder, backend):
+    join(rank, ranks, folder, backend)
+    world = dist.group.WORLD
+    ways = ["torch", *(["triton"] if triton is not None and (backend == "nccl" or os.environ.get("TRITON_INTERPRET")) else [])]
+    found = {}
+    for way in ways:
+        found[way] = {name: loss(world, PARTS[ranks], backend=way, **options) for name, options in OPTIONS.items()}
+        found[way]["bf16"] = loss(world, PARTS[ranks], torch.bfloat16, backend=way, label_smoothing=0.1)
+        found[way]["empty"] = loss(world, EMPTY[ranks], backend=way, label_smoothing=0.1)
+        found[way]["wide"] = loss(world, WIDE[ranks], backend=way, label_smoothing=0.1)
+        found[way]["ignored"] = loss(world, PARTS[ranks], backend=way, labels=torch.full(LEAD, -100), z_loss=0.1)
+        found[way]["no rows"] = nothing(world, PARTS[ranks], way)
+        if ranks == 2:
+            found[way]["compiled"] = compiled(world, PARTS[ranks], backend=way, label_smoothing=0.1)
+    pairs = [dist.new_group(those) for those in ([[0], [1]] if ranks == 2 else [[0, 2], [1, 3]])]
+    group = pairs[rank % 2]
+    found["pair"] = loss(group, PARTS[2] if ranks == 4 else (V,))
+    found["place"] = vocab_place(PARTS[ranks][rank], world, torch.empty(0).device)
+    found["sent"] = sent(world, PARTS[ranks])
+    found["errors"] = errors(world, PARTS[ranks])
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def whole(dtype=torch.float32, size=V):
+    """All logits, labels of which one is ignored, and the gradient of a loss: the same on all ranks."""
+    seeds = torch.Generator().manual_seed(5)
+    logits = drawn(torch.randn, (*LEAD, size), generator=seeds).mul(3).to(dtype)
+    labels = drawn(torch.randint, size, LEAD, generator=seeds)
+    labels[0], labels[1, 0] = torch.tensor([0, 57, size - 1]), -100
+    return logits, labels, drawn(torch.rand, LEAD, generator=seeds) + 1
+
+
+def columns(parts, rank):
+    first = [0, *accumulate(parts)][rank]
+    return slice(first, first + parts[rank])
+
+
+def shard(group, parts, dtype=torch.float32):
+    """This rank's logits, as an op made them."""
+    logits, labels, dy = whole(dtype, sum(parts))
+    leaf = logits[..., columns(parts, group.rank())].clone().requires_grad_()
+    return leaf, leaf * 1, labels, dy
+
+
+def loss(group, parts, dtype=torch.float32, labels=None, **options):
+    leaf, logits, all_labels, dy = shard(group, parts, dtype)
+    labels = all_labels if labels is None else labels.to(all_labels.device)
+    y = onepass.cross_entropy(logits, labels, group, **options)
+    y.backward(dy if y.dim() else dy[0, 0])
+    with torch.no_grad():
+        alone = onepass.cross_entropy(leaf, labels, group, **options)
+    return {"y": y.detach(), "dlogits": leaf.grad, "again": torch.equal(alone, y)}
+
+
+def nothing(group, parts, way):
+    leaf = torch.ones(0, parts[group.rank()], requires_grad=True)
+    y = onepass.cross_entropy(leaf, torch.ones(0, dtype=torch.int64), group, backend=way)
+    y.backward()
+    return y.detach(), leaf.grad.shape
+
+
+def compiled(group, parts, **options):
+    leaf, _, labels, dy = shard(group, parts)
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda x, y: onepass.cross_entropy(x * 1, y, group, **options) * 1, backend="aot_eager", fullgraph=True
+    )
+    y = function(leaf, labels)
+    y.backward(dy[0, 0])
+    return {"y": y.detach(), "dlogits": leaf.grad, "again": True}
+
+
+def sent(group, parts):
+    """The sizes of what is sent, forward and backward."""
+    _, logits, labels, _ = shard(group, parts)
+    sizes = {"forward": [], "backward": []}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "c10d_functional" in str(function) and "wait" not in str(function):
+                sizes[now].append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    now = "forward"
+    with Watch():
+        y = onepass.cross_entropy(logits, labels, group)
+    now = "backward"
+    with Watch():
+        y.backward()
+    return sizes
+
+
+def errors(group, parts):
+    _, logits, labels, _ = shard(group, parts)
+    said = []
+
+    def attempt(function):
+        try:
+            function()
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    if logits.device.type == "cpu":
+        attempt(lambda: onepass.cross_entropy(logits, labels + V, group))
+    with onepass.validate():
+        attempt(lambda: onepass.cross_entropy(logits, labels + V, group))
+    attempt(lambda: torch.func.grad(lambda x: onepass.cross_entropy(x, labels, group))(logits.detach()))
+    said.append(str(onepass.explain("cross_entropy", logits, labels, group)))
+    return said

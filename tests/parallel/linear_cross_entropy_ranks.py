@@ -1,0 +1,238 @@
+"""What the ranks of tests/parallel/test_linear_cross_entropy.py do together; what each found is saved for the tests."""
+
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import drawn, join
+from torch import nn
+
+import onepass
+from onepass.ops.linear_cross_entropy import head, passes, steps
+from onepass.ops.linear_cross_entropy.plan import Plan
+from onepass.parallel import DeferredWgrad
+
+N, D = 24, 16
+VOCABULARY = {2: (50, 27), 4: (40, 0, 25, 12)}  # each rank's part
+UPSTREAM = 1.7
+WAYS = {  # name: way, tokens at a time, columns at a time
+    "keep": ("keep", N, 1000),
+    "forward": ("forward", 8, 1000),
+    "forward, one chunk": ("forward", N, 1000),
+    "promised": ("promised", 8, 1000),
+    "again": ("again", 8, 1000),
+    "blocks": ("again", N, 16),
+    "blocks of chunks": ("again", 8, 16),
+}
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2},
+    "none": {"reduction": "none", "softcap": 5.0, "logit_scale": 0.5},
+}
+
+
+def whole(dtype=torch.float32):
+    """hidden, the whole weight and bias, labels (one of them ignored) and token weights."""
+    generator = torch.Generator().manual_seed(0)
+    size = sum(VOCABULARY[2])
+    hidden = drawn(torch.randn, N // 4, 4, D, generator=generator).to(dtype)
+    weight = (0.5 * drawn(torch.randn, size, D, generator=generator)).to(dtype)
+    bias = drawn(torch.randn, size, generator=generator).to(dtype)
+    labels = drawn(torch.randint, 0, size, (N // 4, 4), generator=generator)
+    labels[1, 2] = -100
+    return hidden, weight, bias, labels, drawn(torch.rand, N // 4, 4, generator=generator)
+
+
+def run(rank, ranks, folder, backend):
+    """What a spawned process runs: every scenario, in one order."""
+    join(rank, ranks, folder, backend)
+    group, found = dist.group.WORLD, {}
+    with onepass.use_backend("torch" if backend == "gloo" else "triton"):
+        for scenario in (ways, half_precision, main_grad, stats, deferred, compiled, told_apart, overlapped, bad):
+            found[scenario.__name__] = scenario(rank, ranks, group)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def part(whole_of_it, rank, ranks):
+    first = sum(VOCABULARY[ranks][:rank])
+    return whole_of_it[first : first + VOCABULARY[ranks][rank]]
+
+
+def inputs(rank, ranks, sequence, dtype=torch.float32):
+    """This rank's: hidden, weight and bias ask for gradients."""
+    hidden, weight, bias, labels, weights = whole(dtype)
+    rows = hidden.chunk(ranks)[rank] if sequence and hidden.shape[0] % ranks == 0 else hidden
+    if sequence and hidden.shape[0] % ranks:
+        rows = hidden.reshape(N, D).chunk(ranks)[rank]
+        labels, weights = labels.reshape(N), weights.reshape(N)
+    rows = rows.clone().requires_grad_()
+    return rows, nn.Parameter(part(weight, rank, ranks).clone()), nn.Parameter(part(bias, rank, ranks).clone()), labels, weights
+
+
+def forced(way):
+    """A plan that is not the planner's."""
+
+    def plan(asked, machine):
+        name, rows, columns = WAYS[way]
+        return Plan(name, min(rows, asked.N), min(columns, asked.V), 1, 1, 0.0, 0)
+
+    return mock.patch.object(steps, "plan_of", plan)
+
+
+def call(rank, ranks, group, sequence, dtype=torch.float32, main=None, **options):
+    hidden, weight, bias, labels, weights = inputs(rank, ranks, sequence, dtype)
+    for parameter in (weight, bias):
+        if main is not None:
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=main, device=parameter.device)
+    loss = onepass.linear_cross_entropy(
+        hidden, weight, labels, group, sequence_parallel=sequence, bias=bias, token_weight=weights, **options
+    )
+    return loss, hidden, weight, bias
+
+
+def grads(loss, hidden, weight, bias):
+    loss.backward(torch.full_like(loss, UPSTREAM), retain_graph=True)
+    return {"loss": loss.detach(), "hidden": hidden.grad.clone(), "weight": weight.grad.clone(), "bias": bias.grad.clone()}
+
+
+def ways(rank, ranks, group):
+    """Each way, by each reduction, with the sequence divided or not; twice."""
+    found = {}
+    for way in WAYS:
+        for name, options in OPTIONS.items():
+            for sequence in (False, True):
+                if way.startswith("forward") and name == "none":
+                    continue
+                more = {"grad_scale": UPSTREAM} if way == "promised" else {}
+                with forced(way):
+                    made = call(rank, ranks, group, sequence, **options, **more)
+                    found[way, name, sequence] = grads(*made)
+                    if way != "promised":
+                        first = [t.grad.clone() for t in made[1:]]
+                        made[0].backward(torch.full_like(made[0], UPSTREAM))
+                        found[way, name, sequence]["again"] = [t.grad - one for t, one in zip(made[1:], first, strict=True)]
+    return found
+
+
+def half_precision(rank, ranks, group):
+    return {sequence: grads(*call(rank, ranks, group, sequence, torch.bfloat16)) for sequence in (False, True)}
+
+
+def main_grad(rank, ranks, group):
+    """Two microbatches, the second of which promises."""
+    _, *made = call(rank, ranks, group, True, main=torch.float32)
+    hidden, weight, bias = made
+    labels, weights = inputs(rank, ranks, True)[3:]
+    for more in ({}, {"grad_scale": 1.0}):
+        loss = onepass.linear_cross_entropy(
+            hidden, weight, labels, group, sequence_parallel=True, bias=bias, token_weight=weights, **more
+        )
+        loss.backward()
+    return {"hidden": hidden.grad / 2, "weight": weight.main_grad / 2, "bias": bias.main_grad / 2, "own": weight.grad}
+
+
+def stats(rank, ranks, group):
+    """All statistics, differentiated."""
+    hidden, weight, bias, labels, _ = inputs(rank, ranks, False)
+    loss, known = onepass.linear_cross_entropy(hidden, weight, labels, group, "none", bias=bias, return_stats=True)
+    generator = torch.Generator().manual_seed(1)
+    incoming = [drawn(torch.randn, labels.shape, generator=generator) for _ in range(4)]
+    torch.autograd.backward((loss, *known[:3]), incoming)
+    known = [loss.detach(), *(t.detach() for t in known)]
+    return {"known": known, "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+
+
+def deferred(rank, ranks, group):
+    found = {}
+    for sequence in (False, True):
+        hidden, weight, _, labels, _ = inputs(rank, ranks, sequence)
+        weight.main_grad, later = torch.zeros_like(weight), DeferredWgrad()
+        loss = onepass.linear_cross_entropy(hidden, weight, labels, group, sequence_parallel=sequence, deferred=later)
+        loss.backward()
+        empty = not weight.main_grad.any()
+        later.flush()
+        found[sequence] = {"hidden": hidden.grad, "weight": weight.main_grad, "empty": empty}
+    return found
+
+
+def compiled(rank, ranks, group):
+    if ranks == 4:
+        return {}
+    found = {}
+    for sequence in (False, True):
+        torch._dynamo.reset()
+        hidden, weight, bias, labels, _ = inputs(rank, ranks, sequence)
+        function = partial(onepass.linear_cross_entropy, tp_group=group, sequence_parallel=sequence, bias=bias)
+        loss = torch.compile(function, fullgraph=True, backend="aot_eager")(hidden, weight, labels)
+        loss.backward()
+        found[sequence] = {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+    return found
+
+
+def told_apart(rank, ranks, group):
+    """A label that is no token's is found out on no rank alone: its row is NaN on all, and has no gradient. All ignored: 0."""
+    hidden, weight, _, labels, _ = inputs(rank, ranks, False)
+    labels[0, 0] = 10**6
+    wrong = onepass.linear_cross_entropy(hidden, weight, labels, group, "none")
+    wrong.sum().backward()
+    row = hidden.grad[0, 0].clone()
+    ignored = onepass.linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), group)
+    hidden.grad = weight.grad = None
+    ignored.backward()
+    none = not (hidden.grad.any() or weight.grad.any())
+    return {"wrong": wrong.detach(), "row": row, "ignored": ignored.detach(), "none": none}
+
+
+def overlapped(rank, ranks, group):
+    """In what order chunks' products are made, and rows' statistics and gradients sent and waited for."""
+    happened = []
+
+    class Watched:
+        def __init__(self, pending, name):
+            self.pending, self.name = pending, name
+
+        def wait(self):
+            happened.append(f"wait {self.name}")
+            return self.pending.wait()
+
+    def watch(name, start):
+        def started(*args):
+            happened.append(f"start {name}")
+            return Watched(start(*args), name)
+
+        return started
+
+    def product(*args):
+        happened.append("product")
+        return real(*args)
+
+    real = head._product
+    with (
+        mock.patch.object(passes, "gathered_parts", watch("statistics", passes.gathered_parts)),
+        mock.patch.object(head, "start_all_gather", watch("hidden", head.start_all_gather)),
+        mock.patch.object(passes, "start_reduce_scatter", watch("gradient", passes.start_reduce_scatter)),
+        mock.patch.object(head, "_product", product),
+        forced("forward"),
+    ):
+        call(rank, ranks, group, True)
+    return happened
+
+
+def bad(rank, ranks, group):
+    """What is said, before anything is sent."""
+    hidden, weight, _, labels, _ = inputs(rank, ranks, True)
+    said = []
+
+    def attempt(*args, **options):
+        try:
+            onepass.linear_cross_entropy(*args, **options)
+            said.append("")
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+
+    attempt(hidden, weight, labels[:2], group, sequence_parallel=True)
+    attempt(hidden, weight, labels, "tp")
+    attempt(hidden[..., :4], weight, labels, group, sequence_parallel=True)
+    return said
