@@ -177,10 +177,10 @@ _CALLS = {
         partial(_loss_tensors, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
     ),
     "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
+    "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
     "linear_cross_entropy": Sample(
         partial(_loss_tensors, ((37, 61), (203, 61))), linear_cross_entropy_reference, {"reduction": "none", "logit_scale": 0.2}
     ),
-    "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
     "norm_linear": Sample(partial(_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
     "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),
 }

@@ -3,8 +3,8 @@
 Time      is that of three products of the operands, so a copy says nothing: forward and backward are set against those, made
           by cuBLAS with nothing between them. That floor computes no loss: it is measured, and not judged.
 Bytes     forward reads the hidden states and the weight; backward reads them and writes their gradients. No logits are needed.
-Asked for the gradients of hidden states and of the weight, in "mean" returned, in "main_grad" the weight's in an fp32 main_grad,
-          by .backward() as in training. There `grad_scale` promises what comes back, so that nothing has to wait.
+Asked for the gradients of hidden states and of the weight: in "mean" returned, in "main_grad" the weight's in an fp32 main_grad,
+          by .backward() as in training; in "grad_scale" the same, and ours knows what comes back, so that nothing has to wait.
 Peers     eager: F.cross_entropy of F.linear, with logits as they are or in fp32; torch.compile: the latter.
           F.linear_cross_entropy: in chunks, as PyTorch chooses them; without its options it is eager code.
           Liger, CCE and QuACK: as they are by default, but QuACK's products as they are without tuning.
@@ -31,9 +31,9 @@ from onepass.runtime.backend import explain
 OP = "linear_cross_entropy"
 _GPU = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
 _SHAPES = Shapes(
-    full=[(variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU],
+    full=[(variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU] + [("grad_scale", *_GPU[0])],
     small=[("mean", 4096, 2048, 32000), ("main_grad", 4096, 2048, 32000)],
-    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096)],
+    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096), ("grad_scale", 128, 64, 4096)],
     cpu_small=[("mean", 64, 64, 1024), ("main_grad", 64, 64, 1024)],
 )
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -53,12 +53,12 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     tokens, inner, vocabulary = case.shape
     random = random_of(case, device, generator)
     weight = Parameter(random(vocabulary, inner).mul_(inner**-0.5))
-    if case.variant == "main_grad":
+    if case.variant != "mean":
         give_main_grad(weight)
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
     tensors = {"hidden": random(tokens, inner).requires_grad_(), "weight": weight, "labels": labels}
     return Inputs(
-        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=case.variant == "main_grad",
+        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=case.variant != "mean",
         summed=frozenset({"loss"}), row_elements=vocabulary,
     )  # fmt: skip
 
@@ -82,11 +82,7 @@ def _formula(case: Case) -> Call:
 
 
 def _ours(case: Case) -> Call:
-    return _called(linear_cross_entropy)
-
-
-def _promised(case: Case) -> Call:
-    return _called(partial(linear_cross_entropy, grad_scale=1.0))
+    return _called(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
 
 
 class _Products(torch.autograd.Function):
@@ -154,10 +150,8 @@ def _quack(case: Case) -> Call:
 
 
 def _contenders(case: Case) -> list[Contender]:
-    found = [Contender("onepass", _ours, ours=True)]
-    if case.variant == "main_grad":
-        found.append(Contender("onepass grad_scale", _promised, ours=True))
-    found += [
+    found = [
+        Contender("onepass", _ours, ours=True),
         Contender("three products", _products, floor=True),
         Contender("eager", lambda case: _called(_rounded_loss)),
         Contender("eager fp32 logits", lambda case: _called(_wide_loss)),

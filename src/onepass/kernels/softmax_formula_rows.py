@@ -30,7 +30,7 @@ def _places(labels: Tensor, terms: Terms, first: int, V: int, place: Tensor | No
     return torch.where(mine, column, 0), mine, counts
 
 
-_BLOCK, _LARGE_BLOCK = 1 << 18, 1 << 26  # logits taken at a time, on a CPU, whose caches hold them, and elsewhere
+_BLOCK, _LARGE_BLOCK = 1 << 19, 1 << 26  # logits taken at a time, on a CPU, whose caches hold them, and elsewhere
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
