@@ -76,7 +76,8 @@ def _others(case: tuple[int, int, int]) -> Iterator[tuple[str, Way]]:
     yield "eager, bf16 logits", Way(lambda h, w, y: F.cross_entropy(h @ w.t(), y))
     yield "torch.compile", Way(torch.compile(eager, dynamic=False))
     if hasattr(F, "linear_cross_entropy"):
-        yield "F.linear_cross_entropy", Way(lambda h, w, y: F.linear_cross_entropy(h, w, y))  # type: ignore[attr-defined]
+        chunked = torch.nn.LinearCrossEntropyOptions()  # without them it is eager code
+        yield "F.linear_cross_entropy", Way(lambda h, w, y: F.linear_cross_entropy(h, w, y, options=chunked))
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
 

@@ -79,7 +79,6 @@ MUTANTS = {  # name: what is there, what stands there instead, the case that cat
 }  # fmt: skip
 AT_ONCE = Case("promised", "mean", FP32, (9,), smoothing=0.2, z_loss=0.1, full=True)
 LONG = Case("promised", "sum", FP32, (3,), V=9001, smoothing=0.1, softcap=3.0)
-HELD = Case("forward", "mean", BF16, (2,), D=32, V=40003)
 FIRSTS = Case(("loss", ALL, 64), "sum", FP32, (8,), full=True, frozen="hidden weight")
 PARTS = Case(("again", 5, 64), "sum", FP32, (7,), V=130, full=True, smoothing=0.1)
 KERNEL_MUTANTS = {
@@ -91,7 +90,6 @@ KERNEL_MUTANTS = {
     "both: what is read again is not counted": ("    for begin in range(0, again, BLOCK):\n", "    for begin in range(BLOCK, again, BLOCK):\n", LONG),
     "both: what is read again is not written": ("        for back in range(0, AGAIN, BLOCK):\n", "        for back in range(BLOCK, AGAIN, BLOCK):\n", LONG),
     "both: written backwards a piece too far": ("columns = AGAIN - BLOCK - back + lanes", "columns = AGAIN - back + lanes", LONG),
-    "both: what is held in another's place": ("x = still_packed(held[i])", "x = still_packed(held[0])", HELD),
     "both: columns past the row count": ("        z = tl.where(columns < W, z, float(\"-inf\"))\n    return tl.reshape", "        z = z\n    return tl.reshape", AT_ONCE),
     "both: the label's column left out": ("        tl.store(out_ptr + label, d)\n", "", AT_ONCE),
     "both: ignored rows are left as they are": ("tl.store(out_ptr + begin + lanes, tl.zeros([BLOCK], tl.float32), mask=begin + lanes < ROOM)", "pass", AT_ONCE),

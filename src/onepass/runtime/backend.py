@@ -33,7 +33,7 @@ class Op:
     check: Callable[..., Any]  # raises where the arguments are wrong
     unsupported: Callable[..., Reason]  # why the kernels can't take this call
     variant: Callable[..., str]  # which kernels would run, with what tiles, and why
-    formula: Callable[..., str] | None  # what "torch" does, where that is more than the formula
+    formula: Callable[..., str] | None = None  # what "torch" does, where that is more than the formula
     others: dict[str, Backend] = field(default_factory=dict)
 
 
