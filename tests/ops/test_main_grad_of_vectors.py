@@ -377,8 +377,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, a case
     ),
     "dweight and dbias exchanged": (NORM, "dweight, dbias = into", "dbias, dweight = into", ("layer_norm", "rows")),
     "zeros in the place of main_grad": (
-        "runtime.main_grad",
-        "if main_grad is None else _place(main_grad, wanted)",
+        "runtime.main_grad_vectors",
+        "if main_grad is None else place_for(main_grad, wanted)",
         "if True else main_grad",
         ("rms_norm", "rows"),
     ),
