@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.cross_entropy as room
-from onepass.kernels import losses
+from onepass.kernels import losses, softmax_formula_rows
 from onepass.runtime.lang import triton
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
@@ -88,7 +88,8 @@ def test_against_fp64(case):
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_torch_backend_against_fp64_in_blocks(case, monkeypatch):
-    monkeypatch.setattr(room, "_BLOCK", {DEVICE: 2 * case.V + 1})
+    for name in ("_BLOCK", "_LARGE_BLOCK"):
+        monkeypatch.setattr(softmax_formula_rows, name, 2 * case.V + 1)
     report = judge_case(room, case, backend="torch")
     assert report, report
 

@@ -6,7 +6,7 @@ from ops.cross_entropy_oracle import BF16, FP32, Case, cases, judge_case
 import onepass.ops.cross_entropy as room
 
 pytest.importorskip("triton")
-from onepass.kernels import losses, softmax_rows
+from onepass.kernels import losses, softmax_formula_rows, softmax_rows
 from onepass.testing.mutants import mutate
 
 SLICED = Case((4,), 2111, FP32, "none", 0.3, over=True, layout="sliced")
@@ -20,9 +20,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the case 
     "smoothing forgotten in backward": (room, "dlogits = _gradient(logits, labels, place, lse, g, terms,", "dlogits = _gradient(logits, labels, place, lse, g, terms._replace(smoothing=0.0),", MEAN, "triton"),
     "scale of the mean forgotten in backward": (room, "ctx.save_for_backward(logits, flat, lse, scale, place)", "ctx.save_for_backward(logits, flat, lse, None, place)", MEAN, "triton"),
     "loss of 16 bits": (room, "return loss, flat, lse, scale, place", "return loss.to(logits.dtype).float(), flat, lse, scale, place", PLAIN, "triton"),
-    "the last block of rows lost": (room, "range(0, max(rows, 1), step)", "range(0, max(rows - step, 1), step)", PLAIN, "torch"),
-    "each block has the first one's labels": (room, "softmax_formula_rows.gradient(x[b], out[b], labels[b]", "softmax_formula_rows.gradient(x[b], out[b], labels[: len(x[b])]", PLAIN, "torch"),
-    "blocks one beside the other": (room, "torch.cat(parts, -1)", "torch.cat(parts, 0)", PLAIN, "torch"),
+    "the last block of rows lost": (softmax_formula_rows, "range(0, max(rows, 1), step)", "range(0, max(rows - step, 1), step)", PLAIN, "torch"),
+    "each block has the first one's labels": (softmax_formula_rows, "_gradient(x[rows], out[rows], labels[rows]", "_gradient(x[rows], out[rows], labels[: len(x[rows])]", PLAIN, "torch"),
+    "blocks one beside the other": (softmax_formula_rows, "torch.cat(parts, -1)", "torch.cat(parts, 0)", PLAIN, "torch"),
     "a mean over the ignored too": (losses, "inverse(kept_weight(labels, terms, token_weight, dtype))", "inverse(kept_weight(labels * 0, terms, token_weight, dtype))", MEAN, "torch"),
     "the kernel's mean over the ignored too": (losses, "kept += tl.where(counts, 1.0, 0.0)", "kept += tl.where(rows < M, 1.0, 0.0)", MEAN, "triton"),
     "a sum divided": (losses, 'scale = losses.new_empty(()) if reduction == "mean" else None', "scale = losses.new_empty(())", SUM, "triton"),
@@ -35,7 +35,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the case 
 
 def judged(mutant, case, backend):
     if backend == "torch":
-        mutant._BLOCK["cpu"] = mutant._LARGE_BLOCK = 2 * case.V
+        rows = mutant.softmax_formula_rows
+        rows._BLOCK = rows._LARGE_BLOCK = 2 * case.V
     return judge_case(mutant, case, backend=backend)
 
 

@@ -13,7 +13,6 @@ Kernels  kernels/softmax_rows.py: linear_cross_entropy shares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,8 +48,6 @@ from onepass.runtime.lang import no_triton
 from onepass.runtime.layout import as_rows
 
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
-_BLOCK = {"cpu": 1 << 20}  # logits that PyTorch takes at a time: what it widens stays in the caches, and is never of their size
-_LARGE_BLOCK = 1 << 26  # on other devices
 
 
 def cross_entropy_reference(
@@ -67,7 +64,12 @@ def cross_entropy_reference(
     return reduced(row_losses(logits, labels, terms).loss, labels, terms, None, reduction)
 
 
-# ---- rows: by the kernels, or by PyTorch over blocks of them ----
+# ---- rows: by the kernels, or by PyTorch ----
+
+
+def _rows(native: bool) -> Any:
+    """Whose statistics and gradients."""
+    return softmax_rows if native else softmax_formula_rows
 
 
 def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
@@ -76,25 +78,16 @@ def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
     return x if x.dim() == 2 else x.view(logits.shape[:-1].numel(), logits.shape[-1]), x is not logits
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
-    rows, columns = x.shape
-    step = max(1, _BLOCK.get(x.device.type, _LARGE_BLOCK) // max(1, columns))
-    yield from (slice(first, first + step) for first in range(0, max(rows, 1), step))
-
-
 def _statistics(logits: Tensor, labels: Tensor, place: Tensor | None, terms: Terms, native: bool) -> Tensor:
     """[parts, PLANES, rows]."""
     x, _ = _matrix(logits)
     V = 0 if place is not None else x.shape[1]
-    if native:
-        return softmax_rows.statistics(x, labels, terms, False, 0, V, place)
-    parts = [softmax_formula_rows.statistics(x[b], labels[b], terms, False, 0, V, place) for b in _blocks(x)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return _rows(native).statistics(x, labels, terms, False, 0, V, place)  # type: ignore[no-any-return]
 
 
 def _finished(parts: Tensor, labels: Tensor, place: Tensor | None, V: int, terms: Terms, native: bool) -> tuple[Tensor, Tensor]:
     """Each row's loss and logsumexp."""
-    found = (softmax_rows if native else softmax_formula_rows).finished(parts, labels, terms, False, V, place)
+    found = _rows(native).finished(parts, labels, terms, False, V, place)
     return found.loss, found.logsumexp
 
 
@@ -115,11 +108,7 @@ def _gradient(
     x, copied = _matrix(logits)
     out = x if over or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     V = 0 if place is not None else x.shape[1]
-    if native:
-        softmax_rows.gradient(x, out, labels, terms, lse, None, Incoming(g), 0, V, place)
-    else:
-        for b in _blocks(x):
-            softmax_formula_rows.gradient(x[b], out[b], labels[b], terms, lse[b], None, Incoming(g[b]), 0, V, place)
+    _rows(native).gradient(x, out, labels, terms, lse, None, Incoming(g), 0, V, place)
     return out if out.dim() == logits.dim() else out.view(logits.shape)
 
 
