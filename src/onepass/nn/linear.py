@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,11 +30,11 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias, deferred=self.deferred)
 
 
-def check_input(x: Tensor, size: int, name: str) -> None:
+def check_input(x: Tensor, size: int, name: str, said: str = "x") -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, but is a {type(x).__name__}")
+        raise TypeError(f"{said} must be a tensor, but is a {type(x).__name__}")
     if x.shape[-1:] != (size,):
-        raise ValueError(f"x's last dimension must be {size}, {name}, but x has shape {tuple(x.shape)}")
+        raise ValueError(f"{said}'s last dimension must be {size}, {name}, but {said} has shape {tuple(x.shape)}")
 
 
 class _ParallelLinear(DividedParameters):
@@ -65,19 +64,11 @@ class _ParallelLinear(DividedParameters):
 
     def reset_parameters(self) -> None:
         """As the undivided layer starts. With an init_method it makes the weight, and the bias is zeros, as in Megatron."""
-        if self.weight is not None:
-            self.start("weight", self.init_method or _as_torch)
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.input_size)
-            self.start("bias", nn.init.zeros_ if self.init_method else lambda bias: nn.init.uniform_(bias, -bound, bound))
+        self.start_as_linear(self.input_size, self.init_method)
 
     def extra_repr(self) -> str:
         said = [f"{self.input_size}", f"{self.output_size}", f"bias={self.bias is not None}", f"tp={self.ranks}"]
         return ", ".join(said + [f"{name}=True" for name in self._flags if getattr(self, name)])
-
-
-def _as_torch(weight: Tensor) -> None:
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from onepass.kernels.cross_entropy_formula import Terms, finished_logits
 from onepass.kernels.losses import check_reduction, check_terms
-from onepass.nn.linear import Init
+from onepass.nn.linear import Init, check_input
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.ops.linear import linear
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
@@ -93,11 +92,7 @@ class LinearCrossEntropy(DividedParameters):
 
     def reset_parameters(self) -> None:
         """As the undivided layer starts."""
-        if self.weight is not None:
-            self.start("weight", self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5))))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.hidden_size)
-            self.start("bias", nn.init.zeros_ if self.init_method else lambda bias: nn.init.uniform_(bias, -bound, bound))
+        self.start_as_linear(self.hidden_size, self.init_method)
 
     def forward(
         self,
@@ -117,7 +112,7 @@ class LinearCrossEntropy(DividedParameters):
             token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
             weight: this rank's part of another weight, used instead of the module's own.
         """
-        self._check(hidden)
+        check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         return linear_cross_entropy(
             hidden,
             self._weight(weight),
@@ -145,7 +140,7 @@ class LinearCrossEntropy(DividedParameters):
         In hidden's type, to which the products are rounded whatever logits_dtype is: what must not be rounded is in the stats
         of a loss. With sequence_parallel they are of the whole sequence.
         """
-        self._check(hidden)
+        check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(
             hidden,
             self._weight(weight),
@@ -160,14 +155,6 @@ class LinearCrossEntropy(DividedParameters):
             y = finished_logits(y.to(torch.promote_types(y.dtype, torch.float32)), terms).to(y.dtype)
         ranges = [range_of(self.vocab_size, rank, self.ranks) for rank in range(self.ranks)]
         return gather_last(y, self.tp_group, sizes=[last - first for first, last in ranges])
-
-    def _check(self, hidden: Tensor) -> None:
-        if not isinstance(hidden, Tensor):
-            raise TypeError(f"hidden must be a tensor, but is a {type(hidden).__name__}")
-        if hidden.shape[-1:] != (self.hidden_size,):
-            raise ValueError(
-                f"hidden's last dimension must be {self.hidden_size}, hidden_size, but hidden has shape {tuple(hidden.shape)}"
-            )
 
     def _weight(self, given: Tensor | None) -> Tensor:
         weight = self.weight if given is None else given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,6 +96,14 @@ class DividedParameters(MarkedParameters):
         whole = parameter.new_empty(whole_shape(parameter, division))
         init(whole)
         parameter.copy_(part_of(whole, division, self.rank, self.ranks))
+
+    def start_as_linear(self, inputs: int, init: Callable[[Tensor], Any] | None) -> None:
+        """weight and bias as torch.nn.Linear's; with an init it makes the weight, and the bias is zeros, as in Megatron."""
+        if getattr(self, "weight", None) is not None:
+            self.start("weight", init or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5))))
+        if getattr(self, "bias", None) is not None:
+            bound = 1 / math.sqrt(inputs)
+            self.start("bias", nn.init.zeros_ if init else lambda bias: nn.init.uniform_(bias, -bound, bound))
 
     def mark_parameters(self) -> None:
         super().mark_parameters()
