@@ -50,8 +50,8 @@ def _tile_columns(tile, W: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
 
 
 @device_function
-def _load_tile(x_ptr, row, X_ROW, columns, room, POLICY: tl.constexpr):
-    return tl.load(x_ptr + row * X_ROW + columns, mask=room, other=0.0, eviction_policy=POLICY)
+def _load_tile(x_ptr, row, X_ROW, columns, room):
+    return tl.load(x_ptr + row * X_ROW + columns, mask=room, other=0.0)
 
 
 @device_function
@@ -108,7 +108,7 @@ def _statistics_kernel(
     label, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
     needed = there if FULL else counts
-    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & needed, ""), scale, cap, SCALED, CAPPED)
+    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & needed), scale, cap, SCALED, CAPPED)
     largest, total, logits, surprise, first = _statistics(z, columns, within & needed, SMOOTHED, FULL, EXACT)
     target = _label_logit(x_ptr, row, X_ROW, counts, label, tile, scale, cap, W, TILE, SCALED, CAPPED)
     store_statistics(
@@ -210,7 +210,7 @@ def _gradient_kernel(
         b = -tl.load(dentropy_ptr + row, mask=there, other=0.0)
         a += b * (tl.load(entropy_ptr + row, mask=there, other=0.0) - lse)
         needed = there
-    x = _load_tile(x_ptr, row, X_ROW, columns, room & needed, "")
+    x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
     s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)

@@ -10,9 +10,9 @@ from torch import Tensor
 from onepass.kernels.cross_entropy_formula import RowLosses, reduced
 from onepass.kernels.losses import mean_scale, row_gradient
 from onepass.kernels.softmax_rows import Incoming
-from onepass.ops.linear_cross_entropy.head import of_whole_rows, whole_rows
+from onepass.ops.linear_cross_entropy.head import of_whole_rows, whole_rows, wide_type
 from onepass.ops.linear_cross_entropy.passes import Gradients, gradients_again
-from onepass.ops.linear_cross_entropy.steps import Call, Rows, first_step, head_of, made_again, plan_call, wide_type
+from onepass.ops.linear_cross_entropy.steps import Call, Rows, first_step, head_of, made_again, plan_call
 from onepass.ops.linear_cross_entropy.traced import traced_backward, traced_forward, traced_way
 from onepass.parallel.product import leave_graph, postponed
 from onepass.parallel.vocabulary import vocab_place

@@ -26,6 +26,11 @@ _EVEN = 8  # sizes of products that are multiples of it run at full speed
 _CPU_COLUMNS = 4096  # of the vocabulary that are widened at a time, where a CPU can't sum 16-bit products in fp32
 
 
+def wide_type(t: Tensor) -> torch.dtype:
+    """What its sums are made in."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
 class Spread(NamedTuple):
     """The ranks that share the vocabulary, of which there are several."""
 
@@ -147,7 +152,7 @@ def of_whole_rows(x: Tensor, columns: int) -> Logits:
 def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
     """Room for logits, and for their gradient where it has another type."""
     apart = ceil_div(columns, _APART) * _APART
-    kind = torch.promote_types(head.hidden.dtype, torch.float32) if head.wide else head.hidden.dtype
+    kind = wide_type(head.hidden) if head.wide else head.hidden.dtype
     x = head.hidden.new_empty(rows, apart, dtype=kind)
     return x, None if kind == head.hidden.dtype else head.hidden.new_empty(rows, apart)
 

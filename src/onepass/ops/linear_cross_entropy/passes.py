@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepass.kernels.cross_entropy_formula import RowLosses
 from onepass.kernels.softmax_rows import Incoming
-from onepass.ops.linear_cross_entropy.head import Chunks, Head, Logits, hidden_gradient, make_logits, new_buffer
+from onepass.ops.linear_cross_entropy.head import Chunks, Head, Logits, hidden_gradient, make_logits, new_buffer, wide_type
 from onepass.ops.linear_cross_entropy.plan import Plan
 from onepass.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from onepass.parallel.vocabulary import gathered_parts
@@ -29,7 +29,7 @@ class Found:
     """Room for what is known of all rows."""
 
     def __init__(self, head: Head, full: bool) -> None:
-        kind = torch.promote_types(head.hidden.dtype, torch.float32)
+        kind = wide_type(head.hidden)
         kinds = (kind, kind, kind, kind, torch.bool) if full else (kind, kind)
         self.rows = RowLosses(*(head.hidden.new_empty(head.tokens, dtype=each) for each in kinds))
 
@@ -108,10 +108,10 @@ class _HiddenSum:
 
     def __init__(self, head: Head, chunks: Chunks, into: Tensor | None, blocks: int) -> None:
         self.head, self.chunks, self.into, self.blocks = head, chunks, into, blocks
-        self.added, self.sums = 0, None
+        self.sums = None
         self.under_way: list[tuple[slice, Pending]] = []
-        if into is not None and blocks > 1 and (head.spread is not None or into.dtype != _wide(into)):
-            self.sums = into.new_empty(head.tokens, into.shape[1], dtype=_wide(into))
+        if into is not None and blocks > 1 and (head.spread is not None or into.dtype != wide_type(into)):
+            self.sums = into.new_empty(head.tokens, into.shape[1], dtype=wide_type(into))
 
     def add(self, chunk: slice, logits: Logits, block: int) -> None:
         if self.into is None:
@@ -152,8 +152,8 @@ class _WeightSum:
         self.bias = None if into.bias is None else into.bias[self.part]
         self.keep, self.begun = keep, False
         self.sums = self.weight
-        if self.weight is not None and len(chunks) > 1 and self.weight.dtype != _wide(self.weight):  # 16 bits are rounded once
-            self.sums, self.keep = torch.empty_like(self.weight, dtype=_wide(self.weight)), False
+        if self.weight is not None and len(chunks) > 1 and self.weight.dtype != wide_type(self.weight):
+            self.sums, self.keep = torch.empty_like(self.weight, dtype=wide_type(self.weight)), False  # 16 bits are rounded once
         self.add_at_end = keep
 
     def add(self, d: Tensor, hidden: Tensor) -> None:
@@ -172,10 +172,6 @@ class _WeightSum:
         if self.sums is not self.weight:
             assert self.sums is not None and self.weight is not None
             add_gradient(self.weight, self.sums, None, self.add_at_end)
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
 
 
 @contextmanager

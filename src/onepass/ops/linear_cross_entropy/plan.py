@@ -22,7 +22,6 @@ import torch
 
 from onepass.runtime.sizes import ceil_div
 
-WAYS = ("loss", "keep", "forward", "promised", "again")
 _PARTS = tuple(1 << i for i in range(13))  # equal ones: a last chunk of odd size costs as much as a whole one
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 256
 _PRICE, _PRICE_PROMISED = 2.0, 5.0  # of all of a device's memory, in times of the time: who promises wants little used

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.kernels.cross_entropy_formula import RowLosses, Terms
 from onepass.kernels.losses import row_gradient
 from onepass.kernels.softmax_rows import Incoming
-from onepass.ops.linear_cross_entropy.head import Head, Logits, Spread
+from onepass.ops.linear_cross_entropy.head import Head, Logits, Spread, wide_type
 from onepass.ops.linear_cross_entropy.passes import (
     Gradients,
     gradients_again,
@@ -70,10 +70,6 @@ def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, cal
     spread = None if call.group is None or rows.place is None else Spread(call.group, call.sequence, rows.place)
     bias = None if bias is None else cast(bias, call.product)
     return Head(tokens, cast(weight, call.product), bias, rows.labels, call.terms, call.wide, call.native, spread)
-
-
-def wide_type(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
 
 
 def first_step(

@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from onepass.kernels.cross_entropy_formula import RowLosses, Terms
 from onepass.kernels.softmax_rows import Incoming
+from onepass.ops.linear_cross_entropy.head import wide_type
 from onepass.ops.linear_cross_entropy.passes import Gradients
-from onepass.ops.linear_cross_entropy.steps import Call, Needs, Rows, first_step, made_again, plan_call, wide_type
+from onepass.ops.linear_cross_entropy.steps import Call, Needs, Rows, first_step, made_again, plan_call
 from onepass.runtime.dispatch import registered
 
 _CALL = (
