@@ -33,6 +33,18 @@ WAYS = {  # name: the plan's way, tokens and columns at a time; the last of each
     "both": ("again", 16, 64),
 }
 ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def whole_sums():
+    """cuBLAS may make a product of small matrices in parts, and add these in 16 bits, unless it is told not to."""
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+    yield
+    products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
+
+
 UPSTREAM = 1.75  # what comes back for the loss
 
 

@@ -369,8 +369,8 @@ def test_registered_ops_are_what_they_say(native):
         torch.library.opcheck(room._rows_op, (x, labels % 40, *said), test_utils=tests)
         torch.library.opcheck(room._part_op, (x, labels, place, *said), test_utils=tests)
         parts = torch.cat([room._part_op(x, labels, place, *said)] * 2)
-        torch.library.opcheck(room._finish_op, (parts, labels, place, *said), test_utils=tests)
-        _, lse = room._finish_op(parts, labels, place, *said)
+        torch.library.opcheck(room._finish_op, (parts, labels, place, x.dtype, *said), test_utils=tests)
+        _, lse = room._finish_op(parts, labels, place, x.dtype, *said)
         for where in (place, None):
             torch.library.opcheck(room._gradient_op, (x, labels, where, lse, lse, *said), test_utils=tests)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, nearly_equal, needs_triton
-from ops.linear_cross_entropy_oracle import (
+from ops.linear_cross_entropy_oracle import (  # noqa: F401
     ALL,
     BF16,
     DEVICE,
@@ -22,6 +22,7 @@ from ops.linear_cross_entropy_oracle import (
     reductions_of,
     taken,
     ways,
+    whole_sums,
 )
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

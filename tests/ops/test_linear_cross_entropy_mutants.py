@@ -70,7 +70,7 @@ MUTANTS = {  # name: what is there, what stands there instead, the case that cat
     "a mean over the ignored too": ("inverse(kept_weight(labels, terms, token_weight, dtype))", "inverse(kept_weight(labels * 0, terms, token_weight, dtype))", KEEP),
     "weights of the ignored count in the mean": ("torch.where(kept, token_weight.to(like), 0.0).sum()", "token_weight.to(like).sum()", WEIGHTED),
     # ---- rows, by PyTorch ----
-    "entropy's gradient without the entropy": ("a - incoming.entropy * (entropy - lse)", "a + incoming.entropy * lse", FULL),
+    "entropy's gradient without the entropy": ("a - incoming.entropy * entropy", "a", FULL),
     "a cap's derivative forgotten": ("    if terms.softcap:\n        d *=", "    if False:\n        d *=", Case("forward", softcap=3.0, scale=0.5)),
     "a scale's derivative forgotten": ("    if terms.scale != 1:\n        d *=", "    if False:\n        d *=", Case("again", scale=0.5)),
     "merged without their largest": ("(m - largest).exp())", "(m - m).exp())", BLOCKS),
@@ -79,12 +79,14 @@ MUTANTS = {  # name: what is there, what stands there instead, the case that cat
 }  # fmt: skip
 AT_ONCE = Case("promised", "mean", FP32, (9,), smoothing=0.2, z_loss=0.1, full=True)
 LONG = Case("promised", "sum", FP32, (3,), V=9001, smoothing=0.1, softcap=3.0)
+LONG_STATS = Case("promised", "sum", FP32, (3,), V=9001, full=True)
 FIRSTS = Case(("loss", ALL, 64), "sum", FP32, (8,), full=True, frozen="hidden weight")
 PARTS = Case(("again", 5, 64), "sum", FP32, (7,), V=130, full=True, smoothing=0.1)
 KERNEL_MUTANTS = {
-    "both: smoothing's part forgotten": ("a, s, t = g * (1.0 + 2.0 * z_loss * lse), -g * smoothing / W, g * (smoothing - 1.0)", "a, s, t = g * (1.0 + 2.0 * z_loss * lse), 0.0, g * (smoothing - 1.0)", AT_ONCE),
+    "both: smoothing's part forgotten": ("-g * smoothing / W, g * (smoothing - 1.0)", "0.0, g * (smoothing - 1.0)", AT_ONCE),
     "both: z_loss without its 2": ("a, s, t = g * (1.0 + 2.0 * z_loss * lse)", "a, s, t = g * (1.0 + z_loss * lse)", AT_ONCE),
-    "both: entropies under nothing": ("tl.sum(worth * surprise, 0) - most * sum_of_all", "tl.sum(worth * surprise, 0)", AT_ONCE),
+    "both: entropies under nothing": ("worth * (surprise + (largest - most) * total)", "worth * surprise", AT_ONCE),
+    "both: entropies of pieces under other maxima": ("before * (surprise + (largest - base) * total)", "before * surprise", LONG_STATS),
     "both: the last of the largest": ("tl.min(tl.where(largest == most, first, 2147483647), 0)", "tl.max(tl.where(largest == most, first, 0), 0) + 1", AT_ONCE),
     "both: groups that forget their largest": ("return most, total * before + tl.sum(e, 1)", "return most, total + tl.sum(e, 1)", LONG),
     "both: what is read again is not counted": ("    for begin in range(0, again, BLOCK):\n", "    for begin in range(BLOCK, again, BLOCK):\n", LONG),
@@ -96,8 +98,8 @@ KERNEL_MUTANTS = {
     "blocks: begin at the first column": ("return FIRST + tl.load(place_ptr), tl.load(place_ptr + 1)\n    else:\n        return FIRST, V", "return FIRST + tl.load(place_ptr), tl.load(place_ptr + 1)\n    else:\n        return FIRST * 0, V", PARTS),
     "blocks: the first largest counted from the block": ("surprise, first + begin, PLANES", "surprise, first, PLANES", FIRSTS),
     "merge: entropies not moved": ("now * (more + (m - most[None, :]) * sums)", "now * more", PARTS),
-    "entropy's gradient without z": ("d += tl.where(p > 0, p * b * z, 0.0)", "d += 0.0", PARTS),
-    "entropy's gradient without the entropy": ("a += b * (tl.load(entropy_ptr + row, mask=there, other=0.0) - lse)", "a -= b * lse", PARTS),
+    "entropy's gradient without z": ("d += tl.where(p > 0, p * b * above, 0.0)", "d += 0.0", PARTS),
+    "entropy's gradient without the entropy": ("a += b * tl.load(entropy_ptr + row, mask=there, other=0.0)", "a += 0.0", PARTS),
     "logsumexp's gradient of those that count": ("        a += tl.load(dlse_ptr + row, mask=there, other=0.0)", "        a += tl.load(dlse_ptr + row, mask=counts, other=0.0)", PARTS),
 }  # fmt: skip
 

@@ -21,13 +21,20 @@ class Terms(NamedTuple):
 
 
 class RowLosses(NamedTuple):
-    """Each row's loss and what else is known of it, in fp32 or wider; `correct` is bool. What was not asked for is None."""
+    """Each row's loss and what else is known of it, in fp32 or wider; `correct` is bool. What was not asked for is None.
+
+    logsumexp, where gradients are to be made of it, is of `lse_type`."""
 
     loss: Tensor
     logsumexp: Tensor
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
+
+
+def lse_type(logits: torch.dtype) -> torch.dtype:
+    """What the logsumexp of such logits is kept in: of several hundreds, fp32 would round away what fp32 logits still tell."""
+    return torch.float32 if logits.itemsize < 4 else torch.float64
 
 
 def finished_logits(product: Tensor, terms: Terms) -> Tensor:
@@ -50,7 +57,8 @@ def row_losses(product: Tensor, labels: Tensor, terms: Terms) -> RowLosses:
         loss = loss + terms.smoothing * (lse - z.mean(-1))
     if terms.z_loss:
         loss = loss + terms.z_loss * lse.square()
-    entropy = lse - (z.softmax(-1) * z).sum(-1)
+    p = z.softmax(-1)
+    entropy = lse - torch.where(p > 0, p * z, 0.0).sum(-1)
     correct = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
     return RowLosses(told(loss, kept, sound), lse, told(log_prob, kept, sound), entropy, correct)
 

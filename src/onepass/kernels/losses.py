@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,10 +87,14 @@ def look_at_labels(labels: Tensor, V: int, ignore_index: int) -> None:
 
 
 def mean_scale(
-    labels: Tensor, terms: Terms, reduction: str, dtype: torch.dtype, token_weight: Tensor | None = None
+    labels: Tensor, terms: Terms, reduction: str, dtype: torch.dtype, token_weight: Tensor | None = None, native: bool = False
 ) -> Tensor | None:
     """What a mean multiplies the sum by, and its incoming gradient too: 1 over what is kept, 0 where nothing is. Else None."""
-    return inverse(kept_weight(labels, terms, token_weight, dtype)) if reduction == "mean" else None
+    if reduction != "mean":
+        return None
+    if native and labels.shape[0] <= _MOST_ROWS:
+        return _reduced_natively(None, labels, terms, reduction, token_weight)[1]
+    return inverse(kept_weight(labels, terms, token_weight, dtype))
 
 
 def reduced_rows(
@@ -105,28 +110,27 @@ def reduced_rows(
 
 
 @kernel
-def _reduce_kernel(loss_ptr, labels_ptr, weight_ptr, reduced_ptr, scale_ptr, M, ignore, BLOCK: tl.constexpr):
-    """By one program, as there are few rows: always in the same order. A mean is asked for where its scale has a place."""
+def _reduce_kernel(labels_ptr, loss_ptr, weight_ptr, reduced_ptr, scale_ptr, M, ignore, BLOCK: tl.constexpr):
+    """By one program, as there are few rows: always in the same order. A mean is asked for where its scale has a place, and
+    only that scale where there are no losses."""
     total = tl.zeros([BLOCK], tl.float32)
     kept = tl.zeros([BLOCK], tl.float32)
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         counts = (rows < M) & (tl.load(labels_ptr + rows, mask=rows < M, other=0).to(tl.int64) != ignore)
-        loss = tl.load(loss_ptr + rows, mask=counts, other=0.0)
+        weight = tl.where(counts, 1.0, 0.0)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + rows, mask=counts, other=0.0).to(tl.float32)
-            total += tl.where(counts, loss * weight, 0.0)
-            kept += weight
-        else:
-            total += loss
-            kept += tl.where(counts, 1.0, 0.0)
-    result = tl.sum(total, 0)
+        kept += weight
+        if loss_ptr is not None:
+            total += tl.load(loss_ptr + rows, mask=counts, other=0.0) * weight
+    scale = 1.0
     if scale_ptr is not None:
         divisor = tl.sum(kept, 0)
         scale = tl.where(divisor == 0, 0.0, 1.0 / divisor)
         tl.store(scale_ptr, scale)
-        result *= scale
-    tl.store(reduced_ptr, result)
+    if loss_ptr is not None:
+        tl.store(reduced_ptr, tl.sum(total, 0) * scale)
 
 
 @lru_cache(64)
@@ -136,12 +140,12 @@ def _reduce_plan(ignore_index: int) -> Bound:
 
 
 def _reduced_natively(
-    losses: Tensor, labels: Tensor, terms: Terms, reduction: str, token_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    result = losses.new_empty(())
-    scale = losses.new_empty(()) if reduction == "mean" else None
-    weight = None if token_weight is None else token_weight.reshape(losses.shape).contiguous()
-    _reduce_plan(terms.ignore_index)((1, 1, 1), losses, labels, weight, result, scale, losses.shape[0])
+    losses: Tensor | None, labels: Tensor, terms: Terms, reduction: str, token_weight: Tensor | None
+) -> tuple[Any, Tensor | None]:
+    result = None if losses is None else losses.new_empty(())
+    scale = labels.new_empty((), dtype=torch.float32) if reduction == "mean" else None
+    weight = None if token_weight is None else token_weight.reshape(labels.shape).contiguous()
+    _reduce_plan(terms.ignore_index)((1, 1, 1), labels, losses, weight, result, scale, labels.shape[0])
     return result, scale
 
 

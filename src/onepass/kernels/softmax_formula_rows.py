@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.kernels.cross_entropy_formula import RowLosses, Terms, finished_logits, told
+from onepass.kernels.cross_entropy_formula import RowLosses, Terms, finished_logits, lse_type, told
 from onepass.kernels.softmax_pieces import PLANES
 from onepass.kernels.softmax_rows import Incoming
 
@@ -56,15 +56,15 @@ def _statistics(x: Tensor, labels: Tensor, terms: Terms, full: bool, first: int,
         return parts
     column, mine, _ = _places(labels, terms, first, V, place, W)
     part[0] = z.amax(-1)
+    base = torch.where(part[0] == -torch.inf, 0.0, part[0]).unsqueeze(-1)
     part[2] = torch.where(mine, z.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
     if terms.smoothing:
         part[3] = z.sum(-1)
-    if not full:  # one pass that allocates nothing of the logits' size
-        part[1] = (z.logsumexp(-1) - part[0]).exp()
-        return parts
-    under = z - part[0].unsqueeze(-1)
-    e = under.exp()
+    under = z - base
+    e = under.exp() if full else under.exp_()
     part[1] = e.sum(-1)
+    if not full:
+        return parts
     part[4] = torch.where(e > 0, e * under, 0.0).sum(-1)
     best = z.argmax(-1) + first  # apart from the maximum: both at once take ten times as long on a CPU
     part[5] = best if place is None else best + place[0]
@@ -81,22 +81,25 @@ def merged(parts: Tensor, terms: Terms, full: bool) -> Tensor:
     return torch.stack([largest, (worth * sums).sum(0), target.sum(0), logits.sum(0), moved, where]).unsqueeze(0)
 
 
-def finished(parts: Tensor, labels: Tensor, terms: Terms, full: bool, V: int, place: Tensor | None = None) -> RowLosses:
-    """What is known of the rows, of all parts there are of them."""
-    largest, total, target, logits, surprise, first = (merged(parts, terms, full) if len(parts) > 1 else parts)[0]
+def finished(
+    parts: Tensor, labels: Tensor, terms: Terms, full: bool, V: int, logits: torch.dtype, place: Tensor | None = None
+) -> RowLosses:
+    """What is known of the rows, of all parts there are of them; `logits` is their type."""
+    largest, total, target, sum_of_logits, surprise, first = (merged(parts, terms, full) if len(parts) > 1 else parts)[0]
     size = V if place is None else place[1]
     kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
-    lse = largest + total.log()
-    log_prob = target - lse
+    log_total = total.log()
+    log_prob = (target - largest) - log_total  # no bit lost to the size of logits
     loss = -(1 - terms.smoothing) * log_prob
     if terms.smoothing:
-        loss = loss + terms.smoothing * (lse - logits / size)
+        loss = loss + terms.smoothing * ((largest - sum_of_logits / size) + log_total)
     if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
+        loss = loss + terms.z_loss * (largest + log_total).square()
+    lse = largest.to(lse_type(logits)) + log_total
     if not full:
         return RowLosses(told(loss, kept, sound), lse)
     correct = kept & sound & (first == labels.to(first.dtype))
-    return RowLosses(told(loss, kept, sound), lse, told(log_prob, kept, sound), total.log() - surprise / total, correct)
+    return RowLosses(told(loss, kept, sound), lse, told(log_prob, kept, sound), log_total - surprise / total, correct)
 
 
 def gradient(
@@ -118,6 +121,7 @@ def _gradient(
     W = x.shape[1]
     column, mine, counts = _places(labels, terms, first, V, place, W)
     g = torch.where(counts, incoming.loss, 0.0)
+    kept, lse = lse, lse.to(g.dtype)
     a, t = g * (1 + 2 * terms.z_loss * lse), g * (terms.smoothing - 1)
     needed = counts
     if incoming.log_prob is not None:
@@ -127,16 +131,17 @@ def _gradient(
         a, needed = a + incoming.logsumexp, torch.ones_like(counts)
     if incoming.entropy is not None:
         assert entropy is not None
-        a, needed = a - incoming.entropy * (entropy - lse), torch.ones_like(counts)
+        a, needed = a - incoming.entropy * entropy, torch.ones_like(counts)
     z = _finished(x, terms)
-    needed_again = bool(terms.softcap) or incoming.entropy is not None
     ours = z.data_ptr() != x.data_ptr() or x.data_ptr() == out.data_ptr()
-    d = (z.sub_(lse.unsqueeze(-1)) if ours and not needed_again else z - lse.unsqueeze(-1)).exp_()
+    d = z.sub_(lse.unsqueeze(-1)) if ours and not terms.softcap else z - lse.unsqueeze(-1)
+    less = (lse - kept).exp().to(g.dtype)  # for what the logsumexp lost by rounding
     if incoming.entropy is not None:
-        b = a.unsqueeze(-1) - incoming.entropy.unsqueeze(-1) * z
-        d = torch.where(d > 0, d * b, 0.0)
+        each = (a.unsqueeze(-1) - incoming.entropy.unsqueeze(-1) * d) * less.unsqueeze(-1)
+        p = d.exp_()
+        d = torch.where(p > 0, p * each, 0.0)
     else:
-        d *= a.unsqueeze(-1)
+        d.exp_().mul_((a * less).unsqueeze(-1))
     if terms.smoothing:
         d -= (g * terms.smoothing / (V if place is None else place[1])).unsqueeze(-1)
     d.scatter_add_(-1, column.unsqueeze(-1), torch.where(mine, t, 0.0).unsqueeze(-1).to(d.dtype))
@@ -155,6 +160,6 @@ def statistics_and_gradient(
     """The statistics, and the gradient in out, which may be x: of whole rows."""
     W = x.shape[1]
     parts = statistics(x, labels, terms, full, 0, W)
-    lse = parts[0, 0] + parts[0, 1].log()
+    lse = parts[0, 0].to(lse_type(x.dtype)) + parts[0, 1].log()
     gradient(x, out, labels, terms, lse, None, Incoming(incoming), 0, W)
     return parts

@@ -70,13 +70,28 @@ def worth_under(m, largest):
 
 
 @device_function
+def two_numbers(largest, log_total, EXACT: tl.constexpr):
+    """Their sum, the logsumexp, in fp32, and what exponentials above it are to be multiplied by for what was rounded away."""
+    lse = largest + log_total
+    if EXACT:
+        return lse, less_of(largest.to(tl.float64) + log_total.to(tl.float64), lse)
+    else:
+        return lse, 1.0
+
+
+@device_function
+def less_of(exact, lse):
+    return tl.exp2((lse.to(tl.float64) - exact).to(tl.float32) * LOG2_E)
+
+
+@device_function
 def gradient_of(
-    x, z, p, a, b, s, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, SURPRISE: tl.constexpr, ADDED: tl.constexpr
+    x, above, p, a, b, s, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, SURPRISE: tl.constexpr, ADDED: tl.constexpr
 ):  # fmt: skip
-    """Of the product x that z was made of. ADDED: whether s is anything."""
+    """Of the product x, whose logit is so much above the logsumexp. ADDED: whether s is anything."""
     d = p * a
     if SURPRISE:
-        d += tl.where(p > 0, p * b * z, 0.0)
+        d += tl.where(p > 0, p * b * above, 0.0)
     if ADDED:
         d += s
     if CAPPED:

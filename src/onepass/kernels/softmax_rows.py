@@ -3,8 +3,9 @@
 Statistics  of a tile of columns: the largest logit, the sum of exponentials under it, the label's logit, the sum of logits and,
             where all is asked for, the entropy's sum and the first column of the largest. A tile is held in registers, so that
             each logit is read once and raised once. What tiles, blocks of the vocabulary and ranks have found is merged by row.
-Gradient    p (a + b z) + s, and t more in the label's column, with four numbers a row: every term of the loss and every
-            statistic that can be differentiated is of this form.
+Gradient    p (a + b log p) + s, and t more in the label's column, with four numbers a row: every term of the loss and every
+            statistic that can be differentiated is of this form. p is the exponential above the row's logsumexp, which of fp32
+            logits is kept in fp64: rounded to fp32 it would be off by more than they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.cross_entropy_formula import RowLosses, Terms
+from onepass.kernels.cross_entropy_formula import RowLosses, Terms, lse_type
 from onepass.kernels.rows import aligned, known_align
 from onepass.kernels.softmax_pieces import (
     PLANES,
@@ -24,6 +25,7 @@ from onepass.kernels.softmax_pieces import (
     flags_of,
     gradient_of,
     label_of,
+    less_of,
     numbers_of,
     store_statistics,
     worth_under,
@@ -162,17 +164,19 @@ def _merge_kernel(
     else:
         _, V = _place(place_ptr, 0, V)
         label, counts = label_of(labels_ptr, rows, there, ignore, 0, V)
-        lse = tl.where(counts | FULL, largest + tl.log(total), 0.0)
-        log_prob = target - lse
+        log_total = tl.log(total)
+        lse = largest + log_total
+        log_prob = (target - largest) - log_total  # no bit lost to the size of logits
         loss = z_loss * lse * lse - (1.0 - smoothing) * log_prob
         if SMOOTHED:
-            loss += smoothing * (lse - logits / V)
+            loss += smoothing * ((largest - logits / V) + log_total)
         wrong = tl.where(label == ignore, 0.0, float("nan"))  # never a plausible number
         tl.store(loss_ptr + rows, tl.where(counts, loss, wrong), mask=there)
-        tl.store(lse_ptr + rows, lse, mask=there)
+        kept = largest.to(lse_ptr.dtype.element_ty) + log_total.to(lse_ptr.dtype.element_ty)
+        tl.store(lse_ptr + rows, tl.where(counts | FULL, kept, 0.0), mask=there)
         if FULL:
             tl.store(log_prob_ptr + rows, tl.where(counts, log_prob, wrong), mask=there)
-            tl.store(entropy_ptr + rows, tl.log(total) - surprise / total, mask=there)
+            tl.store(entropy_ptr + rows, log_total - surprise / total, mask=there)
             tl.store(correct_ptr + rows, counts & (first == label.to(tl.float32)), mask=there)
 
 
@@ -195,7 +199,8 @@ def _gradient_kernel(
     begin, V = _place(place_ptr, FIRST, V)
     label, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
-    lse = tl.load(lse_ptr + row, mask=there, other=0.0)
+    kept = tl.load(lse_ptr + row, mask=there, other=0.0)
+    lse = kept.to(tl.float32)
     g = tl.load(g_ptr + row, mask=counts, other=0.0)
     a, b, t = g * (1.0 + 2.0 * z_loss * lse), 0.0, g * (smoothing - 1.0)
     needed = counts
@@ -208,14 +213,17 @@ def _gradient_kernel(
         needed = there
     if dentropy_ptr is not None:
         b = -tl.load(dentropy_ptr + row, mask=there, other=0.0)
-        a += b * (tl.load(entropy_ptr + row, mask=there, other=0.0) - lse)
+        a += b * tl.load(entropy_ptr + row, mask=there, other=0.0)
         needed = there
+    if EXACT:
+        less = less_of(kept, lse)
+        a, b = a * less, b * less
     x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
     s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)
     p = exp_above(z, lse, EXACT)
-    d = gradient_of(x, z, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
+    d = gradient_of(x, z - lse, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
     tl.store(out_ptr + row * OUT_ROW + columns, tl.where(needed & within, d, 0.0), mask=room & there)
 
 
@@ -305,10 +313,13 @@ def merged(parts: Tensor, terms: Terms, full: bool) -> Tensor:
     return one
 
 
-def finished(parts: Tensor, labels: Tensor, terms: Terms, full: bool, V: int, place: Tensor | None = None) -> RowLosses:
-    """What is known of the rows, of all parts there are of them."""
+def finished(
+    parts: Tensor, labels: Tensor, terms: Terms, full: bool, V: int, logits: torch.dtype, place: Tensor | None = None
+) -> RowLosses:
+    """What is known of the rows, of all parts there are of them; `logits` is their type."""
     count, _, M = parts.shape
-    loss, lse, *stats = parts.new_empty(4 if full else 2, M).unbind(0)
+    lse = parts.new_empty(M, dtype=lse_type(logits))
+    loss, *stats = parts.new_empty(3 if full else 1, M).unbind(0)
     log_prob, entropy = stats or (None, None)
     correct = parts.new_empty(M, dtype=torch.bool) if full else None
     launch = _merge_plan(V, terms, full)

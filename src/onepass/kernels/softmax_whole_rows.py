@@ -1,11 +1,8 @@
 """Whole rows of logits: their statistics and their gradient in one kernel, which memory is read for once, or nearly.
 
-One program a row: its end is held in registers, the rest is read again backwards, what was read last from the multiprocessor's
-own cache and the rest from the L2.
+One program a row: its last piece is held in registers, the others are read again backwards, what was read last from the
+multiprocessor's own cache and the rest from the L2.
 """
-
-# mypy: disable-error-code="assignment"
-# (kernels grow tuples, whose length is part of their type)
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from onepass.kernels.softmax_pieces import (
     label_of,
     numbers_of,
     store_statistics,
+    two_numbers,
     worth_under,
 )
 from onepass.runtime.lang import device_function, tl
@@ -65,7 +63,8 @@ def _add_groups(
     e = exp_above(z, base[:, None], EXACT)
     if FULL:
         at = tl.reshape(columns, [columns.shape[0] // GROUP, GROUP])
-        surprise = surprise * before + tl.sum(tl.where(e > 0, e * z, 0.0), 1)
+        surprise = tl.where(before > 0, before * (surprise + (largest - base) * total), 0.0)
+        surprise += tl.sum(tl.where(e > 0, e * (z - base[:, None]), 0.0), 1)
         first = tl.where(most > largest, tl.min(tl.where(z == most[:, None], at, 2147483647), 1), first)
     if SMOOTHED:
         logits += tl.sum(tl.where(z == float("-inf"), 0.0, z) if MASKED else z, 1)
@@ -78,7 +77,7 @@ def _store_gradient(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
-    d = gradient_of(x, z, exp_above(z, lse, EXACT), a, 0.0, s, scale, cap, SCALED, CAPPED, False, SMOOTHED)
+    d = gradient_of(x, z - lse, exp_above(z, lse, EXACT), a, 0.0, s, scale, cap, SCALED, CAPPED, False, SMOOTHED)
     if MASKED:
         tl.store(out_ptr + columns, tl.where(columns < W, d, 0.0), mask=columns < ROOM, cache_modifier=".cs")
     else:
@@ -90,13 +89,13 @@ def _both_kernel(
     x_ptr, out_ptr, labels_ptr, g_ptr, parts_ptr,
     M, X_ROW, OUT_ROW, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
+    SMOOTHED: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A row in pieces, of which the last ones are held in registers and the others read again, backwards, from the caches."""
+    """A row in pieces, of which the last is held in registers and the others are read again, backwards, from the caches."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW, OUT_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN)
-    AGAIN: tl.constexpr = ((W + BLOCK - 1) // BLOCK - HELD) * BLOCK  # columns that are read again
-    tl.static_assert(AGAIN >= 0)
+    AGAIN: tl.constexpr = (W - 1) // BLOCK * BLOCK  # columns that are read again
+    RAGGED: tl.constexpr = AGAIN + BLOCK > W
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * X_ROW
     out_ptr += row * OUT_ROW
@@ -117,40 +116,33 @@ def _both_kernel(
         largest, total, logits, surprise, first = _add_groups(
             z, columns, largest, total, logits, surprise, first, False, SMOOTHED, FULL, EXACT, GROUP
         )
-    held = ()
-    for i in tl.static_range(HELD):
-        held += (_piece(x_ptr, AGAIN + i * BLOCK + lanes, ROOM, AGAIN + (i + 1) * BLOCK > W, "evict_first"),)
-    for i in tl.static_range(HELD):
-        columns = AGAIN + i * BLOCK + lanes
-        z = _groups(held[i], columns, scale, cap, W, AGAIN + (i + 1) * BLOCK > W, SCALED, CAPPED, GROUP)
-        largest, total, logits, surprise, first = _add_groups(
-            z, columns, largest, total, logits, surprise, first, AGAIN + (i + 1) * BLOCK > W, SMOOTHED, FULL, EXACT, GROUP
-        )
+    last = AGAIN + lanes
+    held = _piece(x_ptr, last, ROOM, RAGGED, "evict_first")
+    z = _groups(held, last, scale, cap, W, RAGGED, SCALED, CAPPED, GROUP)
+    largest, total, logits, surprise, first = _add_groups(
+        z, last, largest, total, logits, surprise, first, RAGGED, SMOOTHED, FULL, EXACT, GROUP
+    )
     most = tl.max(largest, 0)
     worth = worth_under(largest, most)
     sum_of_all = tl.sum(worth * total, 0)
     all_surprise, first_of_all = 0.0, 0
     if FULL:
-        all_surprise = tl.sum(worth * surprise, 0) - most * sum_of_all
+        all_surprise = tl.sum(tl.where(worth > 0, worth * (surprise + (largest - most) * total), 0.0), 0)
         first_of_all = tl.min(tl.where(largest == most, first, 2147483647), 0)
     all_logits = tl.sum(logits, 0)
     store_statistics(
         parts_ptr, row, True, 0, M, most, sum_of_all, target, all_logits, all_surprise, first_of_all, PLANES, SMOOTHED, FULL
     )
-    lse = most + tl.log(sum_of_all)
-    a, s, t = g * (1.0 + 2.0 * z_loss * lse), -g * smoothing / W, g * (smoothing - 1.0)
+    lse, less = two_numbers(most, tl.log(sum_of_all), EXACT)
+    a, s, t = g * (1.0 + 2.0 * z_loss * lse) * less, -g * smoothing / W, g * (smoothing - 1.0)
     if counts:
-        for i in tl.static_range(HELD):
-            columns = AGAIN + i * BLOCK + lanes
-            x = still_packed(held[i])
-            _store_gradient(
-                out_ptr, x, columns, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, AGAIN + (i + 1) * BLOCK > W
-            )
+        x = still_packed(held)
+        _store_gradient(out_ptr, x, last, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, RAGGED)
         for back in range(0, AGAIN, BLOCK):
             columns = AGAIN - BLOCK - back + lanes
             x = _piece(x_ptr, columns, ROOM, False, "evict_first")
             _store_gradient(out_ptr, x, columns, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, False)
-        d = gradient_of(own, target, exp_above(target, lse, EXACT), a, 0.0, s + t, scale, cap, SCALED, CAPPED, False, True)
+        d = gradient_of(own, target - lse, exp_above(target, lse, EXACT), a, 0.0, s + t, scale, cap, SCALED, CAPPED, False, True)
         tl.debug_barrier()  # what other threads have written there, in the one column that is another's business
         tl.store(out_ptr + label, d)
     else:
@@ -161,25 +153,25 @@ def _both_kernel(
 # ---- tiles ----
 
 
-def tiles_of_rows(W: int, terms: bool) -> tuple[int, int, int]:
-    """Columns of a piece, how many of a row's pieces are held, and warps. As measured: long rows want many threads.
+def tiles_of_rows(W: int, terms: bool) -> tuple[int, int]:
+    """Columns of a piece, and warps. As measured: long rows want many threads, and many columns a thread.
     `terms`: whether there is more to compute, which takes registers."""
     if W <= 4096:
-        return power_of_two(max(W, 32)), 1, max(1, power_of_two(W) // 512)
+        return power_of_two(max(W, 32)), max(1, power_of_two(W) // 512)
+    if terms:
+        return 4096, 8
     if W <= 36864:
-        return 4096, 1, 16
-    if W <= 65536:
-        return 8192, 1, 32  # 4096, of which four pieces are held, is 1 % faster, and spills with some terms
-    return (8192, 1, 16) if terms else (16384, 1, 16)
+        return 4096, 16
+    return (8192, 32) if W <= 65536 else (16384, 16)
 
 
 @lru_cache(1024)
 def _plan(W: int, room: int, x_row: int, out_row: int, terms: Terms, full: bool, wide: bool) -> Bound:
-    block, held, num_warps = tiles_of_rows(W, full or any(flags_of(terms)))
+    block, num_warps = tiles_of_rows(W, full or any(flags_of(terms)))
     bound: Bound = _both_kernel.bind(
         x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, PLANES, *flags_of(terms), full, known_align(x_row, out_row),
-        block, held, min(block, 4 if wide else 8), num_warps=num_warps,
+        W, room, PLANES, *flags_of(terms), full, known_align(x_row, out_row), block, min(block, 4 if wide else 8),
+        num_warps=num_warps,
     )  # fmt: skip
     return bound
 

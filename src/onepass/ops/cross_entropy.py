@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.kernels import softmax_formula_rows, softmax_rows
-from onepass.kernels.cross_entropy_formula import Terms, reduced, row_losses
+from onepass.kernels.cross_entropy_formula import Terms, lse_type, reduced, row_losses
 from onepass.kernels.losses import (
     can_look,
     check_labels,
@@ -85,14 +85,17 @@ def _statistics(logits: Tensor, labels: Tensor, place: Tensor | None, terms: Ter
     return _rows(native).statistics(x, labels, terms, False, 0, V, place)  # type: ignore[no-any-return]
 
 
-def _finished(parts: Tensor, labels: Tensor, place: Tensor | None, V: int, terms: Terms, native: bool) -> tuple[Tensor, Tensor]:
+def _finished(
+    parts: Tensor, labels: Tensor, place: Tensor | None, V: int, logits: torch.dtype, terms: Terms, native: bool
+) -> tuple[Tensor, Tensor]:
     """Each row's loss and logsumexp."""
-    found = _rows(native).finished(parts, labels, terms, False, V, place)
+    found = _rows(native).finished(parts, labels, terms, False, V, logits, place)
     return found.loss, found.logsumexp
 
 
 def _whole_rows(logits: Tensor, labels: Tensor, terms: Terms, native: bool) -> tuple[Tensor, Tensor]:
-    return _finished(_statistics(logits, labels, None, terms, native), labels, None, logits.shape[-1], terms, native)
+    parts = _statistics(logits, labels, None, terms, native)
+    return _finished(parts, labels, None, logits.shape[-1], logits.dtype, terms, native)
 
 
 def _own_part(logits: Tensor, labels: Tensor, place: Tensor, terms: Terms, native: bool) -> Tensor:
@@ -127,16 +130,16 @@ def _whole_part(logits: Tensor, labels: Tensor, place: Tensor, terms: Terms, nat
     return part
 
 
-def _rows_fake(logits: Tensor, labels: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(labels.shape, dtype=wide), logits.new_empty(labels.shape, dtype=wide)
+def _rows_fake(labels: Tensor, logits: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(logits, torch.float32)
+    return labels.new_empty(labels.shape, dtype=wide), labels.new_empty(labels.shape, dtype=lse_type(logits))
 
 
 _TERMS = "int ignore_index, float smoothing, float z_loss, bool native"
 _rows_op = registered(
     f"cross_entropy(Tensor logits, Tensor labels, {_TERMS}) -> (Tensor, Tensor)",
     lambda logits, labels, *terms, **_: _own(*_whole_rows(logits, labels, Terms(*terms[:3]), terms[3])),
-    _rows_fake,
+    lambda logits, labels, *_: _rows_fake(labels, logits.dtype),
 )
 _part_op = registered(
     f"cross_entropy_part(Tensor logits, Tensor labels, Tensor place, {_TERMS}) -> Tensor",
@@ -146,9 +149,9 @@ _part_op = registered(
     ),
 )
 _finish_op = registered(
-    f"cross_entropy_finish(Tensor parts, Tensor labels, Tensor place, {_TERMS}) -> (Tensor, Tensor)",
-    lambda parts, labels, place, *terms: _own(*_finished(parts, labels, place, 0, Terms(*terms[:3]), terms[3])),
-    _rows_fake,
+    f"cross_entropy_finish(Tensor parts, Tensor labels, Tensor place, ScalarType logits, {_TERMS}) -> (Tensor, Tensor)",
+    lambda parts, labels, place, logits, *terms: _own(*_finished(parts, labels, place, 0, logits, Terms(*terms[:3]), terms[3])),
+    lambda parts, labels, place, logits, *_: _rows_fake(labels, logits),
 )
 _gradient_op = registered(
     f"cross_entropy_gradient(Tensor logits, Tensor labels, Tensor? place, Tensor lse, Tensor g, {_TERMS}) -> Tensor",
@@ -167,7 +170,9 @@ def _losses(
         return _rows_op(logits, labels, *said) if seen else _whole_rows(logits, labels, terms, native)
     part = _part_op(logits, labels, place, *said) if seen else _own_part(logits, labels, place, terms, native)
     parts = gathered_parts(part, group).wait()
-    return _finish_op(parts, labels, place, *said) if seen else _finished(parts, labels, place, 0, terms, native)
+    if seen:
+        return _finish_op(parts, labels, place, logits.dtype, *said)  # type: ignore[no-any-return]
+    return _finished(parts, labels, place, 0, logits.dtype, terms, native)
 
 
 # ---- autograd ----

@@ -30,7 +30,7 @@ from onepass.parallel.deferred import DeferredWgrad, check_deferred
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
-from onepass.runtime.dispatch import needs_grad, transformed
+from onepass.runtime.dispatch import cast, needs_grad, transformed
 from onepass.runtime.lang import no_triton
 
 
@@ -74,7 +74,7 @@ def unsupported(hidden: Tensor, *args: Any, **options: Any) -> str | None:
     reason = no_triton(hidden)
     if reason is None and product_type(hidden) is torch.float64:
         reason = "the kernels compute in fp32, and hidden is fp64"
-    return reason
+    return None if reason is None else reason.replace("x is", "hidden is")
 
 
 def variant(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any, **options: Any) -> str:
@@ -190,6 +190,7 @@ def linear_cross_entropy(
             forward, the weight's straight in ``weight.main_grad`` where there is one. A CPU raises where the promise is broken, a
             GPU answers with NaN in hidden's gradient.
         chunk_bytes: how much memory may be used for logits and for what is added up in fp32. None: a part of the GPU's memory.
+            Under vmap and functional derivatives, which follow the plain formula, all logits are there at once.
         return_stats: also return (logsumexp, log_prob, entropy, correct) of each token, the first three differentiable.
         deferred: keeps what the weight's gradient is made of, until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
@@ -216,15 +217,33 @@ def linear_cross_entropy(
         look_at_labels(labels, weight.shape[0], ignore_index)
     call = call._replace(native=chosen == "triton", deferred=deferred)
     if transformed():
-        return linear_cross_entropy_reference(
-            hidden, weight, labels, reduction, ignore_index, bias=bias, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, logit_scale=logit_scale, token_weight=token_weight, return_stats=return_stats,
-        )  # fmt: skip
+        return _by_formula(hidden, weight, labels, bias, token_weight, call)
     if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and would make gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
     found = apply(hidden, weight, bias, token_weight, labels, call)
     return (found[0], Stats(*found[1:])) if return_stats else found
+
+
+def _by_formula(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, call: Call
+) -> Any:
+    """For transforms, which have to see every step."""
+    for name, given in (("tp_group", call.group), ("grad_scale", call.grad_scale), ("deferred", call.deferred)):
+        if given is not None:
+            raise RuntimeError(
+                f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
+            )
+    dtype = _wide_type(call.product) if call.wide else call.product
+    hidden, weight = (cast(cast(t, call.product), dtype) for t in (hidden, weight))
+    bias = None if bias is None else cast(cast(bias, call.product), dtype)
+    terms = call.terms
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear_cross_entropy_reference(
+            hidden, weight, labels, call.reduction, terms.ignore_index, bias=bias, label_smoothing=terms.smoothing,
+            z_loss=terms.z_loss, softcap=terms.softcap or None, logit_scale=terms.scale, token_weight=token_weight,
+            return_stats=call.full,
+        )  # fmt: skip
 
 
 register_op(linear_cross_entropy, _check, unsupported, variant, variant)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.cross_entropy_formula import RowLosses, reduced
-from onepass.kernels.losses import mean_scale, row_gradient
+from onepass.kernels.cross_entropy_formula import RowLosses
+from onepass.kernels.losses import can_look, look_at_labels, mean_scale, reduced_rows, row_gradient
 from onepass.kernels.softmax_rows import Incoming
 from onepass.ops.linear_cross_entropy.head import of_whole_rows, whole_rows, wide_type
 from onepass.ops.linear_cross_entropy.passes import Gradients, gradients_again
@@ -34,8 +34,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             needs[1] = False
         if call.grad_scale is not None and checkpointed():
             raise RuntimeError("grad_scale can't be used under activation checkpointing, which runs forward twice: leave it away")
-        rows = _rows_of(hidden, weight, labels, token_weight, call)
-        if watched(hidden, weight, bias):
+        seen = watched(hidden, weight, bias)
+        native = call.native and not seen
+        rows = _rows_of(hidden, weight, labels, token_weight, call, native)
+        if seen:
             way, into, kept = traced_way(call, tuple(needs)), None, None
             found, waiting = traced_forward(hidden, weight, bias, rows, call, way, tuple(needs), has_own_place(weight))
         else:
@@ -43,11 +45,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             way = plan.way
             into = place_of(weight, main_grads[0], Asked.GATHERED) if way == "promised" and needs[1] else None
             found, waiting, kept = first_step(hidden, weight, bias, rows, call, plan, tuple(needs), into, has_own_place(weight))
-        loss = reduced(found.loss, rows.labels, call.terms, rows.token_weight, "none" if call.reduction == "none" else "sum")
+        loss, _ = reduced_rows(found.loss, rows.labels, call.terms, call.reduction, rows.token_weight, native)
         if call.reduction == "none":
             loss = _shaped(loss, labels.shape)
-        elif rows.scale is not None:
-            loss = loss * rows.scale
         ctx.call, ctx.way, ctx.used, ctx.added = call, way, False, into is not None
         ctx.parameters, ctx.main_grads = (weight, bias, token_weight), main_grads
         ctx.set_materialize_grads(False)
@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )  # fmt: skip
         if not call.full:
             return loss
-        stats = tuple(_shaped(t.clone(), labels.shape) for t in found[1:] if t is not None)
+        stats = _stats_of(found, labels.shape)
         ctx.mark_non_differentiable(stats[-1])
         return loss, *stats
 
@@ -109,17 +109,27 @@ def _ours(saved: _Saved) -> _Saved:
     return _Saved(*saved[:-4], logits, *waiting)
 
 
+def _stats_of(found: RowLosses, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Of their own, as the logsumexp, log_prob and entropy that backward needs are nobody's to write to."""
+    stats = found.logsumexp.to(found.loss.dtype), *found[2:]
+    return tuple(_shaped(t.clone(), shape) for t in stats if t is not None)
+
+
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
     """Not a view, as autograd sees it: what a Function returns as a view can't be written to."""
     shaped: Tensor = torch.ops.aten._unsafe_view(rows, shape)
     return shaped
 
 
-def _rows_of(hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, call: Call) -> Rows:
+def _rows_of(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, call: Call, native: bool
+) -> Rows:  # fmt: skip
     labels = labels.reshape(-1).contiguous()
     weights = None if token_weight is None else token_weight.reshape(-1).to(wide_type(hidden))
-    scale = mean_scale(labels, call.terms, call.reduction, wide_type(hidden), weights)
+    scale = mean_scale(labels, call.terms, call.reduction, wide_type(hidden), weights, native)
     place = None if call.group is None else vocab_place(weight.shape[0], call.group, weight.device)
+    if place is not None and can_look(labels):
+        look_at_labels(labels, int(place[1]), call.terms.ignore_index)
     return Rows(labels, weights, scale, place)
 
 
@@ -234,7 +244,7 @@ def _incoming(saved: _Saved, call: Call, dloss: Tensor | None, dstats: tuple[Ten
     """For each row, in fp32."""
     N, wide = saved.labels.shape[0], wide_type(saved.hidden)
     if dloss is None:
-        g = saved.logsumexp.new_zeros(N)
+        g = saved.logsumexp.new_zeros(N, dtype=wide)
     else:
         g = row_gradient(dloss.to(wide), call.reduction, N, saved.scale, saved.token_weight)
     rows = [None if t is None else t.reshape(N).to(wide).contiguous() for t in dstats[:3]]

@@ -58,6 +58,7 @@ class Head:
         whole: Any = softmax_whole_rows if self.native else softmax_formula_rows
         self.statistics_and_gradient = whole.statistics_and_gradient
         self.place = None if self.spread is None else self.spread.place
+        self.logits = wide_type(self.hidden) if self.wide else self.hidden.dtype
         self.ranks = self.spread.group.size() if self.spread is not None and self.spread.sequence else 1
         if self.native and self.columns % _EVEN and self.hidden.is_cuda:
             self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
@@ -152,9 +153,8 @@ def of_whole_rows(x: Tensor, columns: int) -> Logits:
 def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
     """Room for logits, and for their gradient where it has another type."""
     apart = ceil_div(columns, _APART) * _APART
-    kind = wide_type(head.hidden) if head.wide else head.hidden.dtype
-    x = head.hidden.new_empty(rows, apart, dtype=kind)
-    return x, None if kind == head.hidden.dtype else head.hidden.new_empty(rows, apart)
+    x = head.hidden.new_empty(rows, apart, dtype=head.logits)
+    return x, None if head.logits == head.hidden.dtype else head.hidden.new_empty(rows, apart)
 
 
 def make_logits(head: Head, hidden: Tensor, first: int, columns: int, buffer: tuple[Tensor, Tensor | None]) -> Logits:

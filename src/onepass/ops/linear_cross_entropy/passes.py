@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.cross_entropy_formula import RowLosses
+from onepass.kernels.cross_entropy_formula import RowLosses, lse_type
 from onepass.kernels.softmax_rows import Incoming
 from onepass.ops.linear_cross_entropy.head import Chunks, Head, Logits, hidden_gradient, make_logits, new_buffer, wide_type
 from onepass.ops.linear_cross_entropy.plan import Plan
@@ -30,7 +30,7 @@ class Found:
 
     def __init__(self, head: Head, full: bool) -> None:
         kind = wide_type(head.hidden)
-        kinds = (kind, kind, kind, kind, torch.bool) if full else (kind, kind)
+        kinds = (kind, lse_type(head.logits), kind, kind, torch.bool)[: 5 if full else 2]
         self.rows = RowLosses(*(head.hidden.new_empty(head.tokens, dtype=each) for each in kinds))
 
     def put(self, chunks: Chunks, chunk: slice, found: RowLosses) -> None:
@@ -86,7 +86,7 @@ def _tell(head: Head, parts: Tensor, full: bool) -> Pending:
 
 
 def _finish(head: Head, chunks: Chunks, found: Found, full: bool, chunk: slice, labels: Tensor, telling: Pending) -> RowLosses:
-    done: RowLosses = head.rows.finished(telling.wait(), labels, head.terms, full, head.columns, head.place)
+    done: RowLosses = head.rows.finished(telling.wait(), labels, head.terms, full, head.columns, head.logits, head.place)
     found.put(chunks, chunk, done)
     return done
 
@@ -224,27 +224,24 @@ class _InForward:
 def losses_and_gradients(head: Head, plan: Plan, full: bool, incoming: Tensor, into: Gradients, keep: bool) -> RowLosses:
     """What is known of all rows, and the gradients where so much comes back for each row's loss. keep: added to the weight's."""
     with _said_if_partly(keep):
-        return _losses_and_gradients(head, plan, full, incoming, into, keep)
-
-
-def _losses_and_gradients(head: Head, plan: Plan, full: bool, incoming: Tensor, into: Gradients, keep: bool) -> RowLosses:
-    chunks = Chunks(head, plan.rows)
-    doing = _InForward(head, chunks, full, into, keep)
-    buffers = [new_buffer(head, chunks.most, head.columns) for _ in range(1 if head.spread is None else min(2, len(chunks)))]
-    before: tuple[Any, ...] | None = None
-    for at, chunk in enumerate(chunks):
-        hidden, labels, g = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), chunks.take(chunk, incoming)
-        logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
-        if head.spread is None:
-            doing.at_once(chunk, labels, hidden, logits, g)
-            continue
-        telling = _tell(head, _statistics(head, logits, labels, full), full)
+        chunks = Chunks(head, plan.rows)
+        doing = _InForward(head, chunks, full, into, keep)
+        buffers = [new_buffer(head, chunks.most, head.columns) for _ in range(1 if head.spread is None else min(2, len(chunks)))]
+        before: tuple[Any, ...] | None = None
+        for at, chunk in enumerate(chunks):
+            hidden, labels = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels)
+            g = chunks.take(chunk, incoming)
+            logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
+            if head.spread is None:
+                doing.at_once(chunk, labels, hidden, logits, g)
+                continue
+            telling = _tell(head, _statistics(head, logits, labels, full), full)
+            if before is not None:
+                doing.told(*before)
+            before = chunk, labels, hidden, logits, g, telling
         if before is not None:
             doing.told(*before)
-        before = chunk, labels, hidden, logits, g, telling
-    if before is not None:
-        doing.told(*before)
-    return doing.finish()
+        return doing.finish()
 
 
 # ---- gradients in backward ----
@@ -266,28 +263,24 @@ def gradients_of_kept(head: Head, logits: Logits, found: RowLosses, incoming: In
 def gradients_again(head: Head, plan: Plan, found: RowLosses, incoming: Incoming, into: Gradients, keep: bool) -> None:
     """Of logits that are made again. keep: to what is in the weight's gradient already."""
     with _said_if_partly(keep):
-        _gradients_again(head, plan, found, incoming, into, keep)
-
-
-def _gradients_again(head: Head, plan: Plan, found: RowLosses, incoming: Incoming, into: Gradients, keep: bool) -> None:
-    chunks = Chunks(head, plan.rows)
-    again = _Again(head, plan, chunks, found, incoming, into)
-    parts = [(block, first) for block, first in enumerate(range(0, max(head.columns, 1), max(1, plan.columns)))]
-    if head.spread is None:  # block by block: each is written once
-        for block, first in parts:
-            sums = again.sums_of(first, keep)
+        chunks = Chunks(head, plan.rows)
+        again = _Again(head, plan, chunks, found, incoming, into)
+        parts = [(block, first) for block, first in enumerate(range(0, max(head.columns, 1), max(1, plan.columns)))]
+        if head.spread is None:  # block by block: each is written once
+            for block, first in parts:
+                sums = again.sums_of(first, keep)
+                for at, chunk in enumerate(chunks):
+                    again.add(chunk, chunks.hidden(chunk, chunks.after(at)), block, first, sums)
+                sums.finish()
+        else:  # chunk by chunk, as of these all ranks have as many
+            all_sums = [again.sums_of(first, keep) for _, first in parts]
             for at, chunk in enumerate(chunks):
-                again.add(chunk, chunks.hidden(chunk, chunks.after(at)), block, first, sums)
-            sums.finish()
-    else:  # chunk by chunk, as of these all ranks have as many
-        all_sums = [again.sums_of(first, keep) for _, first in parts]
-        for at, chunk in enumerate(chunks):
-            hidden = chunks.hidden(chunk, chunks.after(at))
-            for (block, first), sums in zip(parts, all_sums, strict=True):
-                again.add(chunk, hidden, block, first, sums)
-        for sums in all_sums:
-            sums.finish()
-    again.hidden_sum.finish()
+                hidden = chunks.hidden(chunk, chunks.after(at))
+                for (block, first), sums in zip(parts, all_sums, strict=True):
+                    again.add(chunk, hidden, block, first, sums)
+            for sums in all_sums:
+                sums.finish()
+        again.hidden_sum.finish()
 
 
 class _Again:

@@ -114,7 +114,8 @@ def plan_of(asked: Asked, machine: Machine) -> Plan:
     fitting = [plan for plan, working in plans if working <= budget]
     if not fitting:
         return min(plans, key=lambda each: (each[1], each[0].seconds))[0]
-    price = (_PRICE_PROMISED if asked.promised else _PRICE) / machine.memory
+    gradients = asked.needs_hidden or asked.needs_weight  # with none to come there is nothing to spare memory for
+    price = (_PRICE_PROMISED if asked.promised else _PRICE if gradients else 0.0) / machine.memory
     return min(fitting, key=lambda plan: plan.seconds * (1 + price * plan.bytes))
 
 

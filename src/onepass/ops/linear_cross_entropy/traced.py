@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from onepass.kernels.cross_entropy_formula import RowLosses, Terms
+from onepass.kernels.cross_entropy_formula import RowLosses, Terms, lse_type
 from onepass.kernels.softmax_rows import Incoming
 from onepass.ops.linear_cross_entropy.head import wide_type
 from onepass.ops.linear_cross_entropy.passes import Gradients
@@ -73,9 +73,10 @@ def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, scale: Tensor | None,
     place: Tensor | None, way: str, needs: list[bool], apart: bool, *flat: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    product, full = flat[8], flat[13]
+    wide_logits, product, full = flat[6], flat[8], flat[13]
     made, N, wide = way in ("forward", "promised"), labels.numel(), wide_type(hidden)
-    rows = [hidden.new_empty(N, dtype=wide) for _ in range(4 if full else 2)]
+    logits = torch.promote_types(product, torch.float32) if wide_logits else product
+    rows = [hidden.new_empty(N, dtype=kind) for kind in (wide, lse_type(logits), wide, wide)[: 4 if full else 2]]
     rows += [] if full else [labels.new_empty(0), labels.new_empty(0)]
     correct = hidden.new_empty(N, dtype=torch.bool) if full else labels.new_empty(0)
     promised, D = way == "promised", hidden.shape[-1]
