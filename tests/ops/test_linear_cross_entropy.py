@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import onepass
 import onepass.ops.linear_cross_entropy as room
 from onepass.kernels import losses
+from onepass.parallel import DeferredWgrad
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
 NAN, INF = float("nan"), float("inf")
@@ -900,6 +902,37 @@ def test_transforms_take_the_formula_or_raise():
     each = lambda x, y: onepass.linear_cross_entropy(x, weight, y)  # noqa: E731
     found = torch.func.vmap(each)(hidden, labels)
     torch.testing.assert_close(found, F.cross_entropy(hidden @ weight.t(), labels, reduction="none"))
+    narrow, head = hidden.to(BF16), torch.nn.Parameter(weight.to(BF16))
+    wide = torch.func.grad(lambda x: onepass.linear_cross_entropy(x, head, labels, logits_dtype=FP32))(narrow)
+    exact = torch.func.grad(lambda x: room.linear_cross_entropy_reference(x, head.detach().double(), labels))(narrow.double())
+    assert wide.dtype is BF16
+    torch.testing.assert_close(wide, exact.to(BF16), rtol=8e-3, atol=1e-6)  # of logits that were rounded it would be 1e-2 off
+    head.main_grad = torch.zeros(head.shape)
+    for option in ({"grad_scale": 1.0}, {"deferred": DeferredWgrad()}):
+        with pytest.raises(RuntimeError, match=f"{next(iter(option))} can't follow vmap"):
+            torch.func.grad(lambda x, option=option: onepass.linear_cross_entropy(x, head, labels, **option))(narrow)
+
+
+def test_the_formula_of_logits_that_are_minus_infinity():
+    """They have no probability, and no part in the entropy."""
+    hidden, weight, labels = torch.eye(2)[:, :1] + 1, torch.tensor([[1.0], [-INF], [2.0]]), torch.tensor([0, 2])
+    _, stats = room.linear_cross_entropy_reference(hidden, weight, labels, return_stats=True)
+    rest = torch.distributions.Categorical(logits=hidden @ weight[::2].t())
+    torch.testing.assert_close(stats.entropy, rest.entropy())
+
+
+@pytest.mark.parametrize("way", ("forward", "promised", "again"))
+def test_what_a_watched_call_adds_to_main_grad_was_not_rounded_before(way):
+    hidden, weight, labels, *_ = tensors(dtype=BF16)
+    found = []
+    for watching in (False, True):
+        weight = with_main(weight)
+        weight.main_grad.zero_()
+        with FlopCounterMode(display=False) if watching else nullcontext():
+            op(way, reduction="none" if way == "again" else "mean")(hidden, weight, labels).sum().backward()
+        found.append(weight.main_grad)
+    assert (found[1] != found[1].to(BF16)).any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
 
 
 @ways
