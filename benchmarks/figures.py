@@ -1,6 +1,8 @@
 """Write the README's figures, a table an op, from the results of one GPU: `python benchmarks/figures.py`.
 
-Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit. A test holds the README to them.
+Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
+by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
+with their number at the name's end: `_2`. A test holds the README to them.
 """
 
 import json
@@ -9,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-START, END = "<!-- figures -->", "<!-- /figures -->"
+FIGURES, LOSS = "figures", "loss"  # what stands in the README between <!-- name --> and <!-- /name -->
 
 
 def fraction(value):
@@ -171,10 +173,70 @@ def tables(folder):
     return "\n\n".join(table(path.stem, json.loads(path.read_text())) for path in paths)
 
 
+# ---- the loss without logits: time over the products', and memory ----
+
+
+def over_floor(row):
+    if not row or "error" in row:
+        return ""
+    said = f"{row['over_floor']:.2f}", f"{row['peak_mib'] / 1024:.1f}"
+    return " / ".join(said)
+
+
+def loss_line(case, result):
+    ours = ("onepass", "onepass, main_grad and grad_scale")
+    ways = result["ways"]
+    cells = [case, f"{result['floors_ms']['three']:.1f}"]
+    cells += [f"**{over_floor(ways.get(name))}**" for name in ours]
+    return line([*cells, *(over_floor(ways.get(name)) for name in LOSS_PEERS)])
+
+
+LOSS_PEERS = ("torch.compile", "Liger", "Liger, fp32 sums", "CCE")
+
+
+def loss_table(path):
+    """Of one GPU."""
+    results = json.loads(path.read_text())
+    titles = header("tokens x hidden x vocabulary", "floor, ms", "onepass", "with main_grad and grad_scale", *LOSS_PEERS)
+    versions = results["versions"]
+    packages = {"torch": versions["torch"], "triton": versions["triton"]} | versions["peers"]
+    said = ", ".join(f"{name} {version}" for name, version in packages.items() if name != "Megatron-core")  # it was not measured
+    measured = f"One {results['gpu']}, {said}; commit {results['commit']}."
+    return "\n".join([measured, "", *titles, *(loss_line(case, result) for case, result in results["rows"].items())])
+
+
+def shares_table(paths):
+    """Of several: the vocabulary divided."""
+    ways = ("tensor parallel", "and sequence parallel", "tensor parallel, main_grad and grad_scale")
+    lines, measured = header("tokens x hidden x vocabulary", "GPUs", *ways), []
+    for path in paths:
+        results = json.loads(path.read_text())
+        measured.append(f"{path.stem.rpartition('_')[2]} GPUs: torch {results['versions']['torch']}, commit {results['commit']}.")
+        for case, result in results["rows"].items():
+            found = result["ways"]
+            shares = [f"**{found[name]['of_its_share']:.2f}** / {found[name]['peak_mib'] / 1024:.1f}" for name in ways]
+            lines.append(line([case, str(result["ranks"]), *shares]))
+    said = "The vocabulary divided over several, set against one GPU's time over their number, and each GPU's GiB at most."
+    return "\n".join([f"{said} {' '.join(measured)}", "", *lines])
+
+
+def loss_tables(folder):
+    one, *several = sorted(folder.glob("linear_cross_entropy*.json"), key=lambda path: (len(path.stem), path.stem))
+    return "\n\n".join([loss_table(one), *([shares_table(several)] if several else [])])
+
+
+# ---- the README ----
+
+
+def between(text, name, made):
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{made}\n{end}{after}"
+
+
 def with_figures(readme, folder=RESULTS):
-    before, _, rest = readme.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{tables(folder)}\n{END}{after}"
+    return between(between(readme, FIGURES, tables(folder)), LOSS, loss_tables(folder / "scripts"))
 
 
 if __name__ == "__main__":

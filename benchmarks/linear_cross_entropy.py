@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 import onepass
+from onepass.bench.peers import find_peers
 from onepass.bench.record import commit, device_name, versions
 from onepass.runtime.ceilings import clock_for
 
@@ -285,7 +286,8 @@ def main() -> None:
     if several:
         dist.destroy_process_group()
     if args.json and os.environ.get("RANK", "0") == "0":
-        record = {"commit": commit(), "gpu": device_name(torch.device("cuda")), "versions": versions(), "rows": rows}
+        gpu, found = device_name(torch.device("cuda")), versions() | {"peers": find_peers()}
+        record = {"commit": commit(), "gpu": gpu, "versions": found, "rows": rows}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -26,13 +26,14 @@ def test_a_result_has_a_commit(path):
 def test_the_readme_says_what_was_measured():
     readme = (ROOT / "README.md").read_text()
     assert "gelu 16384 x 16384" in readme
+    assert "| 8192 x 4096 x 128256 |" in readme
     assert figures.with_figures(readme) == readme, "python benchmarks/figures.py brings the README up to date"
 
 
 def test_each_op_has_a_table_under_its_name(kept, tmp_path):
     for op in ("rope", "layer_norm"):
         (tmp_path / f"{op}.json").write_text(json.dumps(kept))
-    made = figures.with_figures(f"before {figures.START} old {figures.END} after", tmp_path)
+    made = figures.between("before <!-- figures --> old <!-- /figures --> after", "figures", figures.tables(tmp_path))
     assert made.startswith("before ")
     assert made.endswith(" after")
     assert "old" not in made
@@ -109,3 +110,21 @@ def test_what_is_wrong_is_no_figure(kept):
 def test_an_empty_folder_is_no_figure(tmp_path):
     with pytest.raises(ValueError, match="holds no results"):
         figures.tables(tmp_path)
+
+
+def test_the_loss_has_a_line_a_case_and_one_a_case_over_several(tmp_path):
+    way = {"over_floor": 1.0149, "peak_mib": 1382.4}
+    promised = "onepass, main_grad and grad_scale"
+    ways = {"onepass": way, promised: way | {"over_floor": 1.2}, "Liger": {"error": "OutOfMemoryError"}}
+    versions = {"torch": "2.11", "triton": "3.6", "peers": {"Liger": "0.8.5"}}
+    rows = {"8 x 4 x 2": {"floors_ms": {"three": 12.34}, "ways": ways}}
+    one = {"commit": "0123", "gpu": "H200", "versions": versions, "rows": rows}
+    (tmp_path / "linear_cross_entropy.json").write_text(json.dumps(one))
+    assert figures.loss_tables(tmp_path).splitlines()[-1] == "| 8 x 4 x 2 | 12.3 | **1.01 / 1.4** | **1.20 / 1.4** |  |  |  |  |"
+    share = {"of_its_share": 0.984, "peak_mib": 1024}
+    names = ("tensor parallel", "and sequence parallel", "tensor parallel, main_grad and grad_scale")
+    two = one | {"rows": {"8 x 4 x 2": {"ranks": 2, "ways": dict.fromkeys(names, share)}}}
+    (tmp_path / "linear_cross_entropy_2.json").write_text(json.dumps(two))
+    made = figures.loss_tables(tmp_path)
+    assert made.splitlines()[-1] == "| 8 x 4 x 2 | 2 | **0.98** / 1.0 | **0.98** / 1.0 | **0.98** / 1.0 |"
+    assert "2 GPUs: torch 2.11, commit 0123." in made
