@@ -153,21 +153,22 @@ def _both_kernel(
 # ---- tiles ----
 
 
-def tiles_of_rows(W: int, terms: bool) -> tuple[int, int]:
+def tiles_of_rows(W: int, smoothed: bool, more: bool) -> tuple[int, int]:
     """Columns of a piece, and warps. As measured: long rows want many threads, and many columns a thread.
-    `terms`: whether there is more to compute, which takes registers."""
+    `more`: whether logits are capped, or all statistics are asked for, which takes registers."""
     if W <= 4096:
         return power_of_two(max(W, 32)), max(1, power_of_two(W) // 512)
-    if terms:
+    if more:
         return 4096, 8
-    if W <= 36864:
+    if W <= 36864 or (W <= 65536 and smoothed):
         return 4096, 16
     return (8192, 32) if W <= 65536 else (16384, 16)
 
 
 @lru_cache(1024)
 def _plan(W: int, room: int, x_row: int, out_row: int, terms: Terms, full: bool, wide: bool) -> Bound:
-    block, num_warps = tiles_of_rows(W, full or any(flags_of(terms)))
+    _, capped, smoothed = flags_of(terms)
+    block, num_warps = tiles_of_rows(W, smoothed, full or capped)
     bound: Bound = _both_kernel.bind(
         x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
         W, room, PLANES, *flags_of(terms), full, known_align(x_row, out_row), block, min(block, 4 if wide else 8),

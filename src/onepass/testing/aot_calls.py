@@ -132,7 +132,7 @@ def _norm_linear_call(norm: str, width: int) -> Call:
 
 
 def _activation_linear_calls() -> Iterator[Call]:
-    """The activations' kernels are covered; here backward also rebuilds y."""
+    """The activations' kernels are covered, with a bias: here backward also rebuilds y, and forward adds nothing."""
     wide, rest = (16384, 8192), ((777, 5000), (600_000, 64), (37, 1))
     for activation in ACTIVATIONS:
         yield _activation_linear_call(activation, wide)
@@ -142,7 +142,7 @@ def _activation_linear_calls() -> Iterator[Call]:
         yield _activation_linear_call(activation, (4096, 96), option="everything")
         for dtype in (torch.float16, torch.float32):
             yield _activation_linear_call(activation, wide, dtype)
-        for option in ("activation_bias", "fp8", "everything"):
+        for option in ("no activation_bias", "fp8", "everything"):
             yield _activation_linear_call(activation, wide, option=option)
 
 
@@ -157,7 +157,7 @@ def _activation_linear_call(
         x = _meta(rows, inner * act.parts, dtype=dtype)
         return activation_linear(
             x, _meta(64, inner, dtype=dtype), None, activation,
-            activation_bias=_meta(x.shape[-1], dtype=dtype) if everything or option == "activation_bias" else None,
+            activation_bias=None if option == "no activation_bias" else _meta(x.shape[-1], dtype=dtype),
             token_weight=_meta(rows, dtype=torch.float32) if everything else None,
             clamp=7.0 if everything and act.gated else None, linear_offset=1.0 if everything and act.gated else 0.0,
             save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
@@ -202,15 +202,19 @@ def _both_call(width: int, dtype: torch.dtype, terms: Terms) -> Call:
         incoming, place = _meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
         softmax_whole_rows.statistics_and_gradient(x, x, labels, terms, True, incoming)
         parts = softmax_rows.merged(softmax_rows.statistics(x, labels, terms, True, 0, 0, place), terms, True)
-        found = softmax_rows.finished(torch.cat([parts, parts]), labels, terms, True, 0, place)
-        softmax_rows.gradient(x, x, labels, terms, incoming, found.entropy, softmax_rows.Incoming(*[incoming] * 4), 0, 0, place)
+        found = softmax_rows.finished(torch.cat([parts, parts]), labels, terms, True, 0, dtype, place)
+        each = softmax_rows.Incoming(*[incoming] * 4)
+        softmax_rows.gradient(x, x, labels, terms, found.logsumexp, found.entropy, each, 0, 0, place)
         return x
 
     said = "softcap and smoothing" if terms.softcap else ""
     return Call(" ".join(filter(None, (f"cross_entropy rows 2048x{width}", said))), dtype, run)
 
 
-_ROW_TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "all terms": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5},
+}
 _ROOMY = 1 << 40  # bytes: whole rows at a time
 _WAYS: dict[str, dict[str, Any]] = {  # and what leaves the planner no other one
     "promised": {"grad_scale": 1.0},
@@ -227,7 +231,8 @@ def _linear_cross_entropy_calls() -> Iterator[Call]:
     for width in (1000, 32000, 50304, 128256):
         for way in _WAYS:
             yield _linear_cross_entropy_call(width, way)
-        yield _linear_cross_entropy_call(width, "promised", option="all terms")
+        for option in ("smoothing", "all terms"):
+            yield _linear_cross_entropy_call(width, "promised", option=option)
     for way in _WAYS:
         yield _linear_cross_entropy_call(128256, way, option="all terms")
     for way in ("promised", "keep", "blocks"):
@@ -243,7 +248,7 @@ def _linear_cross_entropy_calls() -> Iterator[Call]:
 
 
 def _linear_cross_entropy_call(width: int, way: str, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
-    options = _WAYS[way] | (_ROW_TERMS if option == "all terms" else {})
+    options = _WAYS[way] | _OPTIONS.get(option, {})
 
     def run() -> Tensor:
         hidden, weight = _meta(2048, 64, dtype=dtype), _meta(width, 64, dtype=dtype)

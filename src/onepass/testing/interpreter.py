@@ -10,7 +10,8 @@ As Triton 3.6 ships it, the interpreter fails in silence on these counts, which 
 - Other arithmetic on bf16 works on the bit patterns too: here it raises. Kernels load and go to fp32 at once, so none needs it.
 - `range(runtime_argument)` raises under numpy >= 2.4.
 - numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
-- Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch.
+- Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch; and types
+  and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
 - Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
   (`kernels/meeting.py`), and programs that wait for what never comes raise.
 - @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
@@ -44,6 +45,8 @@ if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
     )
 
 import triton.runtime.interpreter as interpreter
+
+from onepass.testing import interpreter_types
 
 _Builder: Any = interpreter.InterpreterBuilder
 _Handle: Any = interpreter.TensorHandle
@@ -265,6 +268,7 @@ class _NoDriver:
 
 
 def _repair() -> None:
+    interpreter_types.install()
     _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _cast, _float_cast, _dot
     _Builder.binary_op = _refusing_bf16(_Builder.binary_op)
     _Builder.unary_op = _refusing_bf16(_Builder.unary_op)

@@ -60,12 +60,18 @@ class Head:
         self.place = None if self.spread is None else self.spread.place
         self.logits = wide_type(self.hidden) if self.wide else self.hidden.dtype
         self.ranks = self.spread.group.size() if self.spread is not None and self.spread.sequence else 1
-        if self.native and self.columns % _EVEN and self.hidden.is_cuda:
+        if padded_rows(self.weight, self.native):
             self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
 
     @property
     def tokens(self) -> int:
         return self.labels.shape[0]
+
+
+def padded_rows(weight: Tensor, native: bool) -> int:
+    """How many a copy of the weight has whose products are faster; 0 where there is no need of one."""
+    V = weight.shape[0]
+    return ceil_div(V, _APART) * _APART if native and V % _EVEN and weight.is_cuda else 0
 
 
 def _padded(t: Tensor) -> Tensor:

@@ -268,10 +268,7 @@ def gradients_again(head: Head, plan: Plan, found: RowLosses, incoming: Incoming
         parts = [(block, first) for block, first in enumerate(range(0, max(head.columns, 1), max(1, plan.columns)))]
         if head.spread is None:  # block by block: each is written once
             for block, first in parts:
-                sums = again.sums_of(first, keep)
-                for at, chunk in enumerate(chunks):
-                    again.add(chunk, chunks.hidden(chunk, chunks.after(at)), block, first, sums)
-                sums.finish()
+                again.add_block(block, first, keep)
         else:  # chunk by chunk, as of these all ranks have as many
             all_sums = [again.sums_of(first, keep) for _, first in parts]
             for at, chunk in enumerate(chunks):
@@ -296,6 +293,13 @@ class _Again:
 
     def sums_of(self, first: int, keep: bool) -> _WeightSum:
         return _WeightSum(self.into, self.chunks, keep, first, min(self.plan.columns, self.head.columns - first))
+
+    def add_block(self, block: int, first: int, keep: bool) -> None:
+        """Of all chunks: its sum is gone when the next one's is made."""
+        sums = self.sums_of(first, keep)
+        for at, chunk in enumerate(self.chunks):
+            self.add(chunk, self.chunks.hidden(chunk, self.chunks.after(at)), block, first, sums)
+        sums.finish()
 
     def add(self, chunk: slice, hidden: Tensor, block: int, first: int, sums: _WeightSum) -> None:
         logits = make_logits(self.head, hidden, first, self.plan.columns, self.buffer)

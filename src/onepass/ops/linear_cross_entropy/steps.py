@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from onepass.kernels.cross_entropy_formula import RowLosses, Terms
 from onepass.kernels.losses import row_gradient
 from onepass.kernels.softmax_rows import Incoming
-from onepass.ops.linear_cross_entropy.head import Head, Logits, Spread, wide_type
+from onepass.ops.linear_cross_entropy.head import Head, Logits, Spread, padded_rows, wide_type
 from onepass.ops.linear_cross_entropy.passes import (
     Gradients,
     gradients_again,
@@ -61,7 +62,9 @@ def plan_call(
         call.reduction != "none", main_grad is not None and main_grad.dtype is torch.float32, call.grad_scale is not None, way,
         call.group is not None, call.chunk_bytes,
     )  # fmt: skip
-    return plan_of(to_plan, machine_of(hidden.device, size))
+    plan = plan_of(to_plan, machine_of(hidden.device, size))
+    padded = padded_rows(weight, call.native)
+    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * size) if padded else plan
 
 
 def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, call: Call) -> Head:
