@@ -1,11 +1,17 @@
 """What only a GPU shows of cross_entropy: real tiles, sizes past 32 bits and a grid, who waits, graphs, and memory."""
 
-import gc
-import warnings
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu.calls import (  # noqa: F401
+    a_prototype,
+    captured,
+    deterministic_algorithms,
+    memory_goes_back,
+    needs_60_gib,
+    nobody_waits,
+    other_stream,
+    taken,
+)
 from ops.calls import equal
 from ops.cross_entropy_oracle import Case, judge_case, made
 from torch.nn import functional as F
@@ -14,26 +20,11 @@ import onepass
 import onepass.ops.cross_entropy as room
 from onepass.testing.budget import compare
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # PyTorch 2.11's own, where what was warmed up on another stream is captured
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-]
-needs_60_gib = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
-)
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TERMS = {"label_smoothing": 0.1, "z_loss": 1e-2}
 reductions = pytest.mark.parametrize("reduction", ("none", "mean", "sum"))
 places = pytest.mark.parametrize("over", (False, True), ids=("", "over"))
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back():
-    """To the other processes of a run: real sizes take a good part of a GPU's."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---- calls ----
@@ -141,17 +132,7 @@ def test_more_logits_than_31_bits_count_in_more_rows_than_a_grid_dimension():
 # ---- the CPU waits for nothing ----
 
 
-@contextmanager
-def nobody_waits():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@a_prototype
 @places
 @reductions
 def test_no_call_waits_for_the_gpu(reduction, over):
@@ -165,20 +146,6 @@ def test_no_call_waits_for_the_gpu(reduction, over):
 
 
 # ---- CUDA graphs ----
-
-
-def captured(function):
-    """What the function returns, which a graph writes anew, and the graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return results, graph
 
 
 @places
@@ -208,20 +175,6 @@ def test_graphs_replay_with_other_inputs(reduction, over):
 
 
 # ---- the same, every time ----
-
-
-@contextmanager
-def deterministic_algorithms():
-    """Nothing may be said."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-    said = [str(warning.message) for warning in seen]
-    assert not [each for each in said if "determinis" in each], said
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
@@ -263,17 +216,6 @@ def test_labels_of_no_token(over):
 
 
 # ---- memory ----
-
-
-def taken(function):
-    """Bytes at most, beside what was there; and what the function returns."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    returned = function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, returned
 
 
 @places

@@ -1,10 +1,10 @@
 """What only a GPU shows of CUDA graphs over main_grad: whole backwards, make_graphed_callables, flags, `MainGrads`, ties."""
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
+from gpu.calls import warmed
 from torch import nn
 from torch.nn import functional as F
 
@@ -75,17 +75,6 @@ def backward(model, x):
     x = x.detach().requires_grad_()
     model(x).float().square().mean().backward()
     return x.grad
-
-
-def warmed(step):
-    """Twice on a stream at the side, as PyTorch asks for, with nothing left of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    gc.collect()
 
 
 def snapshot(model):

@@ -2,11 +2,20 @@
 
 import gc
 import re
-import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
+from gpu.calls import (  # noqa: F401
+    a_prototype,
+    captured,
+    deterministic_algorithms,
+    memory_goes_back,
+    needs_60_gib,
+    nobody_waits,
+    other_stream,
+    taken,
+)
 from ops.calls import equal, relative
 from ops.linear_cross_entropy_oracle import ALL, UPSTREAM, Case, judge_case, op, whole_sums  # noqa: F401
 from torch.nn import functional as F
@@ -16,14 +25,7 @@ import onepass.ops.linear_cross_entropy as room
 from onepass.parallel import DeferredWgrad
 from onepass.testing.budget import compare
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # PyTorch 2.11's own, where what was warmed up on another stream is captured
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-]
-needs_60_gib = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
-)
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MIB = 1 << 20
 N, D, V = 512, 256, 5003  # an odd vocabulary: products are of a copy of the weight with zeros after it
@@ -37,14 +39,6 @@ WAYS = {  # "main_grad": the weight's gradient is finished there, in forward
     "both": ("again", 128, 1024),
 }
 ways = pytest.mark.parametrize("way", WAYS)
-
-
-@pytest.fixture(autouse=True)
-def _memory_goes_back():
-    """To the other processes of a run: real sizes take a good part of a GPU's."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---- calls ----
@@ -240,19 +234,6 @@ def test_fp32_logits_of_several_hundreds(way, offset):
 
 # ---- the CPU waits for nothing ----
 
-a_prototype = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-
-
-@contextmanager
-def nobody_waits():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def twice(function):
     """The first time kernels are compiled and workspaces made."""
     function()
@@ -313,20 +294,6 @@ def test_a_deferred_gradient_makes_nobody_wait(way):
 # ---- CUDA graphs ----
 
 
-def captured(function):
-    """What the function returns, which a graph writes anew, and the graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return results, graph
-
-
 @ways
 def test_graphs_replay_with_other_inputs(way):
     """Of the weight too, whose copy with zeros after it is made by the graph."""
@@ -363,20 +330,6 @@ def test_graphs_add_to_main_grad_at_each_replay():
 
 
 # ---- the same, every time ----
-
-
-@contextmanager
-def deterministic_algorithms():
-    """Nothing may be said but that cuBLAS wants an environment, which it reads when a process begins."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-    said = [str(warning.message) for warning in seen]
-    assert not [each for each in said if "determinis" in each and "CuBLAS" not in each], said
 
 
 @ways
@@ -464,14 +417,8 @@ def test_what_a_plan_says_is_taken(name, size):
 
     run()  # kernels compiled, workspaces made
     hidden.grad = weight.grad = None
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    taken = (torch.cuda.max_memory_allocated() - before) / MIB
-    assert taken <= mib + 64, f"{taken:.0f} MiB taken, but {said}"
+    most = taken(run)[0] / MIB
+    assert most <= mib + 64, f"{most:.0f} MiB taken, but {said}"
 
 
 # ---- memory that runs out ----

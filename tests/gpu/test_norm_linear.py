@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from gpu.calls import captured
 from torch.nn import functional as F
 
 import onepass
@@ -66,20 +67,6 @@ def test_main_grad_over_two_microbatches(layer, main):
         error = ((weight.main_grad.double() - exact).norm() / exact.norm()).item()
         assert error <= (1e-4 if main is FP32 else 4e-3), error  # norm(x), rebuilt, may round otherwise here and there
         assert weight.grad_added_to_main_grad is True and not weight.grad.any()
-
-
-def captured(step):
-    """The results of `step`, which a graph writes anew, and the graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return results, graph
 
 
 @kinds

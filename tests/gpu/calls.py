@@ -1,0 +1,78 @@
+"""What tests on a GPU share: who waits, graphs, what is the same every time, and memory."""
+
+import gc
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+needs_60_gib = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
+)
+# PyTorch 2.11's own, where what was warmed up on another stream is captured
+other_stream = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+a_prototype = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def memory_goes_back():
+    """To the other processes of a run: real sizes take a good part of a GPU's."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def nobody_waits():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def warmed(function):
+    """Twice on a stream at the side, as PyTorch asks for, with nothing left of it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    gc.collect()
+
+
+def captured(function):
+    """What the function returns, which a graph writes anew, and the graph."""
+    warmed(function)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return results, graph
+
+
+@contextmanager
+def deterministic_algorithms():
+    """Nothing may be said but that cuBLAS wants an environment, which it reads when a process begins."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+    said = [str(warning.message) for warning in seen]
+    assert not [each for each in said if "determinis" in each and "CuBLAS" not in each], said
+
+
+def taken(function):
+    """Bytes at most, beside what was there; and what the function returns."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    returned = function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, returned
