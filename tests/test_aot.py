@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_known_spills_are_allowed_where_they_are_known():
     assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills + 1).fine
     assert not aot.Compiled(kernel, call, "bf16", arch - 10, spills=1).fine
     assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills, failure="no").fine
+
+
+@pytest.mark.parametrize(
+    ("stack", "code", "spills"),
+    [(0, "STL [R1]", 0), (16, "STL [R1]; LDL R2; LDG R3", 2), (16, "", 16)],
+    ids=["none", "read", "unread"],
+)
+def test_spills_are_counted_in_the_code_of_what_has_a_stack(stack, code, spills, monkeypatch):
+    said = {"cuobjdump": f"Function k:\n REG:40 STACK:{stack} SHARED:0", "nvdisasm": code}
+    monkeypatch.setattr(aot, "_tool", lambda name, *_: said[name])
+    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=8))
+    assert aot._usage(compiled) == (40, 8, spills)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seconds, not minutes: everything timed once, with less to flush between, and never the interpreter."""
     monkeypatch.setattr(runner, "ROUNDS", 1)
     monkeypatch.setattr(runner, "CPU_ROUNDS", 1)
+    monkeypatch.setattr(runner, "CPU_ROUNDS_QUICK", 1)
     monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)
     with onepass.use_backend("torch"):
         yield

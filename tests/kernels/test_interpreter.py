@@ -104,3 +104,41 @@ def test_overflow_is_no_warning(recwarn):
     y = torch.empty(8, dtype=torch.float16)
     _round_kernel[(1,)](torch.full((8,), 1e30), y, 8)
     assert y.isinf().all() and not recwarn.list
+
+
+def test_types_are_made_once_for_each_element_and_shape():
+    made = tl.block_type(tl.float32, [8, 16])
+    assert tl.block_type(tl.float32, (tl.constexpr(8), 16)) is made and tl.block_type(tl.float32, made.shape) is made
+    others = tl.block_type(tl.int32, [8, 16]), tl.block_type(tl.float32, [16, 8]), tl.block_type(tl.float32, [8])
+    assert all(other is not made and other != made for other in others)
+    assert [other.numel for other in others] == [128, 128, 8]
+    pointers = [tl.block_type(tl.pointer_type(to), [8]) for to in (tl.float32, tl.int32)]
+    assert [pointer.scalar.element_ty for pointer in pointers] == [tl.float32, tl.int32]
+
+
+@pytest.mark.parametrize(("sizes", "error"), [([8.0, 16], TypeError), ([3], ValueError), ([], TypeError)])
+def test_no_sizes_raise_though_equal_ones_were_seen(sizes, error):
+    tl.block_type(tl.float32, [8, 16])
+    with pytest.raises(error):
+        tl.block_type(tl.float32, sizes)
+
+
+def test_shapes_compare_as_their_numbers_do():
+    shape = tl.block_type(tl.float32, [8, 16]).shape
+    for same in ([8, 16], (8, 16), tl.tuple([8, 16]), [tl.constexpr(8), 16]):
+        assert shape == same
+    for other in ([16, 8], [8], [8, 16, 1], tl.tuple([8]), [tl.constexpr(16), 8]):
+        assert shape != other
+
+
+@triton.jit
+def _four_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(y_ptr + i, x + x * 3)
+
+
+def test_integers_wrap_as_they_do_on_a_gpu():
+    x, y = torch.tensor([2**31 - 1, -(2**31), 2**30, 5], dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    _four_kernel[(1,)](x, y, 4)
+    assert torch.equal(y, x * 4)

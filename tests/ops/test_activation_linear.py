@@ -72,7 +72,7 @@ def test_values_and_gradients_in_fp32(activation, save, backend):
 @pytest.mark.parametrize("activation", ("swiglu", "gelu", "relu"))
 def test_values_and_gradients_in_16_bits(activation, dtype, save, backend):
     for vector in (dtype, FP32):
-        report = report_of(None, dtype, activation, save, backend, (4, 64), vector=vector)
+        report = report_of(None, dtype, activation, save, backend, (4, 16), vector=vector)
         assert report, report
 
 

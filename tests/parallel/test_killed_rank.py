@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel import killed_rank_ranks
 from parallel.killed_rank_ranks import SCENARIOS, SECONDS
-from parallel.worlds import WORLDS
+from parallel.worlds import WORLDS, started
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 START = 120  # seconds to import torch and meet, on a busy machine
@@ -19,7 +19,9 @@ def end_of(world, scenario, folder, seconds=20):
     """The exit status of each rank, the killed one's last. They have so many seconds to end after the group's timeout."""
     backend, ranks = world
     args = ranks, str(folder), backend, scenario
-    *others, killed = mp.spawn(killed_rank_ranks.run, args=args, nprocs=ranks, join=False).processes
+    # for NCCL the environment is set, and what it writes is read
+    start = started if backend == "gloo" else mp.spawn
+    *others, killed = start(killed_rank_ranks.run, args, ranks, join=False).processes
     killed.join(START)
     limit = time.monotonic() + SECONDS + seconds
     for process in (*others, killed):

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from ops.calls import needs_triton, relative
 from parallel import mlp_ranks
 from parallel.mlp_ranks import MICROBATCHES, OPTIONS, F, K, given, model, with_random_biases
+from parallel.worlds import started
 from torch.nn import functional
 
 from onepass.nn import sharded_state_dict
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     """What each rank found and saved: two processes, and then four, for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (2, 4):
-        mp.spawn(mlp_ranks.run, args=(ranks, str(folder)), nprocs=ranks)
+        started(mlp_ranks.run, (ranks, str(folder)), ranks)
     return folder
 
 

@@ -1,5 +1,7 @@
 """The worlds in which tests of several processes run: a backend and a number of ranks."""
 
+import os
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -14,8 +16,22 @@ PAIRS = [_world("gloo", 2), _world("nccl", 2)]
 WORLDS = [*PAIRS, _world("gloo", 4), _world("nccl", 4)]
 
 
+def started(run, args, ranks, join=True):
+    """So many processes that run it: forks of one that has done no more than import, as that is what takes the time.
+
+    They have the environment, and write where this process wrote, of when the first of them was started.
+    """
+    needed = ["torch.distributed", "onepass"]
+    if os.environ.get("TRITON_INTERPRET"):
+        needed.insert(0, "onepass.testing.interpreter")
+    if not torch.cuda.is_available():
+        needed.append("torch._dynamo")  # which asks for GPUs, and no fork may use one after that
+    mp.set_forkserver_preload(needed)
+    return mp.start_processes(run, args, ranks, join=join, start_method="forkserver")
+
+
 def found_by(run, world, folder):
-    """What each rank's `run` has saved. One start for all of a file's tests, as importing torch is what takes the time."""
+    """What each rank's `run` has saved. One start for all of a file's tests."""
     backend, ranks = world
-    mp.spawn(run, args=(ranks, str(folder), backend), nprocs=ranks)
+    started(run, (ranks, str(folder), backend), ranks)
     return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(ranks)]

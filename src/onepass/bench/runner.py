@@ -39,7 +39,7 @@ from onepass.bench.peers import forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS = 5
-CPU_ROUNDS = 15  # the least of them is said: what else a CPU does can only add to a call's time
+CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the least of them is said: what else a CPU does can only add to a call's time
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer may be shorter than its launches take: its graph's time is of interest
 T = TypeVar("T")
 Tick = Callable[[str], None]
@@ -58,6 +58,10 @@ class Plan:
     keep: Callable[[Contender], bool]
     quick: bool = False
 
+    @property
+    def cpu_rounds(self) -> int:
+        return CPU_ROUNDS_QUICK if self.quick else CPU_ROUNDS
+
     def contenders(self, case: Case) -> list[Contender]:
         return [contender for contender in self.bench.contenders(case) if self.keep(contender)]
 
@@ -68,7 +72,7 @@ class Plan:
 
     def steps(self) -> int:
         """How often `measure` will tick."""
-        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + CPU_ROUNDS for cases in self.variants())
+        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + self.cpu_rounds for cases in self.variants())
         return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
 
 
@@ -242,8 +246,8 @@ def _cpu_times(plan: Plan, tiny: Case, clock: Clock, seeds: torch.Generator, tic
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     calls = 100 if clock.device.type == "cuda" else 20
-    for turn in range(CPU_ROUNDS):
-        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {CPU_ROUNDS}")
+    for turn in range(plan.cpu_rounds):
+        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {plan.cpu_rounds}")
         for lane in _rotated(lanes, turn):
             forward[lane.name].append(clock.host_us(lane.forward, calls))
             both[lane.name].append(clock.host_us(lane.train, calls))

@@ -143,12 +143,14 @@ def uncovered(found: Iterable[Launch]) -> list[str]:
 # ---- compiling them ----
 
 
-# Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007).
+# Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007);
+# and two instructions where a row is one number.
 ALLOWED_SPILLS = {
     ("norm_backward rows", "layer_norm 2048x5000", 100): 8,
     ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised", 100): 4,
     ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised smoothing", 90): 2,
     ("softmax_whole_rows both", "cross_entropy rows 2048x128256 softcap and smoothing", 80): 6,
+    ("bias_activation backward", "activation_linear gelu 37x1", 100): 2,
 }
 
 
