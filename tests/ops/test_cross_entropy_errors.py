@@ -28,6 +28,12 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "ignore_index half": ((x, y, None, "mean", 0.5), {}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
     "ignore_index True": ((x, y, None, "mean", True), {}, TypeError, ("ignore_index must be an integer", "True")),
     "ignore_index huge": ((x, y, None, "mean", 1 << 63), {}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
+    "ignore_index past int32 labels": (
+        (x, y.int(), None, "mean", 1 << 40),
+        {},
+        ValueError,
+        ("ignore_index must be", "int32 labels", str(1 << 40)),
+    ),
     "smoothing above": ((x, y), {"label_smoothing": 1.1}, ValueError, ("label_smoothing must be from 0 to 1", "1.1")),
     "smoothing below": ((x, y), {"label_smoothing": -0.1}, ValueError, ("label_smoothing must be from 0 to 1", "-0.1")),
     "smoothing NaN": ((x, y), {"label_smoothing": NAN}, ValueError, ("label_smoothing must be", "nan")),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -705,7 +706,7 @@ def test_a_promise_that_is_broken(main):
             loss.backward(wrong.to(DEVICE))
             assert inputs[0].grad.isnan().all() and (main or inputs[1].grad.isnan().all())
             continue
-        said = r"grad_scale promised .* would be 1\.0, but it is another" + (".*main_grad is wrong, clear it" if main else "$")
+        said = r"grad_scale promised .* would be 1\.0, but it is 2\.0" + (".*main_grad is wrong, clear it" if main else "$")
         with pytest.raises(RuntimeError, match=said):
             loss.backward(wrong)
         assert all(t.grad is None for t in inputs if t.is_floating_point())
@@ -978,3 +979,91 @@ def test_another_packages_backend_gets_what_was_asked(monkeypatch):
     assert args[:3] == tuple(inputs[:3]) and args[3:] == (None, "sum", -100, False)
     assert {name: given[name] for name in options} == options and given["bias"] is inputs[3]
     assert given["token_weight"] is inputs[4]
+
+
+def test_a_promise_is_kept_to_a_millionth():
+    """What loss * 0.1 / 5 sends back is not 0.02 to the last bit."""
+    hidden, weight, labels, *_ = tensors()
+    for scale, send in ((0.1 / 5, lambda loss: loss * 0.1 / 5), (1 / 77, lambda loss: loss / 11 / 7)):
+        plain = gradients(lambda h, w, y, send=send: send(op()(h, w, y)), [hidden, weight, labels])
+        found = gradients(lambda h, w, y, s=scale, send=send: send(op(grad_scale=s)(h, w, y)), [hidden, weight, labels])
+        assert nearly_equal(found, plain)
+    if DEVICE == "cpu":
+        with pytest.raises(RuntimeError, match=r"would be 0\.02, but it is 0\.0200"):
+            (op(grad_scale=0.02)(hidden, weight, labels) * 0.020001).backward()
+
+
+def test_a_head_that_was_computed_does_not_outlive_its_backward():
+    hidden, base, labels, *_ = tensors()
+    low = torch.nn.Parameter(torch.randn(base.shape[0], 2, device=DEVICE))
+    high = torch.nn.Parameter(torch.randn(2, base.shape[1], device=DEVICE))
+
+    def loss_of(hidden):
+        weight = base.detach() + low @ high
+        alive.append(weakref.ref(weight))
+        return op()(hidden, weight, labels)
+
+    alive = []
+    loss = loss_of(hidden)
+    loss.backward()
+    grads = low.grad, high.grad
+    assert alive[0]() is None
+    low.grad = high.grad = None
+    loss = checkpoint(loss_of, hidden, use_reentrant=False)
+    assert alive[1]() is None  # until backward makes it again
+    loss.backward()
+    torch.testing.assert_close([low.grad, high.grad], list(grads))
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_compiled_with_strides_of_their_own(reduction):
+    """What the compiler is told of the gradients' strides is so: inductor looks."""
+    hidden, weight, labels, *_ = tensors((16,), 8, 50)
+
+    def loss(hidden, weight):
+        return onepass.linear_cross_entropy(hidden.t(), weight.t(), labels, reduction=reduction, backend="torch").sum()
+
+    turned = [t.detach().t().contiguous().requires_grad_() for t in (hidden, weight)]
+    torch._dynamo.reset()
+    plain = torch.autograd.grad(loss(*turned), turned)
+    torch.testing.assert_close(torch.autograd.grad(torch.compile(loss, fullgraph=True)(*turned), turned), plain)
+
+
+def test_compiled_with_promises_and_stats():
+    """A promise may be another each step; a graph sends zeros back to stats that leave it."""
+    hidden, weight, labels, *_ = tensors()
+
+    def both(hidden, weight, scale):
+        loss, stats = onepass.linear_cross_entropy(
+            hidden, weight, labels, grad_scale=scale, return_stats=True, reduction="sum", backend="torch"
+        )
+        return loss, stats.entropy
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for scale in (1.0, 2.0, 4.0):
+        loss, _ = compiled(hidden, weight, scale)
+        plain = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), labels, reduction="sum") * scale, (hidden, weight))
+        assert nearly_equal(torch.autograd.grad(loss * scale, (hidden, weight)), plain)
+    torch._dynamo.reset()
+    stats = torch.compile(lambda h, w: op(return_stats=True, reduction="sum")(h, w, labels), backend="aot_eager")
+    (loss, seen), plain = stats(hidden, weight), op(return_stats=True, reduction="sum")(hidden, weight, labels)
+    assert nearly_equal(
+        torch.autograd.grad(loss + seen.entropy.sum(), (hidden, weight)),
+        torch.autograd.grad(plain[0] + plain[1].entropy.sum(), (hidden, weight)),
+    )
+
+
+@pytest.mark.parametrize("main", (None, FP16), ids=str)
+def test_autocast_around_backward_rounds_nothing(main):
+    hidden, weight, labels, *_ = tensors(dtype=BF16)
+    found = []
+    for around in (False, True):
+        weight = weight.detach().requires_grad_() if main is None else with_main(weight, main)
+        if main is not None:
+            weight.main_grad.zero_()
+        hidden.grad = None
+        with torch.autocast(DEVICE, BF16, enabled=around):
+            op("blocks")(hidden, weight, labels).backward()
+        found.append([hidden.grad, weight.grad if main is None else weight.main_grad])
+    assert equal(*found)

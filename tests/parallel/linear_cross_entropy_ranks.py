@@ -49,7 +49,7 @@ def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     group, found = dist.group.WORLD, {}
     with onepass.use_backend("torch" if backend == "gloo" else "triton"):
-        for scenario in (ways, half_precision, main_grad, stats, deferred, compiled, told_apart, overlapped, bad):
+        for scenario in (ways, half_precision, main_grad, stats, deferred, compiled, told_apart, no_tokens, overlapped, bad):
             found[scenario.__name__] = scenario(rank, ranks, group)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -187,6 +187,23 @@ def told_apart(rank, ranks, group):
     ignored.backward()
     none = not (hidden.grad.any() or weight.grad.any())
     return {"wrong": wrong, "row": row, "ignored": ignored.detach(), "none": none}
+
+
+def no_tokens(rank, ranks, group):
+    """Of whatever kind: losses of nothing, and gradients of zeros."""
+    (hidden, weight, _, _, _), labels = inputs(rank, ranks, False), drawn(torch.randint, 0, 2, (0,))
+    hidden, found = hidden.detach().flatten(0, 1)[:0].requires_grad_(), {}
+    for options in ({}, {"chunk_bytes": 1 << 20}, {"reduction": "none", "chunk_bytes": 1}):
+        with torch.no_grad():
+            onepass.linear_cross_entropy(hidden, weight, labels, group, **options)
+        loss = onepass.linear_cross_entropy(hidden, weight, labels, group, **options).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        found[str(options)] = [loss.detach(), hidden.grad, weight.grad]
+    weight.main_grad, later = torch.zeros_like(weight), DeferredWgrad()
+    onepass.linear_cross_entropy(hidden, weight, labels, group, deferred=later).backward()
+    later.flush()
+    return found | {"deferred": [weight.main_grad]}
 
 
 def overlapped(rank, ranks, group):

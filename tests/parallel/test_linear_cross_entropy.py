@@ -117,6 +117,12 @@ def test_no_tokens_and_labels_that_are_no_tokens(found):
         assert mine["ignored"] == 0 and mine["none"]
 
 
+def test_no_tokens_at_all(found):
+    for rank in found:
+        assert len(rank["no_tokens"]) == 4
+        assert not any(t.any() for each in rank["no_tokens"].values() for t in each)
+
+
 def test_what_is_sent_is_under_way_during_a_product(found):
     """Hidden states and statistics under the next product; the gradient's sum under the weight's product, and longer."""
     for rank in found:

@@ -17,12 +17,14 @@ from onepass.runtime.lang import tl
 from onepass.runtime.launch import Bound, kernel
 from onepass.runtime.validation import validating
 
-_INT64 = 1 << 63
+_INT32, _INT64 = 1 << 31, 1 << 63
 _REDUCED_AT_ONCE = 4096  # rows, whose losses one program reduces
 _MOST_ROWS = 1 << 16  # that it does sooner than PyTorch's many
 
 
-def check_labels(labels: Tensor, shape: torch.Size, device: torch.device, like: str = "logits") -> None:
+def check_labels(
+    labels: Tensor, shape: torch.Size, device: torch.device, ignore_index: int, like: str = "logits"
+) -> None:  # fmt: skip
     """One a row of what is `like`, and a token's number."""
     if not isinstance(labels, Tensor) or labels.dtype not in (torch.int32, torch.int64):
         kind = f"of {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
@@ -33,6 +35,8 @@ def check_labels(labels: Tensor, shape: torch.Size, device: torch.device, like: 
         )
     if labels.device != device:
         raise ValueError(f"labels must be on {device}, as {like}, but is on {labels.device}")
+    if labels.dtype is torch.int32 and type(ignore_index) is int and not -_INT32 <= ignore_index < _INT32:
+        raise ValueError(f"ignore_index must be a number that int32 labels can hold, but is {ignore_index}")
 
 
 def check_reduction(reduction: str) -> None:

@@ -277,7 +277,7 @@ def _checked(
     group = with_others(tp_group, "tp_group")
     if logits.dim() == 0 or (group is None and logits.shape[-1] == 0):
         raise ValueError(f"logits must have a last dimension of at least 1, but has shape {tuple(logits.shape)}")
-    check_labels(labels, logits.shape[:-1], logits.device)
+    check_labels(labels, logits.shape[:-1], logits.device, ignore_index)
     check_reduction(reduction)
     terms = check_terms(ignore_index, label_smoothing, z_loss)
     if over and needs_grad(logits) and not torch.compiler.is_compiling():

@@ -270,6 +270,9 @@ def place_for(main_grad: Tensor, wanted: Asked) -> Tensor:
     return torch.empty_like(main_grad) if wanted is Asked.CAPTURED and not capturing(main_grad) else main_grad
 
 
+_CPU_ROWS = 4096  # of main_grad that are made of widened operands at a time, where a CPU can't sum 16-bit products in fp32
+
+
 def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool = True) -> None:
     """main_grad (or nothing) + first.T @ second (or first), with fp32 sums and one rounding where main_grad is narrower.
 
@@ -284,9 +287,11 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
     elif first.is_cuda and main_grad.dtype is torch.float32:
         torch.addmm(main_grad, first.t(), second, beta=beta, out_dtype=torch.float32, out=main_grad)
     elif main_grad.dtype is torch.float32:
-        main_grad.addmm_(first.float().t(), second.float(), beta=beta)
-    else:  # another 16-bit type, or fp32 into 16 bits
-        main_grad.copy_(torch.addmm(main_grad.float(), first.float().t(), second.float(), beta=beta))
+        wide = second.float()
+        for at in range(0, main_grad.shape[0], _CPU_ROWS):
+            main_grad[at : at + _CPU_ROWS].addmm_(first[:, at : at + _CPU_ROWS].float().t(), wide, beta=beta)
+    else:  # another 16-bit type, or fp32 into 16 bits; in place, as autocast would round what is not
+        main_grad.copy_(main_grad.float().addmm_(first.float().t(), second.float(), beta=beta))
 
 
 def _marked(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any, Tensor], None]:

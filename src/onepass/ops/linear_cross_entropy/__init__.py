@@ -33,6 +33,8 @@ from onepass.runtime.checks import check_floating, check_linear, check_number, c
 from onepass.runtime.dispatch import cast, needs_grad, transformed
 from onepass.runtime.lang import no_triton
 
+_STATS_COLUMNS = 1 << 24  # which of them is the largest is an fp32 number
+
 
 class Stats(NamedTuple):
     """What `return_stats` gives of each token, in fp32 and of labels' shape."""
@@ -98,10 +100,11 @@ def _call(
     terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     product = product_type(hidden)
     if logits_dtype not in (None, product, _wide_type(product)):
-        raise ValueError(f"logits_dtype must be torch.float32 or the operands' {product}, or None, but is {logits_dtype}")
+        narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
+        raise ValueError(f"logits_dtype must be {_wide_type(product)}{narrow}, or None, but is {logits_dtype}")
     if grad_scale is not None:
         check_number("grad_scale", grad_scale, optional=True)
-        if not math.isfinite(grad_scale):
+        if not -math.inf < grad_scale < math.inf:  # isfinite would break a compiled graph
             raise ValueError(f"grad_scale must be finite, but is {grad_scale!r}")
         if deferred is not None:
             raise ValueError("grad_scale and deferred exclude each other: the gradient is made in forward, or in flush()")
@@ -139,7 +142,9 @@ def _check_tensors(
         if not tokens:
             raise ValueError(f"hidden must have a first dimension that the ranks share, but has shape {tuple(hidden.shape)}")
         tokens = torch.Size([tokens[0] * call.group.size(), *tokens[1:]])
-    check_labels(labels, tokens, hidden.device, "hidden")
+    if call.full and weight.shape[0] > _STATS_COLUMNS:
+        raise ValueError(f"return_stats knows columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
+    check_labels(labels, tokens, hidden.device, call.terms.ignore_index, "hidden")
     if token_weight is not None:
         check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
 

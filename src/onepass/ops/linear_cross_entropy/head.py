@@ -206,8 +206,8 @@ def hidden_gradient(head: Head, logits: Logits, into: Tensor, add: bool = False)
     else:
         for at in range(0, d.shape[1], _CPU_COLUMNS):
             part = slice(at, at + _CPU_COLUMNS)
-            product = d[:, part].to(into.dtype) @ weight[part].to(into.dtype)
-            into.add_(product) if add or at else into.copy_(product)
+            # in place, as autocast would round what is not
+            into.addmm_(d[:, part].to(into.dtype), weight[part].to(into.dtype), beta=float(add or at > 0))
 
 
 def _with_room(logits: Logits) -> Tensor:

@@ -1,7 +1,8 @@
 """The passes of linear_cross_entropy: products, and what is done to the logits between them, chunk by chunk.
 
-What comes out does not depend on how it was divided, but for the last bits of fp32 sums. Over ranks each has some of the
-vocabulary: what they find of the rows goes to all in one message a chunk, under the next chunk's product.
+What comes out does not depend on how it was divided, but for the last bits of fp32 sums, and for the scale at which gradients of
+16-bit logits are rounded: times what comes back, or before it, where that is not known in forward. Over ranks each has some of
+the vocabulary: what they find of the rows goes to all in one message a chunk, under the next chunk's product.
 """
 
 from __future__ import annotations

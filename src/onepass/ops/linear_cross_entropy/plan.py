@@ -44,11 +44,13 @@ class Plan:
     blocks: int
     seconds: float
     bytes: int  # at most allocated at a time, results included
+    short: bool = False  # whether nothing fits in chunk_bytes
 
     def __str__(self) -> str:
+        short = "; nothing takes as little as chunk_bytes" if self.short else ""
         return (
             f"{self._said()}; about {_time(self.seconds)} forward and backward, "
-            f"{self.bytes / 2**20:.0f} MiB at most, gradients included"
+            f"{self.bytes / 2**20:.0f} MiB at most, gradients included{short}"
         )
 
     def _said(self) -> str:
@@ -113,7 +115,8 @@ def plan_of(asked: Asked, machine: Machine) -> Plan:
     budget = machine.budget if asked.chunk_bytes is None else asked.chunk_bytes
     fitting = [plan for plan, working in plans if working <= budget]
     if not fitting:
-        return min(plans, key=lambda each: (each[1], each[0].seconds))[0]
+        least = min(plans, key=lambda each: (each[1], each[0].seconds))[0]
+        return replace(least, short=asked.chunk_bytes is not None)
     gradients = asked.needs_hidden or asked.needs_weight  # with none to come there is nothing to spare memory for
     price = (_PRICE_PROMISED if asked.promised else _PRICE if gradients else 0.0) / machine.memory
     return min(fitting, key=lambda plan: plan.seconds * (1 + price * plan.bytes))
@@ -123,10 +126,10 @@ def _candidates(asked: Asked, machine: Machine) -> Iterator[tuple[Plan, int]]:
     """With the bytes that each works with, beside its results."""
     gradients = asked.needs_hidden or asked.needs_weight
     if not gradients:
-        yield from (_chunked("loss", asked, machine, rows) for rows in _row_counts(asked))
+        yield from (_chunked("loss", asked, machine, rows) for rows in _row_counts(asked, few=True))
         return
     if asked.promised:
-        yield from (_chunked("promised", asked, machine, rows) for rows in _row_counts(asked))
+        yield from (_chunked("promised", asked, machine, rows) for rows in _row_counts(asked, few=True))
         return
     if asked.way in (None, "keep") and not asked.wide:
         yield _kept(asked, machine)
@@ -142,7 +145,8 @@ def _shared(asked: Asked, machine: Machine) -> tuple[Plan, int]:
     """Where ranks share the vocabulary they must go the same way by as many chunks, or wait for each other for ever. None knows
     how much the others have, so neither may depend on it; only how a chunk is divided into blocks is each rank's own affair."""
     gradients, chosen = asked.needs_hidden or asked.needs_weight, asked.chunk_bytes is not None
-    rows = min(asked.N, _SHARED_ROWS if asked.chunk_bytes is None else max(_LEAST_ROWS, asked.chunk_bytes // _SHARED_ROW))
+    rows = _SHARED_ROWS if asked.chunk_bytes is None else max(_LEAST_ROWS, asked.chunk_bytes // _SHARED_ROW)
+    rows = min(rows, max(1, asked.N))
     if gradients and asked.promised:
         return _chunked("promised", asked, machine, rows)
     if not gradients and not chosen:
@@ -157,8 +161,11 @@ def _shared(asked: Asked, machine: Machine) -> tuple[Plan, int]:
     return (plan if gradients else replace(plan, way="loss")), working
 
 
-def _row_counts(asked: Asked) -> Iterator[int]:
+def _row_counts(asked: Asked, few: bool = False) -> Iterator[int]:
+    """few: also those that no product is fast of, for ways that have nothing else to do with little memory."""
     yield from _divided(asked.N, 128 if asked.N >= 1024 else 1, _LEAST_ROWS)
+    if few and asked.N >= 1024:
+        yield from (64, 32, 16)
 
 
 def _column_counts(asked: Asked) -> Iterator[int]:

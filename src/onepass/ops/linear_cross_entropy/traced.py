@@ -1,11 +1,13 @@
 """linear_cross_entropy where somebody watches: registered ops for compilers, dispatch modes and subclasses.
 
 What they return must be known before sizes are, so the way follows from what is asked for alone: gradients of a scalar loss are
-made in forward, those of rows' losses of logits that are made again. How each is divided is found out when the op runs.
+made in forward, those of rows' losses, or beside stats, of logits that are made again. How each is divided is found out when the
+op runs.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +31,9 @@ _TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? t
 def traced_way(call: Call, needs: Needs) -> str:
     if not any(needs):
         return "loss"
-    return "promised" if call.grad_scale is not None else "again" if call.reduction == "none" else "forward"
+    if call.grad_scale is not None:
+        return "promised"
+    return "again" if call.reduction == "none" or call.full else "forward"  # a graph sends zeros to stats, so nothing may wait
 
 
 def _flat(call: Call) -> tuple[Any, ...]:
@@ -69,6 +73,11 @@ def _forward(
     return *(_there(t, labels) for t in found), *(_there(t, hidden) for t in waiting)
 
 
+def _like_tokens(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tokens, D] with the strides that the op's have."""
+    return torch.empty_like(hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1]), dtype=dtype)
+
+
 def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, scale: Tensor | None,
     place: Tensor | None, way: str, needs: list[bool], apart: bool, *flat: Any,
@@ -79,10 +88,10 @@ def _forward_fake(
     rows = [hidden.new_empty(N, dtype=kind) for kind in (wide, lse_type(logits), wide, wide)[: 4 if full else 2]]
     rows += [] if full else [labels.new_empty(0), labels.new_empty(0)]
     correct = hidden.new_empty(N, dtype=torch.bool) if full else labels.new_empty(0)
-    promised, D = way == "promised", hidden.shape[-1]
+    promised = way == "promised"
     kinds = product if promised else wide, weight.dtype if promised and not apart else wide_type(weight)
-    dhidden = hidden.new_empty(hidden.numel() // max(D, 1), D, dtype=kinds[0]) if made and needs[0] else hidden.new_empty(0)
-    dweight = weight.new_empty(weight.shape, dtype=kinds[1]) if made and needs[1] else hidden.new_empty(0)
+    dhidden = _like_tokens(hidden, kinds[0]) if made and needs[0] else hidden.new_empty(0)
+    dweight = torch.empty_like(weight, dtype=kinds[1]) if made and needs[1] else hidden.new_empty(0)
     dbias = hidden.new_empty(weight.shape[0], dtype=wide) if made and needs[2] else hidden.new_empty(0)
     return *rows, correct, dhidden, dweight, dbias
 
@@ -120,9 +129,9 @@ def _backward(
 
 
 def _backward_fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    needs, apart, product, D = rest[11], rest[12], rest[21], hidden.shape[-1]
+    needs, apart, product = rest[11], rest[12], rest[21]
     return (
-        hidden.new_empty(hidden.numel() // max(D, 1), D, dtype=product) if needs[0] else hidden.new_empty(0),
+        _like_tokens(hidden, product) if needs[0] else hidden.new_empty(0),
         torch.empty_like(weight, dtype=wide_type(weight) if apart else weight.dtype) if needs[1] else hidden.new_empty(0),
         hidden.new_empty(weight.shape[0], dtype=wide_type(hidden)) if needs[2] else hidden.new_empty(0),
     )
