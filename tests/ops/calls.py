@@ -40,3 +40,9 @@ def nearly_equal(first, second):
 
 def relative(got, exact):
     return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def says(words, raised):
+    """Whether an error says all these words."""
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.calls import says
 
 import onepass
 from onepass.parallel import DeferredWgrad
@@ -37,6 +38,12 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "no reduction": ((x, w, y, None, None), {}, ValueError, ("reduction must be one of none, mean, sum", "None")),
     "ignore_index half": ((x, w, y, None, "mean", 0.5), {}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
     "ignore_index huge": ((x, w, y, None, "mean", 1 << 63), {}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
+    "stats of too many columns": (
+        (x[:, :1], w[:1, :1].expand((1 << 24) + 1, 1), y),
+        {"return_stats": True},
+        ValueError,
+        ("return_stats", str(1 << 24), str((1 << 24) + 1)),
+    ),
     "ignore_index past int32 labels": (
         (x, w, y.int(), None, "mean", 1 << 31),
         {},
@@ -88,11 +95,6 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "deferred a word": ((x, w, y), {"deferred": "later"}, TypeError, ("deferred must be", "DeferredWgrad", "str")),
     "unknown backend": ((x, w, y), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
 }  # fmt: skip
-
-
-def says(words, raised):
-    for word in words:
-        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -98,6 +98,14 @@ def test_the_working_set_of_a_budget_does_not_grow_with_the_tokens():
             assert max(sizes) <= max(budget, 4096 * 2 * 16 * 64), (budget, more, sizes)
 
 
+def test_little_memory_is_few_tokens_and_what_is_not_enough_is_said():
+    for more in ({"promised": True, "into_main": True}, {"needs_hidden": False, "needs_weight": False}):
+        plan = plan_of(asked(chunk_bytes=5 << 20, **more), GPU)
+        assert plan.rows == 16 and "nothing takes as little" not in str(plan), plan
+        plan = plan_of(asked(chunk_bytes=1 << 20, **more), GPU)
+        assert plan.rows == 16 and str(plan).endswith("; nothing takes as little as chunk_bytes"), plan
+
+
 def test_more_memory_is_never_slower():
     before = None
     for budget in (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30):
@@ -111,10 +119,11 @@ def test_more_memory_is_never_slower():
 
 def measured(what, backend, reduction="mean", main=False, **options):
     """The plan that `explain` tells of a call, and what the call takes on a CPU, gradients included."""
-    hidden, labels = torch.randn(what.N, what.D, requires_grad=what.needs_hidden), torch.randint(what.V, (what.N,))
-    weight = torch.nn.Parameter(torch.randn(what.V, what.D), requires_grad=what.needs_weight)
+    dtype, labels = FP32 if what.size == 4 else BF16, torch.randint(what.V, (what.N,))
+    hidden = torch.randn(what.N, what.D, dtype=dtype, requires_grad=what.needs_hidden)
+    weight = torch.nn.Parameter(torch.randn(what.V, what.D, dtype=dtype), requires_grad=what.needs_weight)
     if main:
-        weight.main_grad = torch.zeros_like(weight)
+        weight.main_grad = torch.zeros_like(weight, dtype=FP32)
 
     def run():
         loss = op(reduction=reduction, backend=backend, chunk_bytes=what.chunk_bytes, **options)(hidden, weight, labels)
@@ -160,6 +169,14 @@ def test_a_budget_is_kept_on_a_cpu(name):
     _, found, _ = measured(what, "torch", **options)
     sums = 4 * what.N * what.D if what.needs_hidden else 0
     assert found.most <= returned(what) + sums + 1.25 * what.chunk_bytes + 100 * what.N, found
+
+
+@on_a_cpu
+def test_sums_of_16_bits_widen_some_columns_at_a_time():
+    """A CPU has no product of 16 bits with fp32 sums."""
+    what = SMALL._replace(N=512, V=32768, size=2, into_main=True, promised=True, chunk_bytes=32 << 20)
+    _, found, _ = measured(what, "torch", grad_scale=1.0, main=True)
+    assert found.most <= returned(what) + 1.5 * what.chunk_bytes, found
 
 
 @on_a_cpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.calls import says
 from ops.norm_oracle import DEVICE
 
 import onepass
@@ -53,11 +54,6 @@ BAD_BIAS = {
     "bias the eps of rms_norm": (1e-5, TypeError, ("bias must be", "tensor", "float")),
 }
 norms = pytest.mark.parametrize("norm", (onepass.layer_norm, onepass.rms_norm), ids=("layer", "rms"))
-
-
-def says(words, raised):
-    for word in words:
-        assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
 
 
 @norms

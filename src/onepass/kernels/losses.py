@@ -102,12 +102,15 @@ def mean_scale(
 
 
 def reduced_rows(
-    losses: Tensor, labels: Tensor, terms: Terms, reduction: str, token_weight: Tensor | None = None, native: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The losses [rows], their sum or their mean, by one kernel where PyTorch takes eight; and a mean's `mean_scale`."""
+    losses: Tensor, labels: Tensor, terms: Terms, reduction: str, token_weight: Tensor | None = None, native: bool = False,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The losses [rows], their sum or their mean, by one kernel where PyTorch takes eight; and a mean's `mean_scale`, which is
+    the one given where it is known: the kernel makes it on the way."""
     if native and reduction != "none" and losses.shape[0] <= _MOST_ROWS:
         return _reduced_natively(losses, labels, terms, reduction, token_weight)
-    scale = mean_scale(labels, terms, reduction, losses.dtype, token_weight)
+    if scale is None:
+        scale = mean_scale(labels, terms, reduction, losses.dtype, token_weight)
     if scale is None:
         return reduced(losses, labels, terms, token_weight, reduction), None
     return reduced(losses, labels, terms, token_weight, "sum") * scale, scale

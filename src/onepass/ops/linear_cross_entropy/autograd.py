@@ -45,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             way = plan.way
             into = place_of(weight, main_grads[0], Asked.GATHERED) if way == "promised" and needs[1] else None
             found, waiting, kept = first_step(hidden, weight, bias, rows, call, plan, tuple(needs), into, has_own_place(weight))
-        loss, _ = reduced_rows(found.loss, rows.labels, call.terms, call.reduction, rows.token_weight, native)
+        loss, _ = reduced_rows(found.loss, rows.labels, call.terms, call.reduction, rows.token_weight, native, rows.scale)
         if call.reduction == "none":
             loss = _shaped(loss, labels.shape)
         ctx.call, ctx.way, ctx.used, ctx.added = call, way, False, into is not None
