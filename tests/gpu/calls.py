@@ -76,3 +76,38 @@ def taken(function):
     returned = function()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, returned
+
+
+def filled(piece=16 << 20):
+    """All that this process may still have, taken."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            return pieces
+
+
+@contextmanager
+def room_for(size):
+    """So many bytes beside what is in use, whatever the allocator has kept. Other processes are not touched."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, whole = torch.cuda.mem_get_info()
+    try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+        rest = filled()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / whole)
+        yield
+        del rest
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def said_by(function):
+    """The error of memory that ran out, as words: the error itself would keep what its frames have."""
+    try:
+        function()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    pytest.fail("there was memory enough")

@@ -1,8 +1,6 @@
 """What only a GPU shows of linear_cross_entropy: real tiles and sizes, cuBLAS's products, who waits, graphs, and memory."""
 
-import gc
 import re
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,10 +8,13 @@ from gpu.calls import (  # noqa: F401
     a_prototype,
     captured,
     deterministic_algorithms,
+    filled,
     memory_goes_back,
     needs_60_gib,
     nobody_waits,
     other_stream,
+    room_for,
+    said_by,
     taken,
 )
 from ops.calls import equal, relative
@@ -422,41 +423,6 @@ def test_what_a_plan_says_is_taken(name, size):
 
 
 # ---- memory that runs out ----
-
-
-def filled(piece=16 * MIB):
-    """All that this process may still have, taken."""
-    pieces = []
-    while True:
-        try:
-            pieces.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            return pieces
-
-
-@contextmanager
-def room_for(size):
-    """So many bytes beside what is in use, whatever the allocator has kept. Other processes are not touched."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    _, whole = torch.cuda.mem_get_info()
-    try:
-        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
-        taken = filled()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / whole)
-        yield
-        del taken
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def said_by(function):
-    """The error of memory that ran out, as words: the error itself would keep what its frames have."""
-    try:
-        function()
-    except torch.OutOfMemoryError as error:
-        return str(error)
-    pytest.fail("there was memory enough")
 
 
 def test_no_room_for_logits_leaves_main_grad_as_it_was():
