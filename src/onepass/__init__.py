@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from onepass import nn, parallel
+from onepass.fusion.fused import fuse
 from onepass.integrations import norm_backends as _norm_backends
 from onepass.kernels.activations import register_activation
 from onepass.ops.activation_linear import activation_linear
@@ -12,6 +13,8 @@ from onepass.ops.linear import linear
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import norm_linear
+from onepass.profiling.model import compare
+from onepass.profiling.record import profile
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.graphs import graphed
 from onepass.runtime.validation import validate
@@ -26,8 +29,10 @@ __all__ = [
     "bias_gelu",
     "bias_quick_geglu",
     "bias_swiglu",
+    "compare",
     "cross_entropy",
     "explain",
+    "fuse",
     "graphed",
     "layer_norm",
     "linear",
@@ -35,6 +40,7 @@ __all__ = [
     "nn",
     "norm_linear",
     "parallel",
+    "profile",
     "register_activation",
     "register_backend",
     "rms_norm",

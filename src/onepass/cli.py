@@ -1,4 +1,4 @@
-"""The `onepass` command: bench, explain, doctor. Each imports what it needs when it is asked for."""
+"""The `onepass` command: bench, profile, explain, doctor. Each imports what it needs when it is asked for."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
+
+
+def _profile(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    from onepass.profiling import script
+
+    script.add_arguments(parser)
+    parser.set_defaults(run=script.run)
 
 
 def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
@@ -189,6 +196,7 @@ def _pretended_gpu() -> Iterator[None]:
 
 _COMMANDS = {
     "bench": ("measure ops against their peers", _bench),
+    "profile": ("run a script and say what it does with the machine, and what of onepass would apply", _profile),
     "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),
     "doctor": ("look for what is broken or slow on this machine", _doctor),
 }

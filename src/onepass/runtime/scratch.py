@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass.runtime.lasting import lasting
+
 _LEAST = 1 << 16
 _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -23,7 +25,9 @@ def kept_scratch(floats: int, counters: int, device: torch.device) -> tuple[Tens
     key = index, torch._C._cuda_getCurrentRawStream(index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        kept = _kept[key] = new_scratch(max(floats, _LEAST), max(counters, _LEAST), device)
+        kept = _kept[key] = lasting(lambda: new_scratch(max(floats, _LEAST), max(counters, _LEAST), device), device)
+        for memory in kept:
+            memory.record_stream(torch.cuda.current_stream(device))
     return kept
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels import softmax_rows, softmax_whole_rows
+from onepass.kernels import ragged_norm, softmax_rows, softmax_whole_rows
 from onepass.kernels.activations import ACTIVATIONS
 from onepass.kernels.cross_entropy_formula import Terms
 from onepass.ops.activation_linear import activation_linear
@@ -279,6 +279,40 @@ def _padded_call(width: int, dtype: torch.dtype, terms: Terms) -> Call:
     return Call(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", said))), dtype, run)
 
 
+_RAGGED: dict[str, tuple[int, ...]] = {  # some widths, a lane each
+    "64 lanes of 32 to 512": (32, 64, 96, 128, 192, 256, 384, 512) * 8,
+    "16 lanes of 128": (128,) * 16,
+    "lanes of 16 to 2048": tuple(1 << k for k in range(4, 12)),
+    "lanes of 64 and 5000": (64, 5000),
+    "odd lanes": (1, 33, 255, 1000, 2001),
+}
+
+
+def _ragged_norm_calls() -> Iterator[Call]:
+    """Both norms at all mixtures of widths; types, flat outputs and what is left out at one that has most kinds of tiles."""
+    for layer in (True, False):
+        for lanes in _RAGGED:
+            yield _ragged_norm_call(layer, lanes)
+        for dtype in (torch.float16, torch.float32):
+            for lanes in ("lanes of 16 to 2048", "odd lanes"):
+                yield _ragged_norm_call(layer, lanes, dtype)
+        for option in ("flat", "no vectors", "frozen vectors", "fp32 vectors"):
+            yield _ragged_norm_call(layer, "64 lanes of 32 to 512", option=option)
+
+
+def _ragged_norm_call(layer: bool, lanes: str, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        xs = [_meta(2048, width, dtype=dtype) for width in _RAGGED[lanes]]
+        vector_type = torch.float32 if option == "fp32 vectors" else dtype
+        weights = [] if option == "no vectors" else [_meta(x.shape[-1], dtype=vector_type) for x in xs]
+        asked = bool(weights) and option != "frozen vectors"
+        _, mean, rstd = ragged_norm.ragged_forward(xs, weights, weights if layer else [], layer, 1e-5, option != "flat")
+        ragged_norm.ragged_backward(xs, xs, weights, mean, rstd, layer, option != "flat", asked, asked and layer)
+        return xs[0]
+
+    return Call(" ".join(filter(None, ("ragged", "layer_norm" if layer else "rms_norm", lanes, option))), dtype, run)
+
+
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "bias_activation": _bias_activation_calls,
     "activation_linear": _activation_linear_calls,
@@ -287,6 +321,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "linear_cross_entropy": _linear_cross_entropy_calls,
     "norm": _norm_calls,
     "norm_linear": _norm_linear_calls,
+    "ragged_norm": _ragged_norm_calls,
 }
 
 

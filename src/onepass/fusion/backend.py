@@ -1,0 +1,209 @@
+"""The compiler's back end: dynamo gives graphs, AOTAutograd makes them functional with their backward, `rewrite` fuses, inductor
+compiles.
+
+With inductor the rewriting is one of its own passes, over the graph that holds forward and backward. What stands before and
+after it is PyTorch's, so a graph in which nothing is found is compiled as torch.compile compiles it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from onepass.fusion.addresses import at_few_addresses
+from onepass.fusion.cost import machine_of
+from onepass.fusion.report import GraphReport, Report
+from onepass.fusion.rewrite import WHOLE, parameters_of, rewrite, take_apart
+from onepass.fusion.side_by_side import Whole, backward_with, forward_with, put_back, take_out
+from onepass.fusion.trial import Input, Trial
+
+_log = logging.getLogger("onepass.fusion")
+
+# A graph's sizes are guarded before it is called; asking each input's again costs a microsecond, with hundreds of parameters.
+_DEFAULTS = {"size_asserts": False}
+COMPILERS = ("auto", "inductor", "none")
+
+
+class Backend:
+    """What torch.compile calls with each graph. One object serves one fused function, and keeps its report."""
+
+    def __init__(self, compiler: str = "auto", cuda_graph: bool = False, options: dict[str, Any] | None = None) -> None:
+        if compiler not in COMPILERS:
+            raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}, but is {compiler!r}")
+        if cuda_graph and compiler == "none":
+            raise ValueError("cuda_graph=True needs the compiler 'inductor', but compiler is 'none'")
+        self.compiler = compiler
+        self.cuda_graph = cuda_graph
+        self.options = dict(options or {})
+        self.report = Report()
+        self._trials: list[tuple[GraphReport, Trial]] = []
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        if self.cuda_graph and device.type == "cpu":
+            raise ValueError("cuda_graph=True needs a GPU, but the function's tensors are on the CPU")
+        compiler = self.compiler if self.compiler != "auto" else "inductor" if has_inductor(device) else "none"
+        if self.cuda_graph and compiler == "none":
+            raise ValueError("cuda_graph=True needs the compiler 'inductor', which can't compile here: is Triton installed?")
+        job = _Job(self, device, inputs)
+        written = copy.deepcopy(module)  # inductor keeps what it is given, and changes it
+        compiled = (job.with_inductor if compiler == "inductor" else job.without_compiler)(module, inputs)
+        self._trials.extend((report, Trial(written, compiled, job.inputs, device)) for report in job.reports)
+        return compiled
+
+    def reported(self, measure: bool = False) -> Report:
+        """What was fused so far and what wasn't, and why; measure: also time each graph, as written and fused."""
+        if measure:
+            for report, trial in self._trials:
+                report.times = report.times or trial.times()
+        return self.report
+
+
+class _Job:
+    """The compilation of one graph of dynamo's."""
+
+    def __init__(self, backend: Backend, device: torch.device, inputs: Sequence[Any]) -> None:
+        self.backend = backend
+        self.machine = machine_of(device)
+        self.inputs = [Input.like(x) for x in inputs]
+        self.reports: list[GraphReport] = []
+
+    def rewrite(self, graph: Graph, compiled: bool) -> None:
+        parameters = parameters_of(graph, [x.is_parameter for x in self.inputs])
+        found = rewrite(graph, parameters, self.machine, compiled)
+        self.reports.append(found)
+        self.backend.report.graphs.append(found)
+
+    def _kept(self, wholes: Sequence[tuple[Whole, Node]]) -> list[Whole]:
+        self.reports[-1].wholes.extend(whole for whole, _ in wholes)
+        return [whole for whole, _ in wholes]
+
+    # ---- inductor ----
+
+    def with_inductor(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+        from torch._inductor.decomposition import select_decomp_table
+
+        everything = dict(select_decomp_table())
+        table = {target: how for target, how in everything.items() if target not in WHOLE}
+        job = self
+
+        class Pass(CustomGraphPass):
+            def __call__(self, graph: Graph) -> None:
+                job.rewrite(graph, compiled=True)
+                take_apart(graph, everything)
+
+            def uuid(self) -> None:
+                return None
+
+        patches = {**_DEFAULTS, **self.backend.options, "joint_custom_pre_pass": Pass()}
+        if self.backend.cuda_graph:
+            patches["triton.cudagraphs"] = True
+        with _no_cache():
+            compiled: Any = compile_fx(module, inputs, inner_compile=self._inner, config_patches=patches, decompositions=table)
+        return compiled  # type: ignore[no-any-return]
+
+    def _inner(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        moving: list[int] = []
+        if self.backend.cuda_graph:
+            still = set(options.get("static_input_idxs") or ())
+            moving = [i for i, given in enumerate(inputs) if isinstance(given, torch.Tensor) and i not in still]
+            options["static_input_idxs"] = [*still, *moving]
+        back = put_back(module.graph) if options.get("is_backward") else []
+        wholes = [] if options.get("is_backward") else take_out(module.graph)
+        compiled: Any = compile_fx_inner(*_longer(module, inputs, options, len(back) + len(wholes)), **options)
+        if moving:
+            compiled.current_callable = at_few_addresses(compiled.current_callable, moving)
+        if back:
+            compiled.current_callable = backward_with(compiled.current_callable, back)
+        if wholes:
+            compiled.current_callable = forward_with(compiled.current_callable, self._kept(wholes))
+        return compiled
+
+    # ---- no compiler: PyTorch's operators, fewer of them ----
+
+    def without_compiler(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+        from torch._functorch.aot_autograd import aot_module_simplified
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+            self.rewrite(joint.graph, compiled=False)
+            joint.recompile()
+            return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+        def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            wholes = take_out(gm.graph)
+            gm.recompile()
+            return forward_with(make_boxed_func(gm.forward), self._kept(wholes))
+
+        def backward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            back = put_back(gm.graph)
+            gm.recompile()
+            return backward_with(make_boxed_func(gm.forward), back)
+
+        def inference(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.rewrite(gm.graph, compiled=False)
+            return forward(gm, example_inputs)
+
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+        )
+
+
+def _longer(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], added: int) -> tuple[GraphModule, list[Any]]:
+    """The module with its new last inputs, which lie still as parameters do."""
+    if added:
+        module.recompile()
+        new: list[Node] = module.graph.find_nodes(op="placeholder")[-added:]
+        options["static_input_idxs"] = [*(options.get("static_input_idxs") or []), *range(len(inputs), len(inputs) + added)]
+        inputs = [*inputs, *(node.meta["val"] for node in new)]
+    return module, list(inputs)
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """PyTorch's cache of whole compilations is asked before the graph is rewritten, and knows no parameters side by side."""
+    import torch._functorch.config as config
+
+    with config.patch(enable_autograd_cache=False):
+        yield
+
+
+def onepass_backend(
+    module: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """torch.compile(..., backend="onepass"): `fuse` without its report, which goes to the log.
+
+    mode and options are inductor's; options may name the `compiler` too.
+    """
+    options = {**(torch._inductor.list_mode_options(mode) if mode is not None else {}), **(options or {})}
+    backend = Backend(options.pop("compiler", "auto"), options=options)
+    compiled = backend(module, inputs)
+    _log.info("%s", backend.report)
+    return compiled
+
+
+def has_inductor(device: torch.device) -> bool:
+    """Whether inductor can make code for the device here: Triton for a GPU, a C++ compiler for a CPU."""
+    if device.type == "cpu":
+        return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())

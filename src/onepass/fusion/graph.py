@@ -1,0 +1,336 @@
+"""What the other files here ask of a graph of ATen operators: what a node is, how deep it lies, and how a new one is put in.
+
+The graphs are AOTAutograd's: functional, so that aliasing, writes in place and autograd are already worked out. A node's depth
+is the length of the longest way to it from an input, counted in operators that launch something, then in views behind the last
+of those. Each edge makes it larger, so nodes of one depth can't depend on one another, and putting an operator in the place of
+each of several sets of such nodes makes no circle.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+Depth = tuple[int, int]
+
+SAME = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    operator.getitem,
+    *SAME,
+}
+_CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
+
+
+def is_view(node: Node) -> bool:
+    return node.target in VIEWS
+
+
+def is_pointwise(node: Node) -> bool:
+    if node.target in _CASTS:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def is_reduction(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
+
+
+def is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_impure(node: Node) -> bool:
+    """Whether the node does something besides giving its outputs: its place among the others matters."""
+    return node.op == "call_function" and not is_random(node) and node.target is not operator.getitem and node.is_impure()
+
+
+def value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def arguments(node: Node) -> Any:
+    """A call's arguments, which FX types as everything that may be one."""
+    return node.args
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The tensors of a call in the order in which they stand, one for each time it stands there."""
+    found: list[Node] = []
+
+    def seen(used: Node) -> Node:
+        found.append(used)
+        return used
+
+    map_arg((node.args, node.kwargs), seen)
+    return found
+
+
+def shape(node: Node) -> list[Any]:
+    """A tensor's sizes; a symbolic one stays symbolic."""
+    return list(value(node).shape)
+
+
+def size_key(size: Any) -> object:
+    """A size as something to compare: comparing symbolic sizes themselves would add guards to the user's function."""
+    return size.node.expr if isinstance(size, SymInt) else size
+
+
+def tensor_key(node: Node) -> object:
+    tensor = value(node)
+    return tuple(size_key(s) for s in tensor.shape), tensor.dtype, tensor.device
+
+
+def nbytes(node: Node) -> int:
+    """Of what the node gives, symbolic sizes by what they were when traced."""
+    given = value(node)
+    return sum(_nbytes(tensor) for tensor in (given if isinstance(given, tuple | list) else [given]))
+
+
+def _nbytes(tensor: Any) -> int:
+    if not isinstance(tensor, Tensor):
+        return 0
+    elements = tensor.element_size()
+    sizes: list[Any] = list(tensor.shape)
+    for size in sizes:
+        elements *= size.node.hint if isinstance(size, SymInt) else size
+    return elements
+
+
+def launches(node: Node) -> bool:
+    """Whether the operator starts work of its own where nothing is fused."""
+    return node.op == "call_function" and not is_view(node) and not _is_symbolic(node)
+
+
+def _is_symbolic(node: Node) -> bool:
+    return isinstance(value(node), int | float | bool | SymInt | torch.SymFloat | torch.SymBool)
+
+
+def depths(graph: Graph) -> dict[Node, Depth]:
+    """Random operators follow each other as they stood: a generator gives its numbers in the order in which it is asked."""
+    found: dict[Node, Depth] = {}
+    last_random: Node | None = None
+    for node in graph.nodes:
+        before = [found[used] for used in node.all_input_nodes]
+        if is_random(node):
+            if last_random is not None:
+                before.append(found[last_random])
+            last_random = node
+        deepest = max(before, default=(0, 0))
+        if node.op == "call_function" and is_view(node):
+            found[node] = deepest[0], deepest[1] + 1
+        else:
+            found[node] = deepest[0] + (node.op != "placeholder"), 0
+    return found
+
+
+def epochs(graph: Graph) -> dict[Node, int]:
+    """How many impure nodes stand before each node: nothing may be moved past one."""
+    count = 0
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        found[node] = count
+        count += is_impure(node)
+    return found
+
+
+def backward_nodes(graph: Graph) -> set[Node]:
+    """What comes of incoming gradients. Nothing of forward may come to depend on it: the graph is cut in two later."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if _is_tangent(node) or any(used in found for used in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_tangent(node: Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)  # AOTAutograd's own way to tell them
+
+
+class NoRule(Exception):
+    """Why the lanes of a group can't be one operator."""
+
+
+class Emitter:
+    """Puts new nodes into a graph, each with the value that a trace would have given it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.before: Node | None = None  # where the next node goes
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        given, named = map_arg((args, kwargs), value)
+        with torch.no_grad():
+            result = target(*given, **named)
+        if self.before is None:
+            raise RuntimeError("the emitter has no place: set `before`")
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = result
+        node.meta["original_aten"] = target  # inductor names kernels by it
+        if "stack_trace" in self.before.meta:
+            node.meta["stack_trace"] = self.before.meta["stack_trace"]
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        return self(operator.getitem, node, index)
+
+    def view(self, node: Node, sizes: Sequence[Any]) -> Node:
+        """A view where strides allow one, else a view of a copy, as reshape has it."""
+        if [size_key(s) for s in sizes] == [size_key(s) for s in shape(node)]:
+            return node
+        symbolic = [dim for dim, size in enumerate(sizes) if isinstance(size, SymInt)]
+        given = [-1 if symbolic == [dim] else size for dim, size in enumerate(sizes)]
+        given = self.sizes(given, node) if len(symbolic) > 1 else given
+        if not _can_be_viewed(value(node), given):
+            node = self(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self(aten.view.default, node, given)
+
+    def sizes(self, sizes: Sequence[Any], like: Node) -> list[Any]:
+        """Sizes as arguments: a symbolic one is a node that gives it, or is asked of a tensor that has it."""
+        known = {size_key(s): (like, dim) for dim, s in enumerate(shape(like))}
+        return [self._size(s, known) if isinstance(s, SymInt) else s for s in sizes]
+
+    def _size(self, size: SymInt, known: dict[object, tuple[Node, int]]) -> Node:
+        key = size_key(size)
+        if key in known:
+            return self(aten.sym_size.int, *known[key])
+        for node in self.graph.nodes:
+            assert isinstance(node, Node)
+            given = value(node)
+            if isinstance(given, SymInt) and size_key(given) == key:
+                return node
+            if node.op == "placeholder" and isinstance(given, Tensor):
+                for dim, asked in enumerate(given.shape):
+                    if size_key(asked) == key:
+                        return self(aten.sym_size.int, node, dim)
+        raise NoRule(f"a size that changes from call to call, {size}, is nowhere at hand")
+
+    def move(self, node: Node, source: int, target: int) -> Node:
+        if source == target:
+            return node
+        order = [dim for dim in range(value(node).dim()) if dim != source]
+        order.insert(target, source)
+        return self(aten.permute.default, node, order)
+
+
+def _can_be_viewed(tensor: Tensor, sizes: list[Any]) -> bool:
+    """Fake tensors say yes to some that real ones refuse, among dimensions of one element: so a meta tensor is asked."""
+    if tensor.is_contiguous():
+        return True
+    asked = tensor
+    if all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), *sizes)):
+        with unset_fake_temporarily():
+            asked = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+            return _views(asked, sizes)
+    return _views(asked, sizes)
+
+
+def _views(tensor: Tensor, sizes: list[Any]) -> bool:
+    try:
+        tensor.view([value(s) if isinstance(s, Node) else s for s in sizes])
+    except (RuntimeError, ValueError):  # which of the two is a matter of the kind of tensor
+        return False
+    return True
+
+
+def drop_aliases(graph: Graph) -> None:
+    """In a functional graph an alias is its source. What the graph gives back stays: who called it may count on two tensors."""
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.target in SAME and isinstance(node.args[0], Node):
+            node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user is not output)
+            if not node.users:
+                graph.erase_node(node)
+
+
+def share_equal(graph: Graph) -> None:
+    """Equal calls on equal tensors become one node, as AOTAutograd makes them later.
+
+    Three layers that flatten their common input then have a common input; and what backward computes again as forward did is no
+    second lane.
+    """
+    seen: dict[object, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or is_random(node) or is_impure(node) or not _is_pure(node):
+            continue
+        first = seen.setdefault((node.target, frozen(node.args), frozen(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_pure(node: Node) -> bool:
+    return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+
+
+def frozen(argument: Any) -> object:
+    """Arguments as a key."""
+    if isinstance(argument, list | tuple):
+        return tuple(frozen(a) for a in argument)
+    if isinstance(argument, dict):
+        return tuple((k, frozen(v)) for k, v in argument.items())
+    return argument, type(argument)  # 1, 1.0 and True are equal
+
+
+def sort(graph: Graph) -> None:
+    """Put every node behind what it uses, and otherwise leave the order as it is, that of random operators among them."""
+    order: list[Node] = []
+    placed: set[Node] = set()
+    begun: set[Node] = set()
+    random = [node for node in graph.nodes if is_random(node)]
+    earlier = dict(zip(random[1:], random, strict=False))
+    for root in list(graph.nodes):
+        waiting = [root]
+        while waiting:
+            node = waiting[-1]
+            needed = [*node.all_input_nodes, *([earlier[node]] if node in earlier else [])]
+            missing = [used for used in needed if used not in placed] if node not in placed else []
+            if missing:
+                begun.add(node)
+                if not begun.isdisjoint(missing):
+                    raise RuntimeError("onepass.fuse made a circle of operators: please report the program")
+                waiting.extend(missing)
+            else:
+                waiting.pop()
+                if node not in placed:
+                    placed.add(node)
+                    order.append(node)
+    last = graph._root
+    for node in order:
+        last.append(node)
+        last = node
+
+
+def remove_dead(graph: Graph, candidates: Iterable[Node]) -> None:
+    """Erase the candidates that nobody uses, and what only they used."""
+    waiting = list(candidates)
+    gone: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in gone or node.users or node.op != "call_function" or is_impure(node) or is_random(node):
+            continue
+        waiting.extend(node.all_input_nodes)
+        gone.add(node)
+        graph.erase_node(node)

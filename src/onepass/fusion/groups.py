@@ -1,0 +1,301 @@
+"""Finds operators that do the same to many tensors, and puts one in their place.
+
+Candidates launch the same operator at the same depth with the same options, on tensors of the same kind: they can't depend on
+each other (`graph.depths`). They are taken together by families, whose operands come from the same place: slices of one
+tensor, results of a group found before, one tensor that all share, inputs of the graph. The operands of a family are then one
+tensor already, seen another way; what isn't is copied together where that costs less than the launches it saves (`cost`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from onepass.fusion import ragged
+from onepass.fusion.cost import Machine
+from onepass.fusion.give_back import GiveBack
+from onepass.fusion.graph import (
+    Depth,
+    Emitter,
+    NoRule,
+    arguments,
+    aten,
+    backward_nodes,
+    depths,
+    epochs,
+    frozen,
+    is_impure,
+    is_pointwise,
+    is_random,
+    launches,
+    nbytes,
+    operands_of,
+    shape,
+    tensor_key,
+    value,
+)
+from onepass.fusion.lanes import Result, Shared, joined
+from onepass.fusion.operands import Group, Listed, Place, Source, Whereabouts, is_shared, kind_of
+from onepass.fusion.report import Found, Refused
+from onepass.fusion.rules import apply, has_rule, is_multiple
+
+
+@dataclass
+class Sweep:
+    """One walk through a graph from its inputs on. What it found and what it left stands in `found` and `refused`."""
+
+    graph: Graph
+    machine: Machine
+    parameters: set[Node]
+    compiled: bool = False  # whether a compiler follows, that makes one kernel of what writes the parts of a cat
+    found: dict[Group, Found] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.emit = Emitter(self.graph)
+        self.where = Whereabouts(self.parameters, self.compiled)
+        self.listed: set[Node] = set()  # operators that the compiler makes one of, by groups
+        self.listed_groups = 0
+        self.order = {node: i for i, node in enumerate(self.graph.nodes)}
+        self.depth = depths(self.graph)
+        self.backward = backward_nodes(self.graph)
+
+    def run(self) -> None:
+        by_depth: dict[Depth, list[Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            if launches(node) and node.all_input_nodes:
+                by_depth[self.depth[node]].append(node)
+        epoch, backward = epochs(self.graph), self.backward
+        for depth in sorted(by_depth):
+            buckets: dict[object, list[Node]] = defaultdict(list)
+            for node in by_depth[depth]:
+                if node.target is aten.cat.default and self._join(node):
+                    continue
+                if not is_impure(node):
+                    buckets[epoch[node], node in backward, kind_of(node)].append(node)
+            for nodes in buckets.values():
+                if len(nodes) > 1:
+                    self._take(nodes)
+        self._refuse_random()
+        back = GiveBack(self.graph, self.emit, self.where.places, self.order, self.backward)
+        back.run()
+        self.listed, self.listed_groups = back.together, back.groups
+        for group in back.left:
+            del self.found[group]
+
+    def _refuse_random(self) -> None:
+        """They follow one another (`depths`), so they never came up as candidates."""
+        by_kind: dict[object, list[Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            if is_random(node):
+                by_kind[node.target].append(node)
+        for nodes in by_kind.values():
+            if len(nodes) > 1:
+                self._refuse(nodes, "draws random numbers, whose order must stay")
+
+    # ---- families ----
+
+    def _take(self, nodes: list[Node]) -> None:
+        if not has_rule(nodes[0]):
+            self._refuse(nodes, "no rule puts this operator's lanes together")
+            return
+        rest: list[Node] = []
+        for family in self._families(nodes):
+            if len(family) > 1:
+                rest.extend(self._fuse(family))
+            else:
+                rest.extend(family)
+        if len(rest) > 1:
+            for alike in _alike(sorted(rest, key=self.order.__getitem__)):
+                if len(alike) > 1:
+                    self._fuse_equal(alike)
+
+    def _families(self, nodes: list[Node]) -> list[list[Node]]:
+        slots = [operands_of(node) for node in nodes]
+        keys: list[list[object]] = [[] for _ in nodes]
+        for column in zip(*slots, strict=True):
+            bases = Counter(self.where.base(operand) for operand in set(column))
+            origins = {operand: self.where.origin(operand, bases) for operand in column}
+            siblings, uses = Counter(origins.values()), Counter(column)
+            fewest = min(uses.values()) if len(uses) > 1 else 0  # each lane's own operand may serve several calls of the lane
+            for key, operand in zip(keys, column, strict=True):
+                alone = siblings[origins[operand]] == 1 or origins[operand] in ("own", "input")
+                shared = alone and uses[operand] > max(fewest, 1)
+                key.append(("shared", operand) if shared else origins[operand])
+        families: dict[object, list[Node]] = defaultdict(list)
+        for key, node in zip(keys, nodes, strict=True):
+            families[tuple(key)].append(node)
+        return [ordered for family in families.values() for ordered in self._in_order(family)]
+
+    def _in_order(self, family: list[Node]) -> list[list[Node]]:
+        """The family in the order in which its first operand with an order lies in memory.
+
+        It is several where one operand serves several calls, a[i] - b[i] and a[i] - c[i] say: one for each time it does.
+        """
+        for column in zip(*map(operands_of, family), strict=True):
+            positions = [self.where.position(operand) for operand in column]
+            if len(set(positions)) == 1 or None in positions:
+                continue
+            found: dict[int, list[tuple[int, Node]]] = defaultdict(list)
+            times: Counter[int] = Counter()
+            for position, node in zip(positions, family, strict=True):
+                assert position is not None
+                found[times[position]].append((position, node))
+                times[position] += 1
+            return [[node for _, node in sorted(calls, key=lambda call: call[0])] for calls in found.values()]
+        return [family]
+
+    # ---- one group ----
+
+    def _fuse(self, family: list[Node]) -> list[Node]:
+        """Fuse a family whole, or those of it that are alike. Gives back the nodes that stay as they were."""
+        alike = _alike(family)
+        if len(alike) == 1:
+            self._fuse_equal(family)
+            return []
+        if self._fuse_ragged(family):
+            return []
+        left = []
+        for part_of_it in alike:
+            if len(part_of_it) == 1 or not self._fuse_equal(part_of_it):
+                left.extend(part_of_it)
+        return left
+
+    def _fuse_equal(self, nodes: list[Node]) -> bool:
+        columns = list(zip(*map(operands_of, nodes), strict=True))
+        sources = [self.where.source(list(column)) for column in columns]
+        if all(source is not None and is_shared(column) for source, column in zip(sources, columns, strict=True)):
+            return False  # equal calls: common subexpressions, which PyTorch removes itself
+        copied = sum(source.copied for source in sources)
+        if self._stays_listed(nodes, sources):
+            return self._list(nodes)
+        rewrite = ragged.rewrite_of(self, nodes) if copied else None
+        if rewrite is not None:
+            return self._rewrite(nodes, rewrite, "tensors of their own, one launch", 0)
+        if not self.machine.pays(launches_saved=len(nodes) - 1, bytes_copied=copied):
+            self._refuse(nodes, f"copying {copied:,} bytes together would cost more than {len(nodes) - 1} launches")
+            return False
+        how = "copied together" if copied else _how(columns, self.parameters)
+        return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
+
+    def _fuse_ragged(self, nodes: list[Node]) -> bool:
+        rewrite = ragged.rewrite_of(self, nodes)
+        if rewrite is not None:
+            return self._rewrite(nodes, rewrite, "different widths, one launch", 0)
+        columns = list(zip(*map(operands_of, nodes), strict=True))
+        sources = [self.where.source(list(column), uneven=True) for column in columns]
+        copied = sum(source.copied for source in sources)
+        if self._stays_listed(nodes, sources):
+            return self._list(nodes)
+        if not self.machine.pays(launches_saved=len(nodes) - 1, bytes_copied=copied):
+            return False
+        how = "different widths, copied together" if copied else "different widths, one view"
+        return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
+
+    def _stays_listed(self, nodes: Sequence[Node], sources: Sequence[Source]) -> bool:
+        if not self.compiled or not is_pointwise(nodes[0]) or not any(source.copied or source.listed for source in sources):
+            return False
+        whole = all(isinstance(size, int) for node in nodes for size in shape(node))
+        return whole and self.machine.small(max(sum(map(nbytes, [node, *node.all_input_nodes])) for node in nodes))
+
+    def _list(self, nodes: list[Node]) -> bool:
+        return self._rewrite(nodes, lambda: [Listed(nodes)], "tensors of their own, one launch", 0)
+
+    def _applied(self, nodes: list[Node], sources: Sequence[Source]) -> list[Result]:
+        in_order: Iterator[Any] = iter([source.build(self.emit) for source in sources])
+        args, kwargs = map_arg((nodes[0].args, nodes[0].kwargs), lambda _: next(in_order))
+        return apply(self.emit, nodes[0], args, kwargs, len(nodes))
+
+    def _rewrite(self, nodes: list[Node], build: Callable[[], list[Any]], how: str, copied: int) -> bool:
+        first = min(nodes, key=self.order.__getitem__)
+        self.emit.before = first
+        try:
+            results = build()
+        except NoRule as reason:
+            self._refuse(nodes, str(reason))
+            return False
+        group = Group(nodes, results)
+        for index, node in enumerate(nodes):
+            self.where.places[node] = Place(group, index, 0)
+            if is_multiple(node):
+                for user in node.users:
+                    self.where.places[user] = Place(group, index, arguments(user)[1])
+        self.found[group] = Found(_name(nodes[0]), len(nodes), how, copied)
+        return True
+
+    def _refuse(self, nodes: list[Node], why: str) -> None:
+        self.refused.append(Refused(_name(nodes[0]), len(nodes), why))
+
+    # ---- where lanes meet again ----
+
+    def _join(self, node: Node) -> bool:
+        """Put what holds all lanes in the place of a run of lanes that a cat joins again. Whether there was such a run."""
+        tensors, dim = list(arguments(node)[0]), _cat_dim(node)
+        parts: list[Node] = []
+        at = 0
+        self.emit.before = node
+        while at < len(tensors):
+            count = self._run_length(tensors[at:])
+            whole = self._joined(tensors[at : at + count], dim) if count > 1 else None
+            parts.extend([whole] if whole is not None else tensors[at : at + count])
+            at += count
+        if len(parts) < len(tensors):
+            result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
+            node.replace_all_uses_with(result)
+        return len(parts) < len(tensors)
+
+    def _run_length(self, tensors: Sequence[Node]) -> int:
+        """How many of the first tensors come one after another from one place."""
+        first, count = self._run_key(tensors[0]), 1
+        if first is None:
+            return 1
+        while count < len(tensors):
+            following = self._run_key(tensors[count])
+            if following is None or following[0] != first[0]:
+                break
+            count += 1
+        return count
+
+    def _run_key(self, node: Node) -> tuple[object, int] | None:
+        position = self.where.position(node)
+        return None if position is None else (self.where.origin(node, Counter({self.where.base(node): 2})), position)
+
+    def _joined(self, tensors: list[Node], dim: int) -> Node | None:
+        source = self.where.source(tensors, uneven=True)
+        if source.copied or source.listed:
+            return None
+        try:
+            operand = source.build(self.emit)
+            return None if isinstance(operand, Shared) else joined(self.emit, operand, dim)
+        except NoRule:
+            return None
+
+def _alike(nodes: Iterable[Node]) -> list[list[Node]]:
+    """The nodes by the sizes of their tensors."""
+    found: dict[object, list[Node]] = defaultdict(list)
+    for node in nodes:
+        sizes = tuple(tensor_key(used) if isinstance(value(used), Tensor) else used for used in operands_of(node))
+        found[sizes, frozen(map_arg(node.args, lambda _: None))].append(node)
+    return list(found.values())
+
+
+def _how(columns: Sequence[Sequence[Node]], parameters: set[Node]) -> str:
+    if any(all(node in parameters for node in column) for column in columns if not is_shared(column)):
+        return "weights side by side"
+    return "one view, no copy"
+
+
+def _cat_dim(node: Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    return dim % len(shape(node))
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").removeprefix("prims.").split(".")[0]

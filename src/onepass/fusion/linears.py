@@ -1,0 +1,270 @@
+"""Linear layers of one input become one product: query, key and value; gate and up.
+
+Forward, x @ W.T over the weights laid side by side (`side_by_side`), whose columns each layer then has as its slice.
+Backward, the layers' incoming gradients side by side, D: the weights' gradients are the rows of D.T @ x, and what was a sum
+of products is D @ W, summed in fp32 where the sum of products was rounded at every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from onepass.fusion.cost import Machine
+from onepass.fusion.graph import (
+    Emitter,
+    arguments,
+    aten,
+    is_pointwise,
+    is_view,
+    nbytes,
+    remove_dead,
+    shape,
+    size_key,
+    tensor_key,
+    value,
+)
+from onepass.fusion.report import Found, Refused
+from onepass.fusion.side_by_side import whole_of
+from onepass.fusion.strides import settle
+
+_FAR = 200  # nodes behind a gradient that are looked at for a way back into the layers
+
+
+@dataclass(frozen=True)
+class Layer:
+    product: Node
+    weight: Node  # [N, K], a parameter
+    bias: Node | None
+
+
+@dataclass
+class Linears:
+    """One pass over a graph. What it found and what it left stands in `found` and `refused`."""
+
+    graph: Graph
+    machine: Machine
+    parameters: set[Node]
+
+    def __post_init__(self) -> None:
+        self.emit = Emitter(self.graph)
+        self.order = {node: i for i, node in enumerate(self.graph.nodes)}
+        self.found: list[Found] = []
+        self.refused: list[Refused] = []
+
+    def run(self) -> None:
+        for x, layers in self._layers():
+            whole = self._merge(x, layers)
+            gradients = self._gradients(x, layers)
+            if gradients is not None:
+                self._merge_backward(x, layers, whole, gradients)
+        remove_dead(self.graph, reversed(list(self.graph.nodes)))
+
+    def _layers(self) -> list[tuple[Node, list[Layer]]]:
+        """Layers of one input: their weights are parameters of one type, and all have a bias or none has."""
+        found: dict[object, list[Layer]] = defaultdict(list)
+        inputs: dict[object, Node] = {}
+        for node in self.graph.nodes:
+            layer = self._layer(node)
+            if layer is not None:
+                x = node.args[0] if layer.bias is None else node.args[1]
+                key = x, value(layer.weight).dtype, layer.bias is None
+                inputs[key] = x
+                if all(layer.weight is not other.weight for other in found[key]):
+                    found[key].append(layer)
+        return [(inputs[key], layers) for key, layers in found.items() if len(layers) > 1]
+
+    def _layer(self, node: Node) -> Layer | None:
+        if node.target is aten.mm.default:
+            right = arguments(node)[1]
+            bias = None
+        elif node.target is aten.addmm.default and not node.kwargs:
+            bias, _, right = arguments(node)
+            if bias not in self.parameters or len(shape(bias)) != 1:
+                return None
+        else:
+            return None
+        weight = _transposed(right)
+        if weight is None or weight not in self.parameters or not all(isinstance(s, int) for s in shape(weight)):
+            return None
+        return Layer(node, weight, bias)
+
+    # ---- forward ----
+
+    def _merge(self, x: Node, layers: Sequence[Layer]) -> Node:
+        emit = self.emit
+        emit.before = min((layer.product for layer in layers), key=self.order.__getitem__)
+        whole = whole_of(emit, [layer.weight for layer in layers], stacked=False)
+        right = emit(aten.permute.default, whole, [1, 0])
+        if layers[0].bias is None:
+            product = emit(aten.mm.default, x, right)
+        else:
+            bias = whole_of(emit, [layer.bias for layer in layers if layer.bias is not None], stacked=False)
+            product = emit(aten.addmm.default, bias, x, right)
+        for layer, (start, end) in zip(layers, _ranges(layers), strict=True):
+            emit.before = layer.product
+            own, users = emit(aten.slice.Tensor, product, 1, start, end), list(layer.product.users)
+            layer.product.replace_all_uses_with(own)
+            settle(emit, own, value(layer.product), users)
+        self.found.append(Found("linear", len(layers), "one input, weights side by side", 0))
+        return whole
+
+    # ---- backward ----
+
+    def _gradients(self, x: Node, layers: Sequence[Layer]) -> list[Node] | None:
+        """Each layer's incoming gradient [M, N]; None where one has none, as in inference."""
+        found: list[Node] = []
+        for layer in layers:
+            by_input: list[Node] = [
+                arguments(user)[0]
+                for user in layer.weight.users
+                if user.target is aten.mm.default and user.args[1] is layer.weight
+            ]
+            by_weight = [
+                source
+                for user in x.users
+                if user.target is aten.mm.default and user.args[1] is x
+                for source in [_transposed(user.args[0])]
+                if source is not None and size_key(shape(source)[1]) == shape(layer.weight)[0]
+            ]
+            candidates = by_input if len(by_input) == 1 else [] if by_input else by_weight
+            if len(candidates) != 1:
+                return None
+            found.append(candidates[0])
+        return found if len(set(found)) == len(found) else None
+
+    def _merge_backward(self, x: Node, layers: Sequence[Layer], whole: Node, gradients: Sequence[Node]) -> None:
+        copied = sum(nbytes(gradient) for gradient in gradients if not _written_where_wanted(gradient))
+        by_weight = self._weight_products(x, gradients)
+        by_input = self._sum_of(gradients, layers)
+        saved = (len(layers) - 1) * ((by_weight is not None) + 2 * (by_input is not None))
+        if not saved:
+            return
+        if not self.machine.pays(saved, copied):
+            why = f"copying {copied:,} bytes together costs more than it saves"
+            self.refused.append(Refused("linear's backward", len(layers), why))
+            return
+        self.emit.before = max([*gradients], key=self.order.__getitem__).next
+        together = self.emit(aten.cat.default, list(gradients), 1)
+        if by_weight is not None:
+            product = self.emit(aten.mm.default, self.emit(aten.permute.default, together, [1, 0]), x)
+            for old, (start, end) in zip(by_weight, _ranges(layers), strict=True):
+                old.replace_all_uses_with(self.emit(aten.slice.Tensor, product, 0, start, end))
+            self.found.append(Found("linear's weight gradient", len(layers), "one input, gradients side by side", copied))
+        if by_input is not None:
+            root, terms, rest = by_input
+            self.emit.before = root
+            total = self.emit(aten.mm.default, together, whole)
+            if is_view(terms[0]):
+                total = self.emit.view(total, shape(terms[0]))
+            for term in rest:
+                total = self.emit(aten.add.Tensor, total, term)
+            root.replace_all_uses_with(total)
+            self.found.append(Found("linear's input gradient", len(layers), "a sum of products is one product", 0))
+
+    def _weight_products(self, x: Node, gradients: Sequence[Node]) -> list[Node] | None:
+        found = []
+        for gradient in gradients:
+            products = [
+                user
+                for user in x.users
+                if user.target is aten.mm.default and user.args[1] is x and _transposed(user.args[0]) is gradient
+            ]
+            if len(products) != 1 or not self._leads_nowhere(products[0], gradients):
+                return None
+            found.append(products[0])
+        return found
+
+    def _leads_nowhere(self, product: Node, gradients: Sequence[Node]) -> bool:
+        """Whether nothing that comes of a weight's gradient goes into one of the layers' gradients."""
+        waiting, seen = [product], {product}
+        while waiting:
+            for user in waiting.pop().users:
+                if user in gradients or len(seen) > _FAR:
+                    return False
+                if user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+        return True
+
+    def _sum_of(self, gradients: Sequence[Node], layers: Sequence[Layer]) -> tuple[Node, list[Node], list[Node]] | None:
+        """The sum of gradient @ weight over the layers: its last addition, these terms of it and the others."""
+        terms = []
+        for gradient, layer in zip(gradients, layers, strict=True):
+            products = [u for u in layer.weight.users if u.target is aten.mm.default and u.args == (gradient, layer.weight)]
+            if len(products) != 1:
+                return None
+            terms.append(_only_view(products[0]))
+        root = _common_sum(terms[0], terms)
+        if root is None:
+            return None
+        rest = [term for term in _addends(root) if term not in terms]
+        if any(tensor_key(term) != tensor_key(root) for term in [*terms, *rest]):
+            return None
+        return root, terms, rest
+
+
+def _transposed(node: object) -> Node | None:
+    """What a node is the transpose of."""
+    if not isinstance(node, Node):
+        return None
+    order: Any = node.args[1] if node.target is aten.permute.default else None
+    if node.target is not aten.t.default and (order is None or list(order) != [1, 0]):
+        return None
+    base = node.args[0]
+    return base if isinstance(base, Node) else None
+
+
+def _ranges(layers: Sequence[Layer]) -> list[tuple[int, int]]:
+    return list(pairwise([0, *accumulate(int(shape(layer.weight)[0]) for layer in layers)]))
+
+
+def _written_where_wanted(gradient: Node) -> bool:
+    """Whether its kernel can write it anywhere: a generated one, not one of a library's."""
+    while is_view(gradient) and isinstance(gradient.args[0], Node):
+        gradient = gradient.args[0]
+    return is_pointwise(gradient)
+
+
+def _only_view(product: Node) -> Node:
+    users = list(product.users)
+    return users[0] if len(users) == 1 and users[0].target in (aten.view.default, aten._unsafe_view.default) else product
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(arg, Node) for arg in node.args)
+
+
+def _common_sum(term: Node, terms: Sequence[Node]) -> Node | None:
+    """The first sum above `term` that adds all terms, each sum on the way used once."""
+    while len(term.users) == 1 and _is_sum(next(iter(term.users))):
+        term = next(iter(term.users))
+        if all(other in _addends(term) for other in terms):
+            return term
+    return None
+
+
+def _addends(root: Node) -> list[Node]:
+    found, waiting = [], [root]
+    while waiting:
+        node = waiting.pop()
+        if node is root or (_is_sum(node) and len(node.users) == 1):
+            waiting.extend(arg for arg in node.args if isinstance(arg, Node))
+        else:
+            found.append(node)
+    return found
+
+
+def drop_double_transposes(graph: Graph) -> None:
+    """A transpose of a transpose is what it was: autograd writes weights so."""
+    for node in list(graph.nodes):
+        once = _transposed(node)
+        twice = _transposed(once) if once is not None else None
+        if twice is not None:
+            node.replace_all_uses_with(twice)
+    remove_dead(graph, reversed(list(graph.nodes)))

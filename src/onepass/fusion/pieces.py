@@ -1,0 +1,214 @@
+"""Slices of one tensor: split, chunk, unbind, slicing and select, whichever way a program wrote them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from onepass.fusion.graph import Emitter, arguments, aten, remove_dead, shape, size_key, value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """base[..., start : start + length] along dim; squeezed: one row of it, without the dimension."""
+
+    base: Node
+    dim: int
+    start: int
+    length: int
+    squeezed: bool
+
+
+def piece_of(node: Node) -> Piece | None:
+    """What the node is a slice of, seen through slices of slices; None where it is none or its bounds are symbolic."""
+    found = _piece_of(node)
+    if found is None or found.squeezed:
+        return found
+    outer = piece_of(found.base)
+    if outer is not None and not outer.squeezed and outer.dim == found.dim:
+        return Piece(outer.base, outer.dim, outer.start + found.start, found.length, squeezed=False)
+    return found
+
+
+def _piece_of(node: Node) -> Piece | None:
+    if node.target is operator.getitem:
+        source, index = arguments(node)
+        return _of_split(source, index)
+    if node.target is aten.slice.Tensor:
+        return _of_slice(node)
+    if node.target is aten.select.int:
+        base, dim, index = arguments(node)
+        size = shape(base)[dim]
+        if not isinstance(index, int) or not isinstance(size, int):
+            return None
+        return Piece(base, dim % len(shape(base)), index % size, 1, squeezed=True)
+    return None
+
+
+def _of_split(source: Node, index: int) -> Piece | None:
+    if source.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int):
+        return None
+    base = arguments(source)[0]
+    rank = len(shape(base))
+    if source.target is aten.unbind.int:
+        dim = _int(source, 1, "dim", 0) % rank
+        return Piece(base, dim, index, 1, squeezed=True)
+    dim = _int(source, 2, "dim", 0) % rank
+    lengths = [piece.shape[dim] for piece in value(source)]
+    if not all(isinstance(length, int) for length in lengths):
+        return None
+    return Piece(base, dim, sum(lengths[:index]), lengths[index], squeezed=False)
+
+
+def _of_slice(node: Node) -> Piece | None:
+    base = arguments(node)[0]
+    dim = _int(node, 1, "dim", 0) % len(shape(base))
+    start, end, step = (_argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
+    size = shape(base)[dim]
+    start, step = 0 if start is None else start, 1 if step is None else step
+    if step != 1 or not all(isinstance(n, int) for n in (start, size)) or not (end is None or isinstance(end, int)):
+        return None
+    first, last, _ = slice(start, end).indices(size)
+    return Piece(base, dim, first, max(last - first, 0), squeezed=False)
+
+
+def _argument(node: Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _int(node: Node, place: int, name: str, default: int) -> int:
+    found = _argument(node, place, name)
+    return default if found is None else int(found)
+
+
+def run_of(pieces: Sequence[Piece | None]) -> bool:
+    """Whether these are slices of one tensor of which each begins where the one before it ends."""
+    first = pieces[0]
+    if first is None:
+        return False
+    end = first.start
+    for piece in pieces:
+        if piece is None or piece.start != end:
+            return False
+        if (piece.base, piece.dim, piece.squeezed) != (first.base, first.dim, first.squeezed):
+            return False
+        end += piece.length
+    return True
+
+
+def gather_gradients(graph: Graph) -> None:
+    """Turn the sum of slices' gradients, each padded with zeros to the whole, into one cat.
+
+    Slicing's backward pads (slice_backward, select_backward), and autograd then adds what it padded: as much work as slices times
+    the whole tensor. Where the slices don't overlap no two nonzero terms meet, so a cat gives the same numbers.
+    """
+    emit = Emitter(graph)
+    for node in list(graph.nodes):
+        if node.target is aten.add.Tensor and not node.kwargs and not _is_inner_sum(node):
+            terms, sums = _terms(node)
+            for whole in _wholes(terms):
+                emit.before = node
+                terms = [*(term for term in terms if term not in whole), _cat(emit, whole)]
+            if len(terms) < len(sums) + 1:
+                emit.before = node
+                total = terms[0]
+                for term in terms[1:]:
+                    total = emit(aten.add.Tensor, total, term)
+                node.replace_all_uses_with(total)
+                remove_dead(graph, [node])
+
+
+def _is_inner_sum(node: Node) -> bool:
+    """Whether one other sum, and nobody else, uses this one."""
+    users = list(node.users)
+    return len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs and _same(node, users[0])
+
+
+def _same(node: Node, other: Node) -> bool:
+    mine, theirs = value(node), value(other)
+    return bool(mine.dtype == theirs.dtype and [size_key(s) for s in mine.shape] == [size_key(s) for s in theirs.shape])
+
+
+def _terms(node: Node) -> tuple[list[Node], list[Node]]:
+    """What a tree of sums adds, and the sums themselves."""
+    terms: list[Node] = []
+    sums: list[Node] = []
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        inner = current.target is aten.add.Tensor and not current.kwargs and (current is node or _is_inner_sum(current))
+        if inner and all(isinstance(arg, Node) and _same(arg, node) for arg in current.args):
+            sums.append(current)
+            waiting.extend(arg for arg in reversed(current.args) if isinstance(arg, Node))
+        else:
+            terms.append(current)
+    return terms, sums
+
+
+def _padded(node: Node) -> tuple[Node, int, int, int, bool] | None:
+    """(gradient, dim, start, length, whether it lacks the dimension) of a padded one."""
+    if node.target is aten.slice_backward.default:
+        gradient, sizes, dim, start, end, step = arguments(node)
+        dim %= len(sizes)
+        size = sizes[dim]
+        if step != 1 or not all(isinstance(n, int) for n in (size, start, end)):
+            return None
+        first, last, _ = slice(start, end).indices(size)
+        return gradient, dim, first, last - first, False
+    if node.target is aten.select_backward.default:
+        gradient, sizes, dim, index = arguments(node)
+        dim %= len(sizes)
+        if not isinstance(index, int) or not isinstance(sizes[dim], int):
+            return None
+        return gradient, dim, index % sizes[dim], 1, True
+    return None
+
+
+def _wholes(terms: Sequence[Node]) -> list[list[Node]]:
+    """Terms that fit side by side into one tensor, in order: at least two, along one dimension, none over another."""
+    by_dim: dict[int, list[tuple[int, int, Node]]] = {}
+    for term in terms:
+        padded = _padded(term)
+        if padded is not None and len(term.users) == 1:
+            _, dim, start, length, _ = padded
+            by_dim.setdefault(dim, []).append((start, length, term))
+    found = []
+    for placed in by_dim.values():
+        placed.sort(key=lambda entry: entry[:2])
+        apart = all(a[0] + a[1] <= b[0] for a, b in pairwise(placed))
+        if len(placed) > 1 and apart:
+            found.append([term for _, _, term in placed])
+    return found
+
+
+def _cat(emit: Emitter, terms: Sequence[Node]) -> Node:
+    parts: list[Node] = []
+    end = 0
+    whole = value(terms[0])
+    dim = 0
+    for term in terms:
+        padded = _padded(term)
+        assert padded is not None
+        gradient, dim, start, length, lacks = padded
+        if start > end:
+            parts.append(_zeros(emit, terms[0], dim, start - end))
+        parts.append(emit(aten.unsqueeze.default, gradient, dim) if lacks else gradient)
+        end = start + length
+    if end < whole.shape[dim]:
+        parts.append(_zeros(emit, terms[0], dim, whole.shape[dim] - end))
+    return emit(aten.cat.default, parts, dim)
+
+
+def _zeros(emit: Emitter, like: Node, dim: int, width: int) -> Node:
+    whole = value(like)
+    sizes: list[int | torch.SymInt] = list(whole.shape)
+    sizes[dim] = 1
+    sizes = emit.sizes(sizes, like)
+    sizes[dim] = width
+    return emit(aten.full.default, sizes, 0, dtype=whole.dtype, device=whole.device, pin_memory=False)

@@ -1,0 +1,196 @@
+"""Norms whose lanes differ in width, or lie in tensors of their own: one launch forward and one backward (`ragged_norm`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_view, shape, size_key, value
+from onepass.fusion.lanes import Flat, Packed, Result, Stacked, joined
+from onepass.fusion.ragged_norm import (
+    columns_norm_backward,
+    columns_norm_forward,
+    ragged_norm_backward,
+    ragged_norm_forward,
+)
+from onepass.runtime.lang import no_triton
+
+if TYPE_CHECKING:
+    from onepass.fusion.operands import Whereabouts
+
+# Of each norm: its name here, and where its call has x, the sizes it normalizes over, the weight and, of a layer_norm, the bias.
+_FORWARD = {aten.native_layer_norm.default: ("layer_norm", 4), aten._fused_rms_norm.default: ("rms_norm", 3)}
+_BACKWARD = {aten.native_layer_norm_backward.default: "layer_norm", aten._fused_rms_norm_backward.default: "rms_norm"}
+_FAR = 50  # nodes behind a lane that are looked at for a cat
+
+
+class _Sweep(Protocol):
+    emit: Emitter
+    where: Whereabouts
+
+
+def is_norm(node: Node) -> bool:
+    return node.target in _FORWARD or node.target in _BACKWARD
+
+
+def masked(args: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
+    """A norm's arguments without its width: norms of different widths may be one."""
+    place = 1 if node.target in _FORWARD else 2 if node.target in _BACKWARD else None
+    if place is None or len(args[place]) != 1:
+        return args
+    return (*args[:place], "width", *args[place + 1 :])
+
+
+def rewrite_of(sweep: _Sweep, nodes: Sequence[Node]) -> Callable[[], list[Result]] | None:
+    """What puts one operator in the place of these norms, where that is one launch."""
+    if not is_norm(nodes[0]) or not _fits(nodes):
+        return None
+    if nodes[0].target in _FORWARD:
+        return lambda: _forward(sweep, nodes)
+    return lambda: _backward(sweep, nodes)
+
+
+def _fits(nodes: Sequence[Node]) -> bool:
+    xs = [_x(node) for node in nodes]
+    if no_triton(value(xs[0])) is not None or len(_sizes(nodes[0])) != 1:
+        return False
+    lead = [size_key(s) for s in shape(xs[0])[:-1]]
+    return all(
+        isinstance(shape(x)[-1], int) and shape(x)[-1] > 0 and [size_key(s) for s in shape(x)[:-1]] == lead for x in xs
+    )
+
+
+def _x(node: Node) -> Node:
+    x = node.args[0 if node.target in _FORWARD else 1]
+    assert isinstance(x, Node)
+    return x
+
+
+def _sizes(node: Node) -> Sequence[int]:
+    sizes: Any = node.args[1 if node.target in _FORWARD else 2]
+    return list(sizes)
+
+
+def _forward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
+    emit = sweep.emit
+    norm, eps_place = _FORWARD[nodes[0].target]  # type: ignore[index]
+    xs = [_x(node) for node in nodes]
+    weights = _listed(nodes, 2)
+    biases = _listed(nodes, 3) if norm == "layer_norm" else []
+    given = nodes[0].args[eps_place]
+    eps = given if given is not None else _default_eps(xs[0])
+    whole = _columns(sweep, xs, weights, biases)
+    if whole is not None:
+        packed = True
+        found = emit(columns_norm_forward, *whole, _widths(xs), norm, eps)
+    else:
+        packed = _meet_again(nodes)
+        found = emit(ragged_norm_forward, xs, weights, biases, norm, eps, packed)
+    y = _lanes(emit, emit.item(found, 0), xs, packed)
+    stats = [1, 2] if norm == "layer_norm" else [2]
+    return [y, *(_statistics(emit, emit.item(found, place), xs[0]) for place in stats)]
+
+
+def _backward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
+    emit = sweep.emit
+    norm = _BACKWARD[nodes[0].target]  # type: ignore[index]
+    columns: list[list[Any]] = [list(column) for column in zip(*(node.args for node in nodes), strict=True)]
+    dys, xs = columns[0], columns[1]
+    if norm == "layer_norm":
+        means, rstds, weights, mask = columns[3], columns[4], columns[5], columns[7][0]
+    else:
+        means, rstds, weights, mask = [], columns[3], columns[4], [*columns[5][0], False]
+    weights = [] if weights[0] is None else weights
+    rstd = _together(sweep, rstds)
+    mean = _together(sweep, means) if means else emit(aten.slice.Tensor, emit(aten.view.default, rstd, [-1]), 0, 0, 0)
+    asked = bool(mask[1]), bool(mask[2])
+    whole_dy = _columns(sweep, dys)
+    whole = None if whole_dy is None else _columns(sweep, xs, weights)
+    if whole_dy is not None and whole is not None:
+        packed = True
+        found = emit(columns_norm_backward, *whole_dy, *whole, mean, rstd, _widths(xs), norm, *asked)
+    else:
+        packed = _meet_again(nodes)
+        found = emit(ragged_norm_backward, dys, xs, weights, mean, rstd, norm, packed, *asked)
+    vectors: list[Result] = [Packed(emit.item(found, i), 0, tuple(_widths(xs))) for i in (1, 2)]
+    return [_lanes(emit, emit.item(found, 0), xs, packed), *vectors]
+
+
+def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node | None] | None:
+    """The tensors whose columns these lanes and vectors are; None where some are tensors of their own."""
+    last = len(shape(xs[0])) - 1
+    found: list[Node | None] = []
+    for nodes in (xs, *vectors):
+        if not nodes:
+            found.append(None)
+            continue
+        source = sweep.where.source(nodes, uneven=True)
+        operand = None if source.copied or source.listed else source.build(sweep.emit)
+        if isinstance(operand, Stacked) and nodes is xs and operand.dim == last:
+            whole = joined(sweep.emit, operand, last)
+        elif isinstance(operand, Packed) and operand.dim == (last if nodes is xs else 0):
+            whole = operand.node
+        else:
+            return None
+        found.append(whole)
+    return found
+
+
+def _widths(xs: Sequence[Node]) -> list[int]:
+    return [int(shape(x)[-1]) for x in xs]
+
+
+def _default_eps(x: Node) -> float:
+    return float(torch.finfo(value(x).dtype).eps)
+
+
+def _listed(nodes: Sequence[Node], place: int) -> list[Any]:
+    found = [node.args[place] for node in nodes]
+    return [] if found[0] is None else found
+
+
+def _lanes(emit: Emitter, node: Node, xs: Sequence[Node], packed: bool) -> Result:
+    widths, lead = tuple(_widths(xs)), shape(xs[0])[:-1]
+    equal = len(set(widths)) == 1
+    if packed:
+        if equal:
+            return Stacked(emit.view(node, [*lead, len(xs), widths[0]]), len(lead))
+        return Packed(node, len(lead), widths)
+    return Stacked(emit.view(node, [len(xs), *lead, widths[0]]), 0) if equal else Flat(node, tuple(tuple(shape(x)) for x in xs))
+
+
+def _statistics(emit: Emitter, node: Node, x: Node) -> Stacked:
+    """[lanes, rows] as the lanes' own [*lead, 1]."""
+    lanes = shape(node)[0]
+    return Stacked(emit.view(node, [lanes, *shape(x)[:-1], 1]), 0)
+
+
+def _together(sweep: _Sweep, statistics: list[Node]) -> Node:
+    """[lanes, rows] of the lanes' [*lead, 1]."""
+    operand = sweep.where.source(statistics).build(sweep.emit)
+    if not isinstance(operand, Stacked):
+        raise NoRule("statistics of different kinds")
+    return sweep.emit(aten.view.default, operand.moved(sweep.emit, 0).node, [len(statistics), -1])
+
+
+def _meet_again(nodes: Sequence[Node]) -> bool:
+    """Whether a cat along the rows joins the lanes behind the norms: then they are best side by side from the start.
+
+    So they are where a size changes from call to call: where a lane begins in one dimension would change with it.
+    """
+    if any(not isinstance(size, int) for size in shape(_x(nodes[0]))):
+        return True
+    waiting, seen = [nodes[0]], {nodes[0]}
+    rank = len(shape(_x(nodes[0])))
+    while waiting and len(seen) < _FAR:
+        for user in waiting.pop().users:
+            if user.target is aten.cat.default:
+                dim: Any = user.args[1] if len(user.args) > 1 else 0
+                return bool(dim % rank == rank - 1)
+            if user not in seen and (is_view(user) or is_pointwise(user)):
+                seen.add(user)
+                waiting.append(user)
+    return False

@@ -1,0 +1,74 @@
+"""Element by element: stacked lanes, lanes packed along a dimension, and lanes one behind the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onepass.fusion.graph import NoRule, aten, shape, size_key, value
+from onepass.fusion.lanes import Flat, Packed, Result, Shared, Stacked
+from onepass.fusion.rules.call import Call, mapped
+
+
+def pointwise(call: Call) -> list[Result]:
+    """Operands are broadcast from the right, so the dimension that counts lanes must stand equally far from the right in all."""
+    rank = int(value(call.node).dim())
+    stacked = [operand for operand in call.operands() if isinstance(operand, Stacked)]
+    largest = max(stacked, key=lambda operand: (operand.rank, -operand.dim))
+    behind = largest.behind if largest.rank == rank else rank
+
+    def aligned(operand: Any) -> Any:
+        if isinstance(operand, Shared):
+            if operand.rank <= behind:
+                return operand.node
+            return call.emit(aten.unsqueeze.default, operand.node, operand.rank - behind)
+        if not isinstance(operand, Stacked):
+            return operand
+        node = operand.node
+        if operand.behind == behind:
+            return node
+        if operand.rank >= behind:
+            return call.emit.move(node, operand.dim, operand.rank - behind)
+        node = call.emit.move(node, operand.dim, 0)
+        for _ in range(behind - operand.rank):
+            node = call.emit(aten.unsqueeze.default, node, 1)
+        return node
+
+    args, kwargs = mapped(call.args, aligned), {name: mapped(arg, aligned) for name, arg in call.kwargs.items()}
+    return [Stacked(call.emit(call.target, *args, **kwargs), rank - behind)]
+
+
+def packed_pointwise(call: Call) -> list[Result]:
+    rank = int(value(call.node).dim())
+    operands = list(call.operands())
+    packed = [operand for operand in operands if isinstance(operand, Packed)]
+    behind = {(operand.rank - operand.dim, operand.widths) for operand in packed}
+    if len(behind) != 1 or any(isinstance(operand, Stacked) for operand in operands):
+        raise NoRule("operands of different widths lie in different ways")
+    place = packed[0].rank - packed[0].dim
+    for operand in operands:
+        if isinstance(operand, Shared) and operand.rank >= place and size_key(shape(operand.node)[-place]) != 1:
+            raise NoRule("an operand that all lanes share has their width")
+
+    def plain(operand: Any) -> Any:
+        return operand.node if isinstance(operand, Shared | Packed) else operand
+
+    args, kwargs = mapped(call.args, plain), {name: mapped(arg, plain) for name, arg in call.kwargs.items()}
+    return [Packed(call.emit(call.target, *args, **kwargs), rank - place, packed[0].widths)]
+
+
+def flat_pointwise(call: Call) -> list[Result]:
+    """Element by element it doesn't matter where rows end."""
+    operands = list(call.operands())
+    flat = [operand for operand in operands if isinstance(operand, Flat)]
+    if any(operand.shapes != flat[0].shapes for operand in flat) or any(
+        not isinstance(operand, Flat) and not (isinstance(operand, Shared) and operand.rank == 0) for operand in operands
+    ):
+        raise NoRule("operands of different widths lie in different ways")
+    if list(value(call.node).shape) != list(flat[0].shapes[0]):
+        raise NoRule("an operand of different widths is broadcast")
+
+    def plain(operand: Any) -> Any:
+        return operand.node if isinstance(operand, Shared | Flat) else operand
+
+    args, kwargs = mapped(call.args, plain), {name: mapped(arg, plain) for name, arg in call.kwargs.items()}
+    return [Flat(call.emit(call.target, *args, **kwargs), flat[0].shapes)]

@@ -1,0 +1,53 @@
+"""Matrix products: of different inputs, a batch; with one right operand, one product of a taller matrix."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from onepass.fusion.graph import NoRule, aten, shape
+from onepass.fusion.lanes import Operand, Result, Shared, Stacked
+from onepass.fusion.rules.call import Call, rule, stacked
+
+
+@rule(aten.mm.default)
+def _mm(call: Call) -> list[Result]:
+    return [Stacked(_product_of(call, *call.args), 0)]
+
+
+@rule(aten.addmm.default)
+def _addmm(call: Call) -> list[Result]:
+    if call.kwargs:
+        raise NoRule("addmm with alpha or beta")
+    bias, a, b = call.args
+    if bias.rank != 1:
+        raise NoRule("addmm that adds a matrix")
+    row = bias.node if isinstance(bias, Shared) else call.emit(aten.unsqueeze.default, stacked(bias).moved(call.emit, 0).node, 1)
+    if isinstance(a, Shared) or isinstance(b, Shared):
+        return [Stacked(call.emit(aten.add.Tensor, _product_of(call, a, b), row), 0)]
+    return [Stacked(call.emit(aten.baddbmm.default, row, _front(call, a), _front(call, b)), 0)]
+
+
+@rule(aten.bmm.default)
+def _bmm(call: Call) -> list[Result]:
+    a, b = (_front(call, operand) for operand in call.args)
+    (lanes, batch, m, k), n = shape(a), shape(b)[-1]
+    product = call.emit(aten.bmm.default, call.emit.view(a, [lanes * batch, m, k]), call.emit.view(b, [lanes * batch, k, n]))
+    return [Stacked(call.emit.view(product, [lanes, batch, m, n]), 0)]
+
+
+def _product_of(call: Call, a: Operand, b: Operand) -> Node:
+    """[lanes, M, N]: one product of taller matrices where all lanes have one right operand, else a batch of products."""
+    if isinstance(b, Shared):
+        left = _front(call, a)
+        lanes, m, k = shape(left)
+        product = call.emit(aten.mm.default, call.emit.view(left, [lanes * m, k]), b.node)
+        return call.emit.view(product, [lanes, m, shape(b.node)[1]])
+    return call.emit(aten.bmm.default, _front(call, a), _front(call, b))
+
+
+def _front(call: Call, operand: Operand) -> Node:
+    """The operand with its lanes counted by its first dimension."""
+    if isinstance(operand, Shared):
+        lone = call.emit(aten.unsqueeze.default, operand.node, 0)
+        return call.emit(aten.expand.default, lone, [call.lanes, *([-1] * operand.rank)])
+    return stacked(operand).moved(call.emit, 0).node

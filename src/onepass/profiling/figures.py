@@ -1,0 +1,247 @@
+"""From a trace's events to the figures of a step: pure, whatever machine the trace is from."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from onepass.profiling import costs
+from onepass.profiling.model import Bar, Gap, Limits, Row
+from onepass.profiling.timeline import Steps, bars, short_name, unit
+from onepass.profiling.trace import Event, Input, Trace, length, union, waits
+
+SHORT_GAP_US = 1000.0  # longer ones are no wait for a launch: the CPU does something else, or waits itself
+_LEAST_GAP_US = 1.0  # kernels that were queued follow each other about so closely
+_COPIED_TWICE = "Memcpy DtoD"  # read and written in the same memory
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and the time that its kernels took, or its own on a CPU; or a kernel that no operator launched."""
+
+    name: str
+    start: float  # of the operator on the CPU: the order of the program
+    us: float
+    step: int
+    kernels: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
+    within: tuple[str, ...] = ()  # the names around it, outwards
+    cost: costs.Cost = field(default_factory=costs.Cost)
+    operator: bool = False  # not a range, nor a kernel by itself
+    works: bool = True  # and does not only call others
+    by_copy: bool = True  # whether the copy bandwidth is its ceiling: not across a bus
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes two calls equal: operator, shapes and types."""
+        return (self.name, tuple((given.shape, given.dtype) for given in self.inputs))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of the recorded steps together, not of one; Profile has them a step."""
+
+    on_gpu: bool
+    steps: int
+    traced_us: float
+    busy_us: float
+    gaps: tuple[Gap, ...]
+    gap_count: int
+    gap_us: float
+    short_gap_us: float
+    kernels: int
+    launches: int
+    launch_us: float
+    graphs: int
+    waits: int
+    peak_bytes: int | None
+    calls: tuple[Call, ...]
+    bars: tuple[Bar, ...]
+
+    @property
+    def same_steps(self) -> bool:
+        by_step: dict[int, list[object]] = defaultdict(list)
+        for call in self.calls:
+            by_step[call.step].append(call.key)
+        return len(by_step) > 1 and all(keys == by_step[min(by_step)] for keys in by_step.values())
+
+
+def figures(trace: Trace) -> Figures:
+    on_gpu = bool(trace.gpu)
+    step_of = Steps(trace)
+    calls = _gpu_calls(trace, step_of) if on_gpu else _cpu_calls(trace, step_of)
+    working = _busiest_device(trace.gpu) if on_gpu else [op for op in trace.ops if op.parent is None]
+    found = [wait for window in _by_window(trace, working) for wait in waits(window)]
+    long_enough = [(a, b, us) for a, b, us in found if us >= _LEAST_GAP_US]
+    launches = [event for event in trace.runtime if event.is_launch and not _within_a_launch(event)] if on_gpu else []
+    dispatched = [call.us for call in calls if call.operator]
+    one = [event.us for event in launches] if on_gpu else dispatched
+    return Figures(
+        on_gpu,
+        max(len(trace.steps), 1),
+        _traced(trace),
+        length(union((event.start, event.end) for event in working)),
+        _gaps(long_enough),
+        len(long_enough),
+        sum(us for _, _, us in long_enough),
+        sum(us for _, _, us in long_enough if us <= SHORT_GAP_US),
+        len([event for event in trace.gpu if not event.is_copy]),
+        len(one),
+        (statistics.mean(one) if on_gpu else statistics.median(one)) if one else 0.0,
+        len([event for event in launches if event.is_graph]),
+        len([event for event in trace.runtime if event.is_wait and step_of.inside(event)]),
+        _peak(trace.allocations),
+        tuple(calls),
+        tuple(bars(trace, step_of)),
+    )
+
+
+def _within_a_launch(event: Event) -> bool:
+    """The driver's part of a call of the runtime's."""
+    return event.parent is not None and event.parent.is_launch
+
+
+def _traced(trace: Trace) -> float:
+    """Of the windows, and of what they launched until that is done."""
+    late = max((event.end for event in trace.gpu), default=0.0)
+    last = max((window.end for window in trace.windows), default=0.0)
+    return length((window.start, window.end) for window in trace.windows) + max(late - last, 0.0)
+
+
+def _busiest_device(gpu: list[Event]) -> list[Event]:
+    """Idle time of several GPUs at once says nothing: those of the one that works most."""
+    by_device: dict[object, list[Event]] = defaultdict(list)
+    for event in gpu:
+        by_device[event.lane[0]].append(event)
+    return max(by_device.values(), key=lambda events: sum(event.us for event in events))
+
+
+def _by_window(trace: Trace, events: list[Event]) -> list[list[Event]]:
+    starts = sorted(window.start for window in trace.windows)
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
+        found[bisect.bisect_right(starts, at)].append(event)
+    return list(found.values())
+
+
+def _peak(allocations: Sequence[tuple[float, int]]) -> int | None:
+    now = most = 0
+    for _, size in allocations:
+        now += size
+        most = max(most, now)
+    return most if allocations else None
+
+
+# ---- calls: what ran, and for whom ----
+
+
+def _gpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
+    by_operator: dict[int, tuple[Event, list[Event]]] = {}
+    calls = []
+    for event in trace.gpu:
+        launch = event.parent
+        graphed = launch is not None and launch.is_graph
+        operator = None if launch is None or graphed or event.is_copy else unit(launch)
+        if operator is None:
+            calls.append(_alone(event, step_of))
+        else:
+            by_operator.setdefault(id(operator), (operator, []))[1].append(event)
+    for operator, kernels in by_operator.values():
+        # Kernels of one operator may run at the same time.
+        us = length(union((kernel.start, kernel.end) for kernel in kernels))
+        calls.append(_called(operator, us, step_of, tuple(kernel.name for kernel in kernels)))
+    return sorted(calls, key=lambda call: call.start)
+
+
+def _alone(event: Event, step_of: Steps) -> Call:
+    start = event.parent.start if event.parent is not None else event.start
+    moved = event.args.get("bytes") if event.is_copy else None
+    twice = 2 if event.name.startswith(_COPIED_TWICE) else 1
+    cost = costs.Cost(None if moved is None else int(moved) * twice)
+    on_device = event.name.startswith("Memset") or twice == 2
+    within = tuple(around.name for around in event.parents()) if event.parent is not None else ()
+    return Call(event.name, start, event.us, step_of(event), (event.name,), (), within, cost, by_copy=on_device)
+
+
+def _called(operator: Event, us: float, step_of: Steps, kernels: tuple[str, ...] = ()) -> Call:
+    inputs = operator.inputs()
+    within = tuple(around.name for around in operator.parents())[1:]
+    cost = costs.cost(operator.name, inputs)
+    works = bool(kernels) or not operator.inner or costs.is_known(operator.name)
+    return Call(operator.name, operator.start, us, step_of(operator), kernels, inputs, within, cost, operator=True, works=works)
+
+
+def _cpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
+    """Each operator with its own time: an inner one's is the inner one's, unless the outer one stands for it."""
+    calls = []
+    for op in trace.ops:
+        owner = unit(op) if op.is_operator else None
+        if owner is op:
+            calls.append(_called(op, op.us if costs.is_known(op.name) else op.us - op.inner, step_of))
+        elif owner is None:  # a range: what its operators leave over, autograd's nodes among them
+            calls.append(Call(op.name, op.start, op.us - op.inner, step_of(op), works=False))
+    return calls
+
+
+# ---- rows ----
+
+
+def rows(calls: Iterable[Call], steps: int, limits: Limits) -> list[Row]:
+    by_name: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        by_name[short_name(call.name)].append(call)
+    whole = sum(call.us for group in by_name.values() for call in group)
+    found = [_row(name, group, steps, limits, whole) for name, group in by_name.items()]
+    return sorted(found, key=lambda row: -row.us)
+
+
+def _row(name: str, calls: list[Call], steps: int, limits: Limits, whole: float) -> Row:
+    us = sum(call.us for call in calls)
+    moved = _sum([call.cost.bytes for call in calls])
+    flops = _sum([call.cost.flops for call in calls])
+    gbs = moved / us / 1e3 if moved and us else None
+    tflops = flops / us / 1e6 if flops and us else None
+    to_copy = limits.copy_gbs if all(call.by_copy for call in calls) else None
+    kernels = Counter(short_name(kernel) for call in calls for kernel in call.kernels)
+    return Row(
+        name=name,
+        calls=len(calls) / steps,
+        us=us / steps,
+        share=us / whole if whole else 0.0,
+        kernels={kernel: count / steps for kernel, count in kernels.most_common()},
+        bytes=None if moved is None else moved / steps,
+        flops=None if flops is None else flops / steps,
+        gbs=gbs,
+        tflops=tflops,
+        of_copy=gbs / to_copy if gbs and to_copy else None,
+        of_peak=_of_peak(calls, us, limits),
+    )
+
+
+def _sum(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _of_peak(calls: list[Call], us: float, limits: Limits) -> float | None:
+    """The time that their products would take at the peak of their types, over the time they took."""
+    at_peak = 0.0
+    for call in calls:
+        peak = limits.tflops.get(call.cost.dtype or "")
+        if call.cost.flops is None or peak is None:
+            return None
+        at_peak += call.cost.flops / peak / 1e6
+    return at_peak / us if us else None
+
+
+def _gaps(found: list[tuple[Event, Event, float]]) -> tuple[Gap, ...]:
+    """Those between the same two together, the longest sum first; not yet divided by the steps."""
+    between: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for before, after, us in found:
+        between[short_name(before.name), short_name(after.name)].append(us)
+    gaps = [Gap(before, after, len(all_us), sum(all_us), max(all_us)) for (before, after), all_us in between.items()]
+    return tuple(sorted(gaps, key=lambda gap: -gap.us))

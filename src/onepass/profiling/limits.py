@@ -1,0 +1,47 @@
+"""What this machine can do at most, for the types that were seen: measured once in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from onepass.profiling.figures import Call
+from onepass.profiling.model import Limits
+from onepass.runtime.ceilings import Ceilings, clock_for, measure_ceilings
+
+
+def limits_of(calls: Iterable[Call], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
+    """Of the types that were multiplied. What was handed in is taken as it is."""
+    dtypes = {call.cost.dtype for call in calls if call.cost.dtype is not None}
+    if ceilings is not None:
+        rate = ceilings.matmul_tflops
+        return Limits(ceilings.copy_gbs, {"bfloat16": rate, "float16": rate} if rate else {})
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    try:
+        copy = _ceilings(device).copy_gbs
+        rates = {dtype: _product_tflops(device, dtype) for dtype in sorted(dtypes)}
+    except torch.OutOfMemoryError:
+        return Limits()
+    finally:
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return Limits(copy, rates)
+
+
+@cache
+def _ceilings(device: torch.device) -> Ceilings:
+    return measure_ceilings(device)
+
+
+@cache
+def _product_tflops(device: torch.device, dtype: str) -> float:
+    """Of a large product on random data, with the settings of this process (TF32, threads)."""
+    measured = _ceilings(device).matmul_tflops
+    if dtype == "bfloat16" and measured is not None:
+        return measured
+    n = 1024 if device.type == "cpu" else 8192 if dtype == "float16" else 4096
+    a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    with torch.no_grad():
+        return 2 * n**3 / clock_for(device).median(lambda _: torch.mm(a, b), rounds=3) / 1e9

@@ -1,0 +1,169 @@
+"""Profiles as timelines: CPU threads with their launches above GPU streams, gaps shaded, the last step of each profile."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from onepass.profiling.model import Bar, Profile
+from onepass.profiling.trace import Interval, union
+from onepass.profiling.words import counted, time
+
+_COLOURS = {"operator": "#c9ced5", "launch": "#7d8590", "product": "#0b6e75", "kernel": "#6cc9c0", "copy": "#b8893b"}
+_SAID = {
+    "operator": "operator", "launch": "launch", "product": "matrix product", "kernel": "other kernel", "copy": "copy or fill",
+}  # fmt: skip
+_ON_DARK = ("product", "launch", "copy")
+_INK, _QUIET, _GRID, _GAP = "#1c2128", "#6e7681", "#e6e9ec", "#f7d9d3"
+_WIDTH, _LABELS, _RIGHT, _LANE, _TOP, _TITLE, _BOTTOM = 13.0, 1.75, 0.2, 0.44, 0.42, 0.52, 0.42  # inches
+_DPI = 130
+_PIXELS = (_WIDTH - _LABELS - _RIGHT) * _DPI
+_LETTER = 7.2  # pixels, at the labels' size and _DPI
+_THIN, _BIN, _PALEST = 6, 2, 0.15  # pixels, pixels, opacity
+_SHADED = 4  # pixels: narrower gaps are seen as they are
+
+
+def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
+    """Each with its name, one above the other on one time axis."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("a picture needs matplotlib: pip install 'onepass[bench]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"path must end in .png, .svg or .pdf, but is {str(path)!r}")
+    from matplotlib.figure import Figure
+
+    shown = [(name, profile, _last_step(profile.bars)) for name, profile in profiles]
+    span = max((bar.end for _, _, bars in shown for bar in bars), default=1.0)
+    heights = [_LANE * max(len(_lanes(bars)), 1) for _, _, bars in shown]
+    height = _TOP + sum(heights) + (_TITLE + _BOTTOM) * len(shown)
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    top = height - _TOP
+    for (name, profile, bars), tall in zip(shown, heights, strict=True):
+        top -= _TITLE
+        box = (_LABELS / _WIDTH, (top - tall) / height, (_WIDTH - _LABELS - _RIGHT) / _WIDTH, tall / height)
+        _timeline(figure.add_axes(box), bars, span)
+        _title(figure, name, profile, (top + 0.12) / height)
+        top -= tall + _BOTTOM
+    _legend(figure, {bar.kind for _, _, bars in shown for bar in bars}, height)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _last_step(bars: Sequence[Bar]) -> list[Bar]:
+    """Moved to begin at 0. Of the step before only what still ran."""
+    last = max((bar.step for bar in bars), default=0)
+    start = min((bar.start for bar in bars if bar.step == last), default=0.0)
+    return [
+        Bar(bar.lane, bar.name, max(bar.start - start, 0.0), bar.end - start, bar.kind, bar.step)
+        for bar in bars
+        if bar.end > start
+    ]
+
+
+def _lanes(bars: Sequence[Bar]) -> list[str]:
+    """CPU threads in their order, each with its launches below it, then streams."""
+    lanes = dict.fromkeys(bar.lane for bar in bars)
+    return sorted(lanes, key=lambda lane: (lane.startswith("GPU"), [int(n) for n in re.findall(r"\d+", lane)], lane))
+
+
+def _timeline(axis: Any, bars: Sequence[Bar], span: float) -> None:
+    lanes = _lanes(bars)
+    axis.set_frame_on(False)
+    axis.set_xlim(0, span)
+    axis.set_ylim(len(lanes) - 0.5 if lanes else 0.5, -0.5)
+    axis.set_yticks(range(len(lanes)), lanes, fontsize=8.5, color=_INK)
+    unit, size = ("ms", 1e3) if span >= 2e3 else ("us", 1.0)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
+    axis.set_xlabel(unit, fontsize=8, color=_QUIET, loc="right", labelpad=0)
+    axis.tick_params(length=0, labelcolor=_INK)
+    axis.tick_params(axis="x", labelsize=8, labelcolor=_QUIET)
+    axis.grid(axis="x", color=_GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    if not bars:
+        axis.text(span / 2, 0, "nothing was recorded", ha="center", va="center", fontsize=9, color=_QUIET)
+    _gaps(axis, bars, lanes, span)
+    for at, lane in enumerate(lanes):
+        for kind, colour in _COLOURS.items():
+            drawn = [(bar.start, bar.end) for bar in bars if bar.lane == lane and bar.kind == kind]
+            _draw_lane(axis, at, drawn, colour, span / _PIXELS)
+        _labels(axis, at, [bar for bar in bars if bar.lane == lane and bar.kind != "launch"], span)
+
+
+def _draw_lane(axis: Any, at: int, intervals: Sequence[Interval], colour: str, pixel: float) -> None:
+    """Wide ones with an edge that parts neighbours; of those too thin for that how dense they are, as a paler colour."""
+    from matplotlib.colors import to_rgba
+
+    high = (at - 0.36, 0.72)
+    wide = [(start, end - start) for start, end in intervals if end - start >= _THIN * pixel]
+    axis.broken_barh(wide, high, facecolors=colour, edgecolor="white", linewidth=0.5, zorder=3)
+    parts = density([(start, end) for start, end in intervals if end - start < _THIN * pixel], _BIN * pixel)
+    if parts:
+        first, last = min(parts), max(parts)
+        shades = [max(parts[i], _PALEST) if i in parts else 0.0 for i in range(first, last + 1)]
+        box = (first * _BIN * pixel, (last + 1) * _BIN * pixel, at + 0.36, at - 0.36)
+        axis.imshow([[to_rgba(colour, shade) for shade in shades]], extent=box, aspect="auto", interpolation="nearest", zorder=3)
+
+
+def density(intervals: Sequence[Interval], width: float) -> dict[int, float]:
+    """The part of each bin of that width that they cover, for bins where there is any."""
+    found: dict[int, float] = {}
+    for start, end in union(intervals):
+        for i in range(int(start / width), int(end / width) + 1):
+            covered = min(end, (i + 1) * width) - max(start, i * width)
+            if covered > 0:
+                found[i] = min(found.get(i, 0.0) + covered / width, 1.0)
+    return found
+
+
+def _gaps(axis: Any, bars: Sequence[Bar], lanes: Sequence[str], span: float) -> None:
+    """Where no kernel runs; without a GPU, no operator."""
+    on_gpu = [i for i, lane in enumerate(lanes) if lane.startswith("GPU")]
+    working = [bar for bar in bars if bar.lane.startswith("GPU")] if on_gpu else bars
+    at = on_gpu or list(range(len(lanes)))
+    busy = union((bar.start, bar.end) for bar in working)
+    for (_, start), (end, _) in pairwise(busy):
+        wide = (end - start) / span * _PIXELS
+        if wide < _SHADED:
+            continue
+        axis.broken_barh([(start, end - start)], (at[0] - 0.44, at[-1] - at[0] + 0.88), facecolors=_GAP, linewidth=0, zorder=2)
+        if wide > 9 * _LETTER:
+            axis.text(
+                (start + end) / 2, at[-1] + 0.02, time(end - start), ha="center", va="center", fontsize=7, color=_INK, zorder=4
+            )
+
+
+def _labels(axis: Any, at: int, bars: Sequence[Bar], span: float) -> None:
+    for bar in bars:
+        letters = int((bar.end - bar.start) / span * _PIXELS / _LETTER)
+        name = bar.name.removeprefix("aten::")
+        if letters >= 4:
+            said = name if len(name) <= letters - 1 else name[: letters - 2] + "…"
+            colour = "white" if bar.kind in _ON_DARK else _INK
+            axis.text((bar.start + bar.end) / 2, at, said, ha="center", va="center", fontsize=6.5, color=colour, zorder=5)
+
+
+def _title(figure: Any, name: str, profile: Profile, at: float) -> None:
+    what = f"{name}: {profile.verdict}" if name else profile.verdict
+    facts = [f"wall {time(profile.wall_us)}", f"{'GPU busy' if profile.on_gpu else 'operators'} {time(profile.busy_us)}"]
+    if profile.on_gpu:
+        facts += [f"idle {profile.idle_share:.0%}", counted(profile.kernels, "kernel"), counted(profile.launches, "launch")]
+    else:
+        facts += [counted(profile.launches, "operator")]
+    drawn = "drawn with the profiler, which slows the CPU"
+    figure.text(0.2 / _WIDTH, at, what, fontsize=11.5, weight="bold", color=_INK, va="bottom")
+    small = f"{'; '.join(facts)}; {profile.device}; {drawn}"
+    figure.text(_LABELS / _WIDTH + 0.08, at, small, fontsize=8.5, color=_QUIET, va="bottom")
+
+
+def _legend(figure: Any, kinds: set[str], height: float) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=_SAID[kind]) for kind, colour in _COLOURS.items() if kind in kinds]
+    handles.append(Patch(color=_GAP, label="nobody works"))
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.1 / _WIDTH, 1 - 0.08 / height), ncols=len(handles), frameon=False,
+        fontsize=8.5, handlelength=1.4, columnspacing=1.4, borderpad=0.2, labelcolor=_INK,
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""onepass.profile: a call is run, timed without the profiler, recorded with it, and described.
+
+The profiler slows the CPU, so the wall time comes from runs without it, and the GPU's times from the trace.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from onepass.profiling import words
+from onepass.profiling.applies import suggestions
+from onepass.profiling.figures import figures, rows
+from onepass.profiling.limits import limits_of
+from onepass.profiling.model import Gap, Profile
+from onepass.profiling.trace import STEP, WINDOW, read
+from onepass.runtime.ceilings import Ceilings
+
+Tick = Callable[[str], None]
+
+_RUNS = (3, 15)  # of timing without the profiler: at least, at most
+_RUN_US = 20e3  # a short function is called again until a run takes about so long, or so often
+_MOST_CALLS = 200
+_SLOWED = 4.0  # by the profiler; small operators by two or three
+_TIMING_US = 2e6  # for all runs, once there are enough of them
+
+
+def profile(
+    fn: Callable[..., object], *args: Any, warmup: int = 3, steps: int = 5, ceilings: Ceilings | None = None, **kwargs: Any
+) -> Profile:
+    """What `fn(*args, **kwargs)` does with the machine: what ran, what waited, what bounds it, and what of ours applies.
+
+        profile = onepass.profile(step, batch)
+        print(profile)                  # table and words
+        profile.picture("step.png")     # timeline
+        profile.trace("step.json.gz")   # for Perfetto
+
+    fn is called many times, so it should be a step that may be repeated, such as forward, backward and the optimizer: `warmup`
+    times first, then without the profiler for the wall time (the median of several runs, each of `steps` calls or more), then
+    `steps` times under torch.profiler. Calls follow each other without waiting for the GPU, as in training.
+
+    Args:
+        fn: a function, a module, something compiled; may call backward().
+        warmup: calls before anything is measured: they compile and allocate.
+        steps: calls that are recorded.
+        ceilings: what the machine reaches at most, as `onepass.runtime.ceilings.measure_ceilings` returns it. Measured once
+            in each process if not given.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, but is a {type(fn).__name__}")
+    _whole_number("warmup", warmup, 0)
+    _whole_number("steps", steps, 1)
+    if ceilings is not None and not isinstance(ceilings, Ceilings):
+        raise TypeError(f"ceilings must be a Ceilings, as measure_ceilings returns it, but is a {type(ceilings).__name__}")
+
+    def call() -> None:
+        fn(*args, **kwargs)
+
+    with _telling() as tell:
+        for i in range(warmup):
+            tell(f"warm-up call {i + 1} of {warmup}")
+            call()
+        tell("timing without the profiler")
+        timing = timed(call, steps)
+        tell(f"recording {steps} steps")
+        with recording() as recorded:
+            call()  # the first under the profiler starts it up
+            synchronize()
+            with record_function(WINDOW):
+                for _ in range(steps):
+                    with record_function(STEP):
+                        call()
+                synchronize()
+        tell("reading the trace, measuring the machine's ceilings")
+        return described(recorded.trace(), timing, ceilings)
+
+
+def _whole_number(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
+
+
+@contextmanager
+def _telling() -> Iterator[Tick]:
+    """A line on a terminal that says what takes so long, and leaves."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    # Drawn only when it changes: a thread that draws would take its time from the calls being timed.
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
+        yield lambda text: live.update(Text(f"onepass.profile: {text}", style="dim"), refresh=True)
+
+
+# ---- time, without the profiler ----
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: each run's mean, and what of it passed until the call came back."""
+
+    wall: tuple[float, ...]
+    host: tuple[float, ...] = ()
+    peak_bytes: int | None = None  # on a GPU
+
+
+def gpu_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def synchronize() -> None:
+    if gpu_in_use():
+        torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], None], steps: int) -> Timing:
+    before = torch.cuda.memory_allocated() if gpu_in_use() else 0
+    if gpu_in_use():
+        torch.cuda.reset_peak_memory_stats()
+    one, _ = _run(call, 1)
+    calls = max(steps, min(_MOST_CALLS, int(_RUN_US / max(one, 1.0))))
+    runs: list[tuple[float, float]] = []
+    while len(runs) < _RUNS[0] or (len(runs) < _RUNS[1] and sum(wall for wall, _ in runs) * calls < _TIMING_US):
+        runs.append(_run(call, calls))
+    peak = torch.cuda.max_memory_allocated() - before if gpu_in_use() else None
+    return Timing(tuple(wall for wall, _ in runs), tuple(host for _, host in runs), peak)
+
+
+def _run(call: Callable[[], None], calls: int) -> tuple[float, float]:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    queued = time.perf_counter()
+    synchronize()
+    return (time.perf_counter() - start) / calls * 1e6, (queued - start) / calls * 1e6
+
+
+# ---- the trace ----
+
+
+class Recorded:
+    """torch.profiler's, started and stopped by hand; afterwards its trace as text."""
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        # On a GPU its allocator knows the peak.
+        memory = not torch.cuda.is_available()
+        self._profiler = torch_profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self) -> None:
+        synchronize()
+        self._profiler.stop()
+
+    def trace(self) -> bytes:
+        descriptor, path = tempfile.mkstemp(suffix=".json")
+        os.close(descriptor)
+        try:
+            self._profiler.export_chrome_trace(path)
+            with open(path, "rb") as file:
+                return file.read()
+        finally:
+            os.unlink(path)
+
+
+@contextmanager
+def recording() -> Iterator[Recorded]:
+    recorded = Recorded()
+    recorded.start()
+    try:
+        yield recorded
+    finally:
+        recorded.stop()
+
+
+# ---- all of it ----
+
+
+def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = None) -> Profile:
+    """Without a timing the wall time is that of the trace, and said to be."""
+    data = json.loads(trace)
+    found = figures(read(data))
+    limits = limits_of(found.calls, found.on_gpu, ceilings)
+    steps = found.steps
+    table = rows(found.calls, steps, limits)
+    traced_us, busy_us = found.traced_us / steps, found.busy_us / steps
+    walls: Sequence[float] = timing.wall if timing is not None else [traced_us]
+    wall_us = statistics.median(walls)
+    # An operator's time on a CPU has the profiler's in it: there only the ratio can be carried over.
+    idle_us = wall_us - busy_us if found.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
+    idle_us = max(idle_us, 0.0)
+    verdict, reasons = words.verdict(found, table, wall_us, idle_us)
+    if limits.copy_gbs is None:
+        reasons = (*reasons, "too little memory is free to measure the machine's ceilings: hand them in as ceilings=")
+    if timing is not None and not found.on_gpu and traced_us > _SLOWED * wall_us:
+        slowed = f"{words.number(traced_us / wall_us)} times as long as without the profiler"
+        reasons = (*reasons, f"the recorded steps took {slowed}: shares of the time are unsure, on a busy machine above all")
+    return Profile(
+        device=_device(data, found.on_gpu),
+        on_gpu=found.on_gpu,
+        steps=steps,
+        wall_us=wall_us,
+        wall_range=(min(walls), max(walls)),
+        timed=timing is not None,
+        traced_us=traced_us,
+        host_us=statistics.median(timing.host) if timing is not None and timing.host else None,
+        busy_us=busy_us,
+        idle_us=idle_us,
+        gaps=tuple(Gap(g.before, g.after, g.count / steps, g.us / steps, g.longest_us) for g in found.gaps),
+        gap_count=found.gap_count / steps,
+        gap_us=found.gap_us / steps,
+        short_gap_us=found.short_gap_us / steps,
+        kernels=found.kernels / steps,
+        launches=found.launches / steps,
+        launch_us=found.launch_us,
+        graphs=found.graphs / steps,
+        waits=found.waits / steps,
+        peak_bytes=timing.peak_bytes if timing is not None and timing.peak_bytes is not None else found.peak_bytes,
+        limits=limits,
+        rows=tuple(table),
+        same_steps=found.same_steps,
+        verdict=verdict,
+        reasons=reasons,
+        suggestions=suggestions(found, verdict, idle_us, limits),
+        bars=found.bars,
+        packed_trace=gzip.compress(trace, compresslevel=1),
+    )
+
+
+def _device(data: dict[str, Any], on_gpu: bool) -> str:
+    if not on_gpu:
+        return f"CPU, {words.counted(torch.get_num_threads(), 'thread')}"
+    devices = data.get("deviceProperties") or [{}]
+    return str(devices[0].get("name", "GPU"))

@@ -1,0 +1,164 @@
+"""Who records a script: all of it, for some seconds, or some calls of one of its functions."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from onepass.profiling.model import Profile
+from onepass.profiling.record import Recorded, Timing, described, gpu_in_use, synchronize
+from onepass.profiling.trace import STEP, WINDOW
+
+_UNDECORATED = "__onepass_undecorated__"
+_AGAIN_S = 0.5  # a script may be where the end it is asked for gets lost: it is asked again
+
+
+class Refused(Exception):
+    """What was asked for can't be done; the message says why."""
+
+
+class Done(BaseException):
+    """Enough is recorded. No Exception: scripts catch those."""
+
+
+def say(text: str) -> None:
+    print(f"onepass profile: {text}", file=sys.stderr, flush=True)
+
+
+class Whole:
+    """All of it, or some seconds: an alarm begins and ends it."""
+
+    def __init__(self, skip: float, seconds: float) -> None:
+        self._skip, self._seconds = skip, seconds
+        self._recorded: Recorded | None = None
+        self._running = False
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGALRM, self._alarm)
+        if self._skip:
+            signal.setitimer(signal.ITIMER_REAL, self._skip)
+        else:
+            self._start()
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+        self._stop()
+
+    def _alarm(self, *_: object) -> None:
+        if self._recorded is None:
+            self._start()
+        else:
+            self._stop()
+            raise Done
+
+    def _start(self) -> None:
+        say(f"recording, for {self._seconds:g} s at most" if self._seconds else "recording")
+        self._recorded, self._running = Recorded(), True
+        self._recorded.start()
+        if self._seconds:
+            signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN_S)
+
+    def _stop(self) -> None:
+        if self._recorded is not None and self._running:
+            self._running = False
+            self._recorded.stop()
+
+    def profile(self) -> Profile:
+        if self._recorded is None:
+            raise Refused(f"the script ended before --skip-first ({self._skip:g} s) was over")
+        return described(self._recorded.trace(), None)
+
+
+class Calls:
+    """Some calls of one function: to warm up, to be timed, to be recorded."""
+
+    def __init__(self, name: str, skip: int, steps: int) -> None:
+        self._name, self._skip, self._steps = name, skip, steps
+        self._calls = 0
+        self._inside = False
+        self._walls: list[float] = []
+        self._hosts: list[float] = []
+        self._peak: int | None = None
+        self._recorded: Recorded | None = None
+        self._running = False
+
+    def __enter__(self) -> None:
+        self._compile = torch.compile
+        torch.compile = self._compile_and_decorate
+
+    def __exit__(self, *_: object) -> None:
+        torch.compile = self._compile
+        if self._running and self._recorded is not None:
+            self._running = False
+            self._recorded.stop()
+
+    def decorate(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # it calls itself
+                return fn(*args, **kwargs)
+            self._inside = True
+            try:
+                return self._call(lambda: fn(*args, **kwargs))
+            finally:
+                self._inside = False
+
+        vars(called)[_UNDECORATED] = fn
+        return called
+
+    def _compile_and_decorate(self, model: Any = None, **options: Any) -> Any:
+        """What records stays outside what is compiled."""
+        fn = getattr(model, _UNDECORATED, None)
+        return self._compile(model, **options) if fn is None else self.decorate(self._compile(fn, **options))
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        number, timed = self._calls - self._skip, self._steps
+        self._calls += 1
+        if number < 0:
+            return call()
+        if number < timed:
+            return self._timed(call)
+        if number == timed:  # the first under the profiler starts it up
+            say(f"recording the next {self._steps} calls of {self._name}")
+            self._recorded, self._running = Recorded(), True
+            self._recorded.start()
+            return call()
+        synchronize()
+        with record_function(WINDOW):
+            with record_function(STEP):
+                result = call()
+            synchronize()
+        if number == timed + self._steps:
+            raise Done
+        return result
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        synchronize()
+        before = torch.cuda.memory_allocated() if gpu_in_use() else 0
+        if gpu_in_use():
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        result = call()
+        queued = time.perf_counter()
+        synchronize()
+        self._walls.append((time.perf_counter() - start) * 1e6)
+        self._hosts.append((queued - start) * 1e6)
+        if gpu_in_use():
+            self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated() - before)
+        return result
+
+    def profile(self) -> Profile:
+        needed = self._skip + 2 * self._steps + 1
+        if self._calls < needed:
+            how = f"--skip {self._skip} --steps {self._steps} needs {needed}: calls that warm up, are timed and are recorded"
+            raise Refused(f"the script called {self._name} {self._calls} times; {how}")
+        assert self._recorded is not None
+        return described(self._recorded.trace(), Timing(tuple(self._walls), tuple(self._hosts), self._peak))

@@ -1,0 +1,215 @@
+"""`onepass profile script.py`: a user's script as Python would run it, recorded whole or in the calls of one of its functions.
+
+Exit status: 0; 1 where the script failed, with its traceback; 2 where what was asked for can't be done; 130 where it was
+interrupted, and then what had been recorded is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onepass.profiling.model import Profile
+from onepass.profiling.recorders import Calls, Done, Refused, Whole, say
+
+_DECORATOR = "__onepass_profiled__"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run a script and say what it does with the machine. Options stand before the script; what follows it is the script's."
+    )
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, run as python would")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.add_argument(
+        "--function", metavar="NAME",
+        help="only calls of this function of the script's, such as train_step or Trainer.step; the script ends after the last",
+    )  # fmt: skip
+    parser.add_argument("--skip", metavar="N", type=_count, default=3, help="calls of NAME that warm up (%(default)s)")
+    parser.add_argument(
+        "--steps", metavar="N", type=_positive, default=5, help="calls of NAME timed, then recorded (%(default)s)"
+    )
+    parser.add_argument("--skip-first", metavar="SECONDS", type=_seconds, default=0.0, help="without --function: begin later")
+    parser.add_argument(
+        "--seconds", metavar="SECONDS", type=_seconds, default=20.0,
+        help="without --function: record so long, then end the script (%(default)s; 0: all of it)",
+    )  # fmt: skip
+    parser.add_argument("--top", metavar="N", type=_positive, default=15, help="rows of the table (%(default)s)")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the timeline (.png, .svg, .pdf)")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome trace (.json, .json.gz)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures and words")
+
+
+def _number(text: str, kind: Callable[[str], Any], least: float) -> Any:
+    value = kind(text)
+    if not least <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _count(text: str) -> int:
+    return int(_number(text, int, 0))
+
+
+def _positive(text: str) -> int:
+    return int(_number(text, int, 1))
+
+
+def _seconds(text: str) -> float:
+    return float(_number(text, float, 0))
+
+
+# What argparse calls them in its messages.
+_count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at least 1", "number of seconds"
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except Refused as refused:
+        print(f"onepass profile: {refused}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_outputs(args)
+    try:
+        source = args.script.read_bytes()
+    except OSError as error:
+        raise Refused(f"SCRIPT can't be read: {error}") from None
+    try:
+        tree = ast.parse(source, str(args.script))
+    except SyntaxError:
+        traceback.print_exc(limit=0)
+        return 1
+    recorder: Calls | Whole = Whole(args.skip_first, args.seconds)
+    if args.function:
+        _decorate(tree, args.function)
+        recorder = Calls(args.function, args.skip, args.steps)
+    status = _execute(tree, args, recorder)
+    if status == 1:
+        return status
+    say("reading the trace, measuring the machine's ceilings")
+    profile = recorder.profile()
+    if not profile.rows:
+        raise Refused("nothing that PyTorch ran was seen while recording")
+    _show(profile, args)
+    return status
+
+
+# ---- what is written at the end, checked at the beginning ----
+
+_SUFFIXES = {"picture": (".png", ".svg", ".pdf"), "trace": (".json", ".json.gz"), "json": (".json",)}
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        raise Refused("--picture needs matplotlib: pip install 'onepass[bench]'")
+    for option, suffixes in _SUFFIXES.items():
+        path = getattr(args, option)
+        if path is None:
+            continue
+        if not path.name.endswith(suffixes):
+            raise Refused(f"--{option} must end in {' or '.join(suffixes)}, but is {str(path)!r}")
+        if path.is_dir():
+            raise Refused(f"--{option} must be a file, but {str(path)!r} is a folder")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(f"--{option} can't be written: {error}") from None
+
+
+def _show(profile: Profile, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from onepass.profiling import table
+
+    table.show(profile, Console(highlight=False, width=None if sys.stdout.isatty() else 118), args.top)
+    if args.picture:
+        profile.picture(args.picture)
+        print(f"picture in {args.picture}")
+    if args.trace:
+        profile.trace(args.trace)
+        print(f"trace in {args.trace}")
+    if args.json:
+        run = {"schema": 1, "torch": torch.__version__, "script": str(args.script), "args": args.args, "function": args.function}
+        args.json.write_text(json.dumps(run | profile.as_dict(), indent=1) + "\n")
+        print(f"figures in {args.json}")
+
+
+# ---- the script ----
+
+
+def _execute(tree: ast.Module, args: argparse.Namespace, recorder: Calls | Whole) -> int:
+    """0, 1 where the script failed and was heard of, 130 where it was interrupted."""
+    code = compile(tree, str(args.script), "exec")
+    with _as_main(args.script, args.args) as module:
+        vars(module)[_DECORATOR] = getattr(recorder, "decorate", None)
+        try:
+            with recorder:
+                exec(code, vars(module))
+        except Done:
+            say("enough recorded: the script ended here")
+        except KeyboardInterrupt:
+            return 130
+        except SystemExit as stopped:
+            if stopped.code not in (None, 0):
+                say(f"the script ended with {stopped.code!r}")
+                return 1
+        except BaseException as error:
+            _print_error(error, str(args.script))
+            return 1
+    return 0
+
+
+@contextmanager
+def _as_main(script: Path, args: list[str]) -> Iterator[types.ModuleType]:
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=str(script), __builtins__=__builtins__)
+    before = sys.argv, list(sys.path), sys.modules.get("__main__")
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.modules["__main__"] = module
+    try:
+        yield module
+    finally:
+        sys.argv, sys.path[:] = before[0], before[1]
+        if before[2] is not None:
+            sys.modules["__main__"] = before[2]
+
+
+def _print_error(error: BaseException, script: str) -> None:
+    """As Python would, from the script's own line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+def _decorate(tree: ast.Module, name: str) -> None:
+    """Outside all decorators it has: compiled functions are called through them."""
+    functions = dict(_functions(tree, ""))
+    if name not in functions:
+        known = ", ".join(functions) or "none"
+        raise Refused(f"--function must name a function that the script defines with def, but is {name!r}; there are: {known}")
+    node = functions[name]
+    decorator = ast.Name(_DECORATOR, ast.Load())
+    node.decorator_list.insert(0, ast.copy_location(decorator, node))
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield prefix + child.name, child
+        yield from _functions(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)

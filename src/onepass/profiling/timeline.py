@@ -1,0 +1,89 @@
+"""When each thing ran, for a picture, and what it is called."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from onepass.profiling import costs
+from onepass.profiling.model import Bar
+from onepass.profiling.trace import Event, Trace
+
+_FUNCTOR = re.compile(r"\b(\w*(?:[Ff]unctor|KernelImpl|_kernel_impl|_kernel_cuda)\w*|\w+Ops)\b")
+_INNERMOST = re.compile(r"<[^<>]*>")
+_NAMELESS = ("Kernel", "Kernel2", "device_kernel")
+
+
+class Steps:
+    """Which step a moment on the CPU belongs to. The last one's, after its end."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._starts = sorted(event.start for event in trace.steps)
+        self._ends = sorted(event.end for event in trace.steps)
+
+    def inside(self, event: Event) -> bool:
+        """Not between steps, where record.py itself waits for the GPU."""
+        return not self._starts or event.start < self._ends[self(event)]
+
+    def __call__(self, event: Event) -> int:
+        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
+        return max(bisect.bisect_right(self._starts, at) - 1, 0)
+
+
+def unit(event: Event | None) -> Event | None:
+    """The operator that an event belongs to: the outermost of those whose costs are known, or else the innermost."""
+    if event is None:
+        return None
+    operators = [around for around in event.parents() if around.is_operator]
+    known = [operator for operator in operators if costs.is_known(operator.name)]
+    return known[-1] if known else operators[0] if operators else None
+
+
+def bars(trace: Trace, step_of: Steps) -> Iterable[Bar]:
+    lanes = dict.fromkeys(event.lane for event in [*trace.ops, *trace.runtime])
+    threads = {lane: f"CPU thread {i}" for i, lane in enumerate(lanes, 1)}
+    products = set() if trace.gpu else {id(_outermost(op)) for op in trace.ops if _is_product(op)}
+    for op in trace.ops:
+        if op.is_operator and _outermost(op) is op:
+            yield Bar(threads[op.lane], op.name, op.start, op.end, "product" if id(op) in products else "operator", step_of(op))
+    for event in trace.runtime:
+        if event.is_launch:
+            yield Bar(f"{threads[event.lane]} launches", event.name, event.start, event.end, "launch", step_of(event))
+    for event in trace.gpu:
+        operator = None if event.parent is None else unit(event.parent)
+        kind = "copy" if event.is_copy else "product" if operator is not None and _is_product(operator) else "kernel"
+        yield Bar(
+            f"GPU {event.lane[0]} stream {event.lane[1]}", short_name(event.name), event.start, event.end, kind, step_of(event)
+        )
+
+
+def _is_product(op: Event) -> bool:
+    return costs.is_known(op.name) and costs.cost(op.name, op.inputs()).flops is not None
+
+
+def _outermost(op: Event) -> Event:
+    return [around for around in op.parents() if around.is_operator][-1]
+
+
+# ---- names ----
+
+
+@lru_cache(maxsize=4096)
+def short_name(name: str) -> str:
+    """A kernel's name without template arguments and namespaces that all of PyTorch's have; an operator's as it is."""
+    if name.startswith("autograd::engine::evaluate_function: "):
+        return "autograd engine"
+    if not name.startswith("void ") and "<" not in name:
+        return name
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    inside = name.partition("<")[2]
+    functors = [functor for functor in _FUNCTOR.findall(inside) if not functor.startswith("gpu_kernel")]
+    plain = name.replace("->", "")
+    while (outer := _INNERMOST.sub("", plain)) != plain:
+        plain = outer
+    plain = plain.partition("(")[0].rpartition("::")[2].strip()
+    if plain in _NAMELESS:  # CUTLASS has its kernel's name inside
+        return re.split(r"[<>,( ]", inside)[0].rpartition("::")[2] or plain
+    return f"{plain}<{functors[0]}>" if functors else plain

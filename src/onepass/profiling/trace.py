@@ -1,0 +1,210 @@
+"""A Chrome trace of torch.profiler's as events, and who launched what: of an operator its kernels, its inputs and its parents.
+
+Nothing here runs anything: a trace is data, whichever machine it comes from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = "onepass: profiled"  # the marks that record.py leaves in a trace: what to look at, and each step in it
+STEP = "onepass: step"
+
+_KINDS = {
+    "cpu_op": "op",
+    "user_annotation": "mark",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "kernel": "gpu",
+    "gpu_memcpy": "gpu",
+    "gpu_memset": "gpu",
+}
+_LAUNCH = re.compile(r"cuda(Graph)?Launch|cuLaunch|cuGraphLaunch")
+_WAIT = re.compile(r"Synchronize$")
+# What records itself like an operator and is none: what happens in it belongs to those inside.
+_WRAPPER = re.compile(r"^(autograd::engine::|torch::autograd::|Torch-Compiled Region)")
+
+
+@dataclass(frozen=True)
+class Input:
+    """An operator's argument: a tensor where shape and dtype are known, else the text of a number or a list."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    strides: tuple[int, ...] | None = None
+    value: str = ""
+
+
+@dataclass(eq=False)
+class Event:
+    """Times in microseconds of the trace's clock. Lane: process and thread, or device and stream."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    lane: tuple[Any, Any]
+    args: dict[str, Any] = field(default_factory=dict, repr=False)
+    parent: Event | None = field(default=None, repr=False)
+    inner: float = 0.0  # the time of those directly inside
+
+    @property
+    def us(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_launch(self) -> bool:
+        return self.kind == "runtime" and _LAUNCH.match(self.name) is not None
+
+    @property
+    def is_graph(self) -> bool:
+        return self.is_launch and "Graph" in self.name
+
+    @property
+    def is_wait(self) -> bool:
+        return self.kind == "runtime" and _WAIT.search(self.name) is not None
+
+    @property
+    def is_operator(self) -> bool:
+        """Not a range that only has operators in it: autograd's nodes, compiled regions, a user's record_function."""
+        return self.kind == "op" and "::" in self.name and not _WRAPPER.match(self.name)
+
+    @property
+    def is_copy(self) -> bool:
+        return self.kind == "gpu" and self.name.startswith(("Memcpy", "Memset"))
+
+    def parents(self) -> Iterable[Event]:
+        """Outwards, itself first."""
+        event: Event | None = self
+        while event is not None:
+            yield event
+            event = event.parent
+
+    def inputs(self) -> tuple[Input, ...]:
+        names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+        dims, types, strides, values = (self.args.get(name) or [] for name in names)
+        found = []
+        for i, kind in enumerate(types):
+            shape = dims[i] if i < len(dims) else []
+            value = str(values[i]) if i < len(values) else ""
+            if kind in ("", "Scalar", "ScalarList", "TensorList", "GenericList"):
+                found.append(Input(None, None, None, value))
+            else:
+                steps = tuple(strides[i]) if i < len(strides) and len(strides[i]) == len(shape) else None
+                found.append(Input(tuple(shape), kind, steps, value))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The events of what was asked for, in order of time."""
+
+    ops: list[Event]
+    runtime: list[Event]  # calls of the CUDA runtime and driver
+    gpu: list[Event]  # kernels, copies and fills
+    windows: list[Event]
+    steps: list[Event]
+    allocations: list[tuple[float, int]]  # on the CPU: when, and the bytes, negative where they were given back
+
+
+def read(data: dict[str, Any]) -> Trace:
+    """The events between the marks; without marks, from the first kernel's launch, or the first operator, to the end."""
+    events, memory = _events(data.get("traceEvents", []))
+    marks = [event for event in events if event.kind == "mark"]
+    ops = [event for event in events if event.kind == "op"]
+    runtime = [event for event in events if event.kind == "runtime"]
+    gpu = [event for event in events if event.kind == "gpu"]
+    _nest([*ops, *runtime])
+    launched = {event.args.get("correlation"): event for event in runtime if event.args.get("correlation")}
+    for event in gpu:
+        event.parent = launched.get(event.args.get("correlation"))
+    windows = [event for event in marks if event.name == WINDOW] or _whole(ops, gpu)
+
+    def within(event: Event) -> bool:  # by its launch: a kernel may end after the window
+        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
+        return any(window.start <= at <= window.end for window in windows)
+
+    return Trace(
+        [event for event in ops if within(event)],
+        [event for event in runtime if within(event)],
+        [event for event in gpu if within(event)],
+        windows,
+        [event for event in marks if event.name == STEP],
+        [(at, size) for at, size in memory if any(window.start <= at <= window.end for window in windows)],
+    )
+
+
+def _events(raw: list[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, int]]]:
+    events, memory = [], []
+    for item in raw:
+        if item.get("name") == "[memory]" and item.get("args", {}).get("Device Type") == 0:
+            memory.append((float(item["ts"]), int(item["args"]["Bytes"])))
+        kind = _KINDS.get(str(item.get("cat", "")).lower())
+        if kind is None or item.get("ph") != "X":
+            continue
+        args = item.get("args", {})
+        lane = (item.get("pid"), item.get("tid"))
+        if kind == "gpu":
+            lane = (args.get("device", lane[0]), args.get("stream", lane[1]))
+        start = float(item["ts"])
+        events.append(Event(kind, item["name"], start, start + float(item.get("dur") or 0), lane, args))
+    events.sort(key=lambda event: (event.start, -event.end))
+    return events, sorted(memory)
+
+
+def _nest(events: list[Event]) -> None:
+    """Finds each one's parent: the innermost event of its thread that is still running when it begins."""
+    open_in: dict[tuple[Any, Any], list[Event]] = {}
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        stack = open_in.setdefault(event.lane, [])
+        while stack and stack[-1].end <= event.start:
+            stack.pop()
+        if stack:
+            event.parent = stack[-1]
+            stack[-1].inner += event.us
+        stack.append(event)
+
+
+def _whole(ops: list[Event], gpu: list[Event]) -> list[Event]:
+    if gpu:
+        starts = [event.parent.start if event.parent is not None else event.start for event in gpu]
+        return [Event("mark", WINDOW, min(starts), max(event.end for event in gpu), (0, 0))]
+    if ops:
+        return [Event("mark", WINDOW, ops[0].start, max(event.end for event in ops), (0, 0))]
+    return []
+
+
+# ---- intervals ----
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time, each moment once, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return math.fsum(end - start for start, end in intervals)
+
+
+def waits(events: Iterable[Event]) -> list[tuple[Event, Event, float]]:
+    """Where nobody runs between the first and the last: who ended before, who begins after, and how long that is."""
+    found = []
+    last: Event | None = None
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        if last is not None and event.start > last.end:
+            found.append((last, event, event.start - last.end))
+        if last is None or event.end > last.end:
+            last = event
+    return found
