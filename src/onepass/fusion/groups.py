@@ -46,6 +46,9 @@ from onepass.fusion.report import Found, Refused
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
 
+_FEW = 4  # tensors that a compiler joins as it goes, without a kernel for each
+
+
 @dataclass
 class Sweep:
     """One walk through a graph from its inputs on. What it found and what it left stands in `found` and `refused`."""
@@ -199,7 +202,7 @@ class Sweep:
         return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
 
     def _stays_listed(self, nodes: Sequence[Node], sources: Sequence[Source]) -> bool:
-        if not self.compiled or not is_pointwise(nodes[0]) or not any(source.copied or source.listed for source in sources):
+        if not self.compiled or not _is_listable(nodes[0]) or not any(source.copied or source.listed for source in sources):
             return False
         whole = all(isinstance(size, int) for node in nodes for size in shape(node))
         return whole and self.machine.small(max(sum(map(nbytes, [node, *node.all_input_nodes])) for node in nodes))
@@ -275,6 +278,11 @@ class Sweep:
             return None if isinstance(operand, Shared) else joined(self.emit, operand, dim)
         except NoRule:
             return None
+
+def _is_listable(node: Node) -> bool:
+    """Whether the compiler makes one kernel of this and of what comes before and after it in a lane."""
+    return is_pointwise(node) or (node.target is aten.cat.default and len(node.all_input_nodes) <= _FEW)
+
 
 def _alike(nodes: Iterable[Node]) -> list[list[Node]]:
     """The nodes by the sizes of their tensors."""

@@ -173,7 +173,7 @@ def _together(sweep: _Sweep, statistics: list[Node]) -> Node:
     operand = sweep.where.source(statistics).build(sweep.emit)
     if not isinstance(operand, Stacked):
         raise NoRule("statistics of different kinds")
-    return sweep.emit(aten.view.default, operand.moved(sweep.emit, 0).node, [len(statistics), -1])
+    return sweep.emit.view(operand.moved(sweep.emit, 0).node, [len(statistics), -1])
 
 
 def _meet_again(nodes: Sequence[Node]) -> bool:
