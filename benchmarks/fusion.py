@@ -217,7 +217,11 @@ def cases() -> dict[str, Callable[[], Case]]:
             "256 tables x 64, slices", SlicedTables(256, 64, bf16), rows(256 * 64, grad=False), False, compiled=False
         ),
         "64_norms_separate": lambda: _module(
-            "64 layer_norms of 32 to 512, separate tensors", ListedNorms(widths, bf16), rows(*widths, grad=True), True, compiled=False
+            "64 layer_norms of 32 to 512, separate tensors",
+            ListedNorms(widths, bf16),
+            rows(*widths, grad=True),
+            True,
+            compiled=False,
         ),
         "16_gates": lambda: _module(
             "16 swiglus of 32 to 512, separate tensors", Gates(), rows(*[2 * w for w in halves], grad=True), True, graph=False

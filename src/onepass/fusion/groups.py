@@ -45,7 +45,6 @@ from onepass.fusion.operands import Group, Listed, Place, Source, Whereabouts, i
 from onepass.fusion.report import Found, Refused
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
-
 _FEW = 4  # tensors that a compiler joins as it goes, without a kernel for each
 
 
@@ -278,6 +277,7 @@ class Sweep:
             return None if isinstance(operand, Shared) else joined(self.emit, operand, dim)
         except NoRule:
             return None
+
 
 def _is_listable(node: Node) -> bool:
     """Whether the compiler makes one kernel of this and of what comes before and after it in a lane."""

@@ -58,9 +58,7 @@ def _fits(nodes: Sequence[Node]) -> bool:
     if no_triton(value(xs[0])) is not None or len(_sizes(nodes[0])) != 1:
         return False
     lead = [size_key(s) for s in shape(xs[0])[:-1]]
-    return all(
-        isinstance(shape(x)[-1], int) and shape(x)[-1] > 0 and [size_key(s) for s in shape(x)[:-1]] == lead for x in xs
-    )
+    return all(isinstance(shape(x)[-1], int) and shape(x)[-1] > 0 and [size_key(s) for s in shape(x)[:-1]] == lead for x in xs)
 
 
 def _x(node: Node) -> Node:
