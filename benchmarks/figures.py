@@ -2,7 +2,7 @@
 
 Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
 by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
-with their number at the name's end: `_2`. A test holds the README to them.
+with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise. A test holds the README to them.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-FIGURES, LOSS = "figures", "loss"  # what stands in the README between <!-- name --> and <!-- /name -->
+FIGURES, LOSS, FUSION = "figures", "loss", "fusion"  # what stands in the README between <!-- name --> and <!-- /name -->
 
 
 def fraction(value):
@@ -225,6 +225,30 @@ def loss_tables(folder):
     return "\n\n".join([loss_table(one), *([shares_table(several)] if several else [])])
 
 
+# ---- fusion of a user's own code: kernels, GPU time and wall time of a call ----
+
+FUSION_WAYS = ("as written", "compiled", "combined, compiled", "fused", "fused, graph")
+
+
+def fusion_cell(found, way):
+    row = found.get(way)
+    if row is None:
+        return ""
+    cell = f"{row['kernels']:.0f} / {row['gpu_us']:.0f} / {row['wall_us']:.0f}"
+    return f"**{cell}**" if way.startswith("fused") else cell
+
+
+def fusion_table(path):
+    results = json.loads(path.read_text())
+    versions = results["versions"]
+    measured = f"One {results['gpu']}, torch {versions['torch']}, triton {versions['triton']}; commit {results['commit']}."
+    names = "as written", "torch.compile", "combined by hand, compiled", "fused", "fused, graph"
+    lines = header("kernels / GPU us / wall us of a call", *names)
+    for row in results["rows"].values():
+        lines.append(line([row["title"], *(fusion_cell(row["ways"], way) for way in FUSION_WAYS)]))
+    return "\n".join([measured, "", *lines])
+
+
 # ---- the README ----
 
 
@@ -236,7 +260,11 @@ def between(text, name, made):
 
 
 def with_figures(readme, folder=RESULTS):
-    return between(between(readme, FIGURES, tables(folder)), LOSS, loss_tables(folder / "scripts"))
+    scripts = folder / "scripts"
+    made = {FIGURES: tables(folder), LOSS: loss_tables(scripts), FUSION: fusion_table(scripts / "fusion.json")}
+    for name, table_text in made.items():
+        readme = between(readme, name, table_text)
+    return readme
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def found_beside_copies(fused):
     return Counter({kind: times for kind, times in fused.inference.items() if kind[0] != "clone"})
 
 
-@often(6)
+@often(4)
 @given(programs)
 def test_exactly_the_planted_groups_are_found(groups):
     program = Program(groups)
@@ -210,7 +210,7 @@ instruction = st.tuples(
 )
 
 
-@often(6)
+@often(4)
 @given(st.lists(instruction, min_size=3, max_size=14).map(tuple), st.booleans())
 def test_any_program_is_itself(instructions, free):
     inputs = [torch.randn(sizes, dtype=F64, requires_grad=True) for sizes in ((4, 6), (4, 6), (3, 4), (6, 2))]

@@ -39,12 +39,14 @@ def fuse(
 
     Operators on slices of one tensor become one operator on the tensor, norms and activations of different widths one launch,
     linear layers of one input one product over weights that lie side by side in memory. What comes of it goes through inductor,
-    as in torch.compile. Values and gradients are those of the function as written: putting equal operators together changes no
-    number; what compilers do (a chain without roundings between its steps) and merged matrix products may change the last digits.
+    as in torch.compile. Values and gradients are those of the function as written, to the last rounding: putting equal
+    operators together changes no formula and adds no rounding. Compilers leave out roundings between the steps of a chain, and
+    merged matrix products add in another order: both may change the last digits.
 
-    A module stays one: the same parameters, hooks, state dict and type; the module given stays as it was, and both share their
-    parameters. Parameters that are used together may get new memory at the first call, of which each remains its own part. Where
-    that can't be (somebody holds their memory) they are copied at each call, and the report says so.
+    A module stays one: the same parameters, hooks, state dict and type. It shares parameters, submodules and hooks with the
+    module given, which goes on running as written; only train() and eval() of the outermost module are its own. Parameters that
+    are used together may get new memory at the first call, of which each remains its own part. Where that can't be (somebody
+    holds their memory) they are copied at each call, and the report says so.
 
     Args:
         fn_or_module: a function or nn.Module; without one, `fuse(...)` is a decorator.
