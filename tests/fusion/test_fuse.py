@@ -76,6 +76,15 @@ def test_as_a_method():
     agree(Holder().step, lambda x, weight: split_stack(x, weight) * 2.0)
 
 
+@pytest.mark.parametrize("module", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.LayerNorm(4)])
+def test_a_module_of_pytorchs_own(module):
+    """Of which torch.compile's nn.Module.compile compiles nothing."""
+    fused, x = onepass.fuse(module, compiler="none"), torch.randn(3, 4)
+    torch.testing.assert_close(fused(x), module(x))
+    assert len(fused.report().graphs) == 1
+    assert list(fused.state_dict()) == list(module.state_dict())
+
+
 def test_a_backend_of_torch_compile(caplog):
     with caplog.at_level(logging.INFO, "onepass.fusion"):
         agree(torch.compile(split_stack, backend="onepass", options={"compiler": "none"}), split_stack)

@@ -119,7 +119,14 @@ class FusedModule(nn.Module):
 
     def _compile_fused(self, settings: _Settings) -> None:
         self._fused_settings = settings
-        self._compiled_call_impl, self._fused_backend = settings.compiled(self._call_impl)
+        call: Callable[..., Any] = self._call_impl
+
+        def inlined(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        # dynamo compiles no frame of PyTorch's own modules (nn.Sequential, say) unless a frame of somebody else's calls it.
+        pytorchs = type(self).forward.__module__.startswith("torch.")
+        self._compiled_call_impl, self._fused_backend = settings.compiled(inlined if pytorchs else call)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -40,7 +40,7 @@ VIEWS = {
     operator.getitem,
     *SAME,
 }
-_CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
+CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 
 
 def is_view(node: Node) -> bool:
@@ -48,7 +48,7 @@ def is_view(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    if node.target in _CASTS:
+    if node.target in CASTS:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
@@ -159,12 +159,12 @@ def backward_nodes(graph: Graph) -> set[Node]:
     """What comes of incoming gradients. Nothing of forward may come to depend on it: the graph is cut in two later."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if _is_tangent(node) or any(used in found for used in node.all_input_nodes):
+        if is_tangent(node) or any(used in found for used in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _is_tangent(node: Node) -> bool:
+def is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)  # AOTAutograd's own way to tell them
 
 

@@ -45,6 +45,7 @@ from onepass.fusion.operands import Group, Listed, Place, Source, Whereabouts, i
 from onepass.fusion.report import Found, Refused
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
+_MUCH = 1 << 20  # bytes made of parameters, that a group may hold
 _FEW = 4  # tensors that a compiler joins as it goes, without a kernel for each
 
 
@@ -174,6 +175,9 @@ class Sweep:
         sources = [self.where.source(list(column)) for column in columns]
         if all(source is not None and is_shared(column) for source, column in zip(sources, columns, strict=True)):
             return False  # equal calls: common subexpressions, which PyTorch removes itself
+        if self._holds_weights(nodes, columns):
+            self._refuse(nodes, "of weights alone: made together, they would all be held from the beginning on")
+            return False
         copied = sum(source.copied for source in sources)
         if self._stays_listed(nodes, sources):
             return self._list(nodes)
@@ -185,6 +189,11 @@ class Sweep:
             return False
         how = "copied together" if copied else _how(columns, self.parameters)
         return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
+
+    def _holds_weights(self, nodes: Sequence[Node], columns: Sequence[Sequence[Node]]) -> bool:
+        """Whether these only change parameters, such as the casts of every layer's weights under autocast."""
+        of_weights = all(is_shared(column) or self.where.parameters.issuperset(column) for column in columns)
+        return of_weights and sum(map(nbytes, nodes)) > _MUCH
 
     def _fuse_ragged(self, nodes: list[Node]) -> bool:
         rewrite = ragged.rewrite_of(self, nodes)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from onepass.fusion.cost import Machine
 from onepass.fusion.graph import (
+    CASTS,
     Emitter,
     arguments,
     aten,
@@ -39,6 +41,7 @@ _FAR = 200  # nodes behind a gradient that are looked at for a way back into the
 @dataclass(frozen=True)
 class Layer:
     product: Node
+    used: Node  # the weight as the product takes it: the parameter, or its cast under autocast
     weight: Node  # [N, K], a parameter
     bias: Node | None
 
@@ -73,7 +76,7 @@ class Linears:
             layer = self._layer(node)
             if layer is not None:
                 x = node.args[0] if layer.bias is None else node.args[1]
-                key = x, value(layer.weight).dtype, layer.bias is None
+                key = x, value(layer.weight).dtype, value(layer.used).dtype, layer.bias is None
                 inputs[key] = x
                 if all(layer.weight is not other.weight for other in found[key]):
                     found[key].append(layer)
@@ -89,17 +92,18 @@ class Linears:
                 return None
         else:
             return None
-        weight = _transposed(right)
-        if weight is None or weight not in self.parameters or not all(isinstance(s, int) for s in shape(weight)):
+        used = _transposed(right)
+        weight = _uncast(used)
+        if used is None or weight not in self.parameters or not all(isinstance(s, int) for s in shape(used)):
             return None
-        return Layer(node, weight, bias)
+        return Layer(node, used, weight, bias)
 
     # ---- forward ----
 
     def _merge(self, x: Node, layers: Sequence[Layer]) -> Node:
         emit = self.emit
         emit.before = min((layer.product for layer in layers), key=self.order.__getitem__)
-        whole = whole_of(emit, [layer.weight for layer in layers], stacked=False)
+        whole = self._weights(layers)
         right = emit(aten.permute.default, whole, [1, 0])
         if layers[0].bias is None:
             product = emit(aten.mm.default, x, right)
@@ -114,6 +118,11 @@ class Linears:
         self.found.append(Found("linear", len(layers), "one input, weights side by side", 0))
         return whole
 
+    def _weights(self, layers: Sequence[Layer]) -> Node:
+        whole = whole_of(self.emit, [layer.weight for layer in layers], stacked=False)
+        dtype = value(layers[0].used).dtype
+        return whole if dtype == value(whole).dtype else self.emit(torch.ops.prims.convert_element_type.default, whole, dtype)
+
     # ---- backward ----
 
     def _gradients(self, x: Node, layers: Sequence[Layer]) -> list[Node] | None:
@@ -121,9 +130,7 @@ class Linears:
         found: list[Node] = []
         for layer in layers:
             by_input: list[Node] = [
-                arguments(user)[0]
-                for user in layer.weight.users
-                if user.target is aten.mm.default and user.args[1] is layer.weight
+                arguments(user)[0] for user in layer.used.users if user.target is aten.mm.default and user.args[1] is layer.used
             ]
             by_weight = [
                 source
@@ -160,8 +167,9 @@ class Linears:
             root, terms, rest = by_input
             self.emit.before = root
             total = self.emit(aten.mm.default, together, whole)
-            if is_view(terms[0]):
-                total = self.emit.view(total, shape(terms[0]))
+            total = self.emit.view(total, shape(terms[0]))
+            if value(total).dtype != value(terms[0]).dtype:
+                total = self.emit(torch.ops.prims.convert_element_type.default, total, value(terms[0]).dtype)
             for term in rest:
                 total = self.emit(aten.add.Tensor, total, term)
             root.replace_all_uses_with(total)
@@ -196,10 +204,10 @@ class Linears:
         """The sum of gradient @ weight over the layers: its last addition, these terms of it and the others."""
         terms = []
         for gradient, layer in zip(gradients, layers, strict=True):
-            products = [u for u in layer.weight.users if u.target is aten.mm.default and u.args == (gradient, layer.weight)]
+            products = [u for u in layer.used.users if u.target is aten.mm.default and u.args == (gradient, layer.used)]
             if len(products) != 1:
                 return None
-            terms.append(_only_view(products[0]))
+            terms.append(_term_of(products[0]))
         root = _common_sum(terms[0], terms)
         if root is None:
             return None
@@ -220,6 +228,13 @@ def _transposed(node: object) -> Node | None:
     return base if isinstance(base, Node) else None
 
 
+def _uncast(node: Node | None) -> Node | None:
+    """What a cast is of; anything else as it is."""
+    if node is not None and node.target in CASTS and len(node.all_input_nodes) == 1:
+        return node.all_input_nodes[0]
+    return node
+
+
 def _ranges(layers: Sequence[Layer]) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(int(shape(layer.weight)[0]) for layer in layers)]))
 
@@ -231,9 +246,15 @@ def _written_where_wanted(gradient: Node) -> bool:
     return is_pointwise(gradient)
 
 
-def _only_view(product: Node) -> Node:
-    users = list(product.users)
-    return users[0] if len(users) == 1 and users[0].target in (aten.view.default, aten._unsafe_view.default) else product
+def _term_of(product: Node) -> Node:
+    """What a sum adds of a product: the product itself, or what views and casts make of it for nobody else."""
+    term = product
+    while len(term.users) == 1:
+        (user,) = term.users
+        if user.target not in (aten.view.default, aten._unsafe_view.default) and user.target not in CASTS:
+            break
+        term = user
+    return term
 
 
 def _is_sum(node: Node) -> bool:

@@ -17,6 +17,7 @@ from onepass.fusion.graph import (
     aten,
     backward_nodes,
     drop_aliases,
+    is_tangent,
     launches,
     nbytes,
     operands_of,
@@ -118,6 +119,8 @@ def _inline(graph: Graph, node: Node, decompositions: Decompositions) -> None:
 
 
 def parameters_of(graph: Graph, is_parameter: Sequence[bool]) -> set[Node]:
-    """The graph's inputs that are parameters; none where AOTAutograd changed the order of inputs (tensor subclasses)."""
-    inputs = graph.find_nodes(op="placeholder")
-    return {node for node, yes in zip(inputs, is_parameter, strict=False) if yes and isinstance(value(node), torch.Tensor)}
+    """The graph's inputs that are parameters; none where AOTAutograd made other inputs of them (subclasses, duplicates)."""
+    inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    if len(inputs) != len(is_parameter):
+        return set()
+    return {node for node, yes in zip(inputs, is_parameter, strict=True) if yes and isinstance(value(node), torch.Tensor)}
