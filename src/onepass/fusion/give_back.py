@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, remove_dead, value
+from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, value
 from onepass.fusion.lanes import Stacked, lane
 from onepass.fusion.operands import Group, Listed, Place
 from onepass.fusion.rules import is_multiple
@@ -47,7 +47,7 @@ class GiveBack:
         outside = [node for node in members if any(user not in self.places for user in node.users)]
         first = self._first(group.nodes)
         self.emit.before = first
-        self._lanes_first(group, [node for node in outside if _leaves(node, output)])
+        self._lanes_first(group, [node for node in outside if leaves(node, output)])
         for node in outside:
             self.emit.before = first
             place = self.places[node]
@@ -110,7 +110,3 @@ class GiveBack:
                 group.results[output] = Stacked(
                     self.emit(aten.clone.default, moved.node, memory_format=torch.contiguous_format), 0
                 )
-
-
-def _leaves(node: Node, output: Node) -> bool:
-    return any(user is output or (is_view(user) and _leaves(user, output)) for user in node.users)

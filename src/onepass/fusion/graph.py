@@ -272,13 +272,19 @@ def share_equal(graph: Graph) -> None:
     second lane.
     """
     seen: dict[object, Node] = {}
+    output = graph.output_node()
     for node in list(graph.nodes):
         if node.op != "call_function" or is_random(node) or is_impure(node) or not _is_pure(node):
             continue
         first = seen.setdefault((node.target, frozen(node.args), frozen(node.kwargs)), node)
-        if first is not node:
+        if first is not node and not (leaves(first, output) and leaves(node, output)):  # whose user may write to one of the two
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def leaves(node: Node, output: Node) -> bool:
+    """Whether the graph gives back the node's tensor, or a view of it."""
+    return any(user is output or (is_view(user) and leaves(user, output)) for user in node.users)
 
 
 def _is_pure(node: Node) -> bool:

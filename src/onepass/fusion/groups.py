@@ -8,8 +8,9 @@ tensor already, seen another way; what isn't is copied together where that costs
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,14 +38,16 @@ from onepass.fusion.graph import (
     nbytes,
     operands_of,
     shape,
+    size_key,
     tensor_key,
     value,
 )
-from onepass.fusion.lanes import Result, Shared, joined
+from onepass.fusion.lanes import Result, Shared, Stacked, joined
 from onepass.fusion.operands import Group, Listed, Place, Source, Whereabouts, is_shared, kind_of
 from onepass.fusion.report import Found, Refused
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
+_log = logging.getLogger("onepass.fusion")
 _MUCH = 1 << 20  # bytes made of parameters, that a group may hold
 _FEW = 4  # tensors that a compiler joins as it goes, without a kernel for each
 
@@ -219,7 +222,10 @@ class Sweep:
         return self._rewrite(nodes, lambda: [Listed(nodes)], "tensors of their own, one launch", 0)
 
     def _applied(self, nodes: list[Node], sources: Sequence[Source]) -> list[Result]:
-        in_order: Iterator[Any] = iter([source.build(self.emit) for source in sources])
+        def operand(used: Node, source: Source) -> Any:
+            return source.build(self.emit) if isinstance(value(used), Tensor) else used  # a number of the user's
+
+        in_order = iter([operand(used, source) for used, source in zip(operands_of(nodes[0]), sources, strict=True)])
         args, kwargs = map_arg((nodes[0].args, nodes[0].kwargs), lambda _: next(in_order))
         return apply(self.emit, nodes[0], args, kwargs, len(nodes))
 
@@ -228,8 +234,13 @@ class Sweep:
         self.emit.before = first
         try:
             results = build()
+            _check(results, nodes[0])
         except NoRule as reason:
             self._refuse(nodes, str(reason))
+            return False
+        except Exception as error:  # a rule that is wrong costs a fusion, not the user's program
+            _log.warning("onepass.fuse leaves %s as it is, please report: %r", nodes[0].target, error)
+            self._refuse(nodes, f"a rule failed, please report: {error!r}")
             return False
         group = Group(nodes, results)
         for index, node in enumerate(nodes):
@@ -286,6 +297,21 @@ class Sweep:
             return None if isinstance(operand, Shared) else joined(self.emit, operand, dim)
         except NoRule:
             return None
+
+
+def _check(results: Sequence[Any], node: Node) -> None:
+    """Raise NoRule where a result isn't what the operators gave: a tensor of one number takes no part in a result's type."""
+    given = value(node)
+    for result, expected in zip(results, given if isinstance(given, tuple | list) else [given], strict=False):
+        if not isinstance(expected, Tensor) or isinstance(result, Listed):
+            continue
+        now = value(result.node)
+        if now.dtype != expected.dtype:
+            raise NoRule(f"together they would be {now.dtype}, and are {expected.dtype}")
+        if isinstance(result, Stacked):
+            sizes = [size_key(size) for dim, size in enumerate(now.shape) if dim != result.dim]
+            if sizes != [size_key(size) for size in expected.shape]:
+                raise NoRule("together they would have another shape")
 
 
 def _is_listable(node: Node) -> bool:

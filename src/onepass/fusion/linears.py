@@ -88,7 +88,7 @@ class Linears:
             bias = None
         elif node.target is aten.addmm.default and not node.kwargs:
             bias, _, right = arguments(node)
-            if bias not in self.parameters or len(shape(bias)) != 1:
+            if bias not in self.parameters or shape(bias) != shape(node)[1:]:  # one number for all would be broadcast
                 return None
         else:
             return None

@@ -100,6 +100,10 @@ def _why_not(parts: Sequence[Tensor]) -> str | None:
         if part.numel() == 0 or not part.is_contiguous():
             return "one is empty or not contiguous"
         storage = part.untyped_storage()
+        if storage.is_shared() and not storage.is_cuda:
+            return "one is shared with other processes"
+        if not storage.resizable():
+            return "one lies in memory that isn't PyTorch's (a NumPy array's)"
         if storage.nbytes() != _bytes(part) and not hasattr(storage, _MARK):
             return "one is a part of a larger buffer, whose owner would lose it"
         tensors = torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object holds it too

@@ -21,7 +21,8 @@ def _layer_norm(call: Call) -> list[Result]:
         return several(call, norm, x.dim)
     norm = emit(aten.native_layer_norm.default, _wide(emit, x.node), sizes, None, None, eps)
     y = _affine(call, emit.item(norm, 0), x, weight, bias)
-    return [Stacked(y, x.dim), *(Stacked(emit.item(norm, i), x.dim) for i in (1, 2))]
+    statistics = [_cast(emit, emit.item(norm, i), value(call.node)[i].dtype) for i in (1, 2)]
+    return [Stacked(y, x.dim), *(Stacked(each, x.dim) for each in statistics)]
 
 
 @rule(aten._fused_rms_norm.default)
