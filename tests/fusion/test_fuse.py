@@ -15,6 +15,8 @@ from onepass.fusion.backend import Backend
 from onepass.fusion.cost import Machine
 from onepass.fusion.report import Report
 
+SLOW = {"max_autotune": True}
+
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
@@ -98,6 +100,9 @@ def test_a_backend_of_torch_compile(caplog):
         (lambda: onepass.fuse(split_stack, compiler="gcc"), ValueError, "auto, inductor, none, but is 'gcc'"),
         (lambda: onepass.fuse(split_stack, cuda_graph=True, dynamic=True), ValueError, "fixed shapes"),
         (lambda: onepass.fuse(split_stack, cuda_graph=True, compiler="none"), ValueError, "needs the compiler 'inductor'"),
+        (lambda: onepass.fuse(split_stack, compiler="none", options=SLOW), ValueError, "compiler is 'none': max_autotune"),
+        (lambda: onepass.fuse(split_stack, options={"max_autotun": True}), ValueError, "but max_autotun is none"),
+        (lambda: onepass.fuse(split_stack, options={"joint_custom_pre_pass": None}), ValueError, "must leave out joint_custom"),
         (lambda: onepass.fuse(onepass.fuse(split_stack)), ValueError, "fused already"),
         (lambda: onepass.fuse(onepass.fuse(nn.Linear(2, 2))), ValueError, "fused already"),
     ],
@@ -151,6 +156,14 @@ def test_the_report_measures():
     assert graph.times.written > 0
     assert graph.times.fused > 0
     assert "measured: as written" in str(fused.report())
+
+
+def test_measuring_changes_nothing_of_the_users():
+    fused = onepass.fuse(lambda x: torch.cat([torch.tanh(part) for part in x.chunk(2, 1)], 1), compiler="none", dynamic=True)
+    fused(torch.randn(3, 4))
+    before = torch.get_rng_state()
+    assert fused.report(measure=True).graphs[0].times.fused > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_report_is_of_its_own_function():

@@ -39,11 +39,24 @@ class Backend:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}, but is {compiler!r}")
         if cuda_graph and compiler == "none":
             raise ValueError("cuda_graph=True needs the compiler 'inductor', but compiler is 'none'")
+        self._check(compiler, options or {})
         self.compiler = compiler
         self.cuda_graph = cuda_graph
         self.options = dict(options or {})
         self.report = Report()
         self._trials: list[tuple[GraphReport, Trial]] = []
+
+    @staticmethod
+    def _check(compiler: str, options: dict[str, Any]) -> None:
+        if options and compiler == "none":
+            raise ValueError(f"options are inductor's, but compiler is 'none': {', '.join(options)}")
+        if "joint_custom_pre_pass" in options:
+            raise ValueError("options must leave out joint_custom_pre_pass: it is where fuse does its work")
+        unknown = set(options) - set(torch._inductor.list_options()) if options else set()
+        if unknown:
+            raise ValueError(
+                f"options must be inductor's (torch._inductor.list_options()), but {', '.join(sorted(unknown))} is none"
+            )
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}

@@ -69,7 +69,7 @@ def fuse(
         raise ValueError("fn_or_module is fused already: fuse what it was made of")
     if cuda_graph and dynamic:
         raise ValueError("cuda_graph=True is for fixed shapes, so dynamic=True can't go with it")
-    Backend(compiler, cuda_graph)  # says now what is wrong with these
+    Backend(compiler, cuda_graph, options)  # says now what is wrong with these
     settings = _Settings(cuda_graph, compiler, fullgraph, False if cuda_graph else dynamic, options)
     if isinstance(fn_or_module, nn.Module):
         return _fused_module(fn_or_module, settings)

@@ -24,6 +24,9 @@ class Input:
 
     @classmethod
     def like(cls, given: Any) -> Input:
+        if isinstance(given, torch.SymInt):
+            hint = given.node.hint
+            return cls(lambda: hint, is_parameter=False)
         if not isinstance(given, Tensor):
             return cls(lambda: given, is_parameter=False)
         sizes, strides = ([int(n) for n in numbers] for numbers in (given.shape, given.stride()))
@@ -31,8 +34,9 @@ class Input:
 
         def made() -> Tensor:
             tensor = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+            own = torch.Generator(device)  # the user's random numbers stay as they were
             with torch.no_grad():
-                tensor.normal_() if dtype.is_floating_point else tensor.zero_()
+                tensor.normal_(generator=own) if dtype.is_floating_point else tensor.zero_()
             return nn.Parameter(tensor, wants_grad) if parameter else tensor.requires_grad_(wants_grad)
 
         return cls(made, parameter)
