@@ -80,6 +80,18 @@ def test_statistics_have_the_operators_type():
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_lanes_that_leave_are_contiguous(compiler):
+    norms, x = nn.ModuleList(nn.LayerNorm(4) for _ in range(2)), torch.randn(3, 8)
+
+    def program(x):
+        return [norm(part) for norm, part in zip(norms, x.chunk(2, 1), strict=True)]
+
+    for y, wanted in zip(onepass.fuse(program, compiler=compiler)(x), program(x), strict=True):
+        torch.testing.assert_close(y, wanted)
+        assert y.is_contiguous()
+
+
 def test_a_changing_integer():
     program = fused(lambda x, k: [p * k for p in x.chunk(4, 1)])
     x = torch.randn(3, 8)

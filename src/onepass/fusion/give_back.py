@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, value
-from onepass.fusion.lanes import Stacked, lane
+from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, shape, value
+from onepass.fusion.lanes import Flat, Stacked, lane
 from onepass.fusion.operands import Group, Listed, Place
 from onepass.fusion.rules import is_multiple
 from onepass.fusion.strides import settle
@@ -102,11 +103,17 @@ class GiveBack:
         return going or user in listed.making
 
     def _lanes_first(self, group: Group, leaving: list[Node]) -> None:
-        """Results that leave the graph must be contiguous each: then the lanes lie one behind the other from the start."""
+        """Results that leave the graph must be contiguous each: then the lanes lie one behind the other from the start.
+
+        In one dimension, where sizes allow it: of more a compiler keeps the order of strides, not the strides.
+        """
         for output in {self.places[node].output for node in leaving}:
             result = group.results[output]
             if isinstance(result, Stacked) and result.dim > 0 and sum(self.places[n].output == output for n in leaving) > 1:
-                moved = result.moved(self.emit, 0)
-                group.results[output] = Stacked(
-                    self.emit(aten.clone.default, moved.node, memory_format=torch.contiguous_format), 0
-                )
+                moved = result.moved(self.emit, 0).node
+                lanes, *sizes = shape(moved)
+                if all(isinstance(size, int) for size in sizes):
+                    group.results[output] = Flat(self.emit.view(moved, [math.prod([lanes, *sizes])]), (tuple(sizes),) * lanes)
+                else:
+                    clone = self.emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
+                    group.results[output] = Stacked(clone, 0)
