@@ -31,11 +31,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from traces import common, fill_queue, kernels, length, union
+from traces import common, fill_queue, kernels
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
 from onepass.parallel import MainGrads
+from onepass.profiling.trace import length, union
 
 
 class Size(NamedTuple):

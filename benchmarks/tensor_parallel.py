@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from traces import common, kernels, length, union
+from traces import common, kernels
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
 from onepass.parallel import DeferredWgrad, collectives, product
+from onepass.profiling.trace import length, union
 
 TOKENS, BATCH, HIDDEN, INNER = 4096, 4, 8192, 28672
 VOCABULARY, MICROBATCHES = 65536, 4

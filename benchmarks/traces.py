@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from onepass.profiling.trace import Interval
+
 _CYCLES = 120_000_000  # about 60 ms
-Interval = tuple[float, float]
 
 
 def fill_queue() -> None:
@@ -27,20 +28,6 @@ def kernels(step: Callable[[], object]) -> list[tuple[str, Interval]]:
         torch.cuda.synchronize()
     found = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0]
     return [(e.name, (e.time_range.start / 1e3, e.time_range.end / 1e3)) for e in found if "spin_kernel" not in e.name]
-
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def common(first: list[Interval], second: list[Interval]) -> float:

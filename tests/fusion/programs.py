@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import onepass.fusion.backend
 from onepass.fusion.cost import Machine
 from onepass.fusion.fused import fuse
 
@@ -21,26 +19,6 @@ NO_COPIES = Machine(bytes_per_us=1e-9, launch_us=1e-3)  # ... and only what need
 
 NORM = "native_layer_norm"
 RMS = ("pow", "mean", "add", "rsqrt", "mul")
-
-
-@pytest.fixture(autouse=True)
-def anew():
-    """Compiled functions of other tests count against PyTorch's limit of recompilations."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Fix what the machine can do: the clock decides nothing."""
-
-    def use(found: Machine) -> None:
-        monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: found)
-
-    use(FREE_COPIES)
-    return use
-
 
 # ---- comparing ----
 

@@ -5,6 +5,7 @@ The real room must pass every case, and each of the mutants must fail one.
 
 import contextlib
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from ops.bias_activation_oracle import laid_out
@@ -106,12 +107,21 @@ def run(room, case: Case, xs, weights, biases, dys) -> dict[str, torch.Tensor]:
     found = {"rstd": rstd} | ({"mean": mean} if case.layer else {})
     for name, whole in (("y", y), ("dx", dx)):
         assert whole.is_contiguous() and whole.dtype == case.dtype
-        lanes = real.lanes_of(whole, list(case.widths), case.lead, case.packed)
+        lanes = lanes_of(whole, list(case.widths), case.lead, case.packed)
         found |= {f"{name}{i}": lane for i, lane in enumerate(lanes)}
     for name, whole, asked in zip(("dweight", "dbias"), (dweight, dbias), asked_of(case), strict=True):
         assert whole.numel() == (sum(case.widths) if asked else 0) and whole.dtype == (case.vectors or case.dtype)
         found |= {f"{name}{i}": lane for i, lane in enumerate(whole.split(case.widths))} if asked else {}
     return found
+
+
+def lanes_of(y: torch.Tensor, widths: list[int], lead: tuple[int, ...], packed: bool) -> list[torch.Tensor]:
+    """The lanes of what these operators return, as views."""
+    if packed:
+        return list(y.split(widths, -1))
+    rows = y.numel() // sum(widths)
+    starts = [rows * column for column in accumulate(widths, initial=0)]
+    return [y[start : start + rows * width].view(*lead, width) for start, width in zip(starts, widths, strict=False)]
 
 
 def asked_of(case: Case) -> tuple[bool, bool]:

@@ -19,11 +19,8 @@ SLOW = {"max_autotune": True}
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch):
-    monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: Machine(bytes_per_us=1e6, launch_us=5.0))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def ordinary(machine):
+    machine(Machine(bytes_per_us=1e6, launch_us=5.0))
 
 
 def split_stack(x, weight):

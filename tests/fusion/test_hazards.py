@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion.programs import FREE_COPIES, NO_COPIES, NORM, anew, check, found_in, leaves, machine, same, step  # noqa: F401
+from fusion.programs import FREE_COPIES, NO_COPIES, check, found_in, leaves, same, step
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,7 +20,7 @@ from_inside = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor
 
 
 @pytest.fixture(autouse=True)
-def each_machine(request, machine):  # noqa: F811
+def each_machine(request, machine):
     """Copies pay, so that all that can be fused is, and where a test is told so they don't."""
     machine(FREE_COPIES if getattr(request, "param", "copies") == "copies" else NO_COPIES)
 
@@ -234,7 +234,7 @@ def test_overlapping_slices():
     assert found["tanh", 3] <= 1  # copied together, or left
 
 
-def test_overlapping_slices_are_left_where_copies_do_not_pay(machine):  # noqa: F811
+def test_overlapping_slices_are_left_where_copies_do_not_pay(machine):
     machine(NO_COPIES)
 
     def overlapping(x):

@@ -13,12 +13,7 @@ from onepass.testing.budget import compare
 ONE, WEIGHTS, INPUT = "linear", "linear's weight gradient", "linear's input gradient"
 
 
-@pytest.fixture(autouse=True)
-def anew(monkeypatch):
-    monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: Machine(bytes_per_us=1e12, launch_us=1e3))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 class Layers(nn.Module):

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion.programs import FREE_COPIES, NO_COPIES, anew, check, machine, same  # noqa: F401
+from fusion.programs import FREE_COPIES, NO_COPIES, check, same
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -133,7 +133,7 @@ def dense_and_ids(module, batch=3):
 
 
 @pytest.mark.parametrize(("widths", "copies"), [((8, 8, 8), True), ((8, 8, 8), False), ((4, 8, 12), True), ((8, 8, 4, 4), False)])
-def test_a_recommender(widths, copies, machine):  # noqa: F811
+def test_a_recommender(widths, copies, machine):
     if not copies:
         machine(NO_COPIES)
     model = randomized(Recommender(widths))
@@ -145,7 +145,7 @@ def test_a_recommender(widths, copies, machine):  # noqa: F811
 
 
 @pytest.mark.parametrize(("bias", "copies"), [(False, True), (True, False)])
-def test_a_llama_block(bias, copies, machine):  # noqa: F811
+def test_a_llama_block(bias, copies, machine):
     if not copies:
         machine(NO_COPIES)
     model = randomized(Block(bias=bias))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusion.ragged_norm_oracle import BF16, DEVICE, FP32, Case, draw, judge_case, real_cases, small, small_cases
+from fusion.ragged_norm_oracle import BF16, DEVICE, FP32, Case, draw, judge_case, lanes_of, real_cases, small, small_cases
 from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, needs_triton, says
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -99,7 +99,7 @@ def test_flat_and_packed_hold_the_same(backend):
         packed, flat = (both(Case(lead=case.lead, packed=each), *given) for each in (True, False))
     widths = list(case.widths)
     for i in (0, 3):
-        assert equal(room.lanes_of(packed[i], widths, case.lead, True), room.lanes_of(flat[i], widths, case.lead, False))
+        assert equal(lanes_of(packed[i], widths, case.lead, True), lanes_of(flat[i], widths, case.lead, False))
     assert equal(packed[1:3] + packed[4:], flat[1:3] + flat[4:])
 
 

@@ -44,7 +44,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the case 
     "dbias's sums where dweight's are": (kernels, "        tl.store(partial_ptr + columns, tl.sum(dweight, 0), mask=within)\n        partial_ptr += width\n", "        tl.store(partial_ptr + columns, tl.sum(dweight, 0), mask=within)\n", LAYER),
     "partial sums in bf16": (kernels, "tl.sum(dweight, 0), mask=within)", "tl.sum(dweight, 0).to(tl.bfloat16).to(tl.float32), mask=within)", LAYER),
     "partials of one sum's room": (kernels, "plan.partials * (dweights + dbiases)", "plan.partials", FULL),
-    "lanes share a counter": (kernels, "_join(arrived_ptr + 2 * lane,", "_join(arrived_ptr + 0 * lane,", LAYER),
+    "lanes share a counter": (kernels, " join(arrived_ptr + 2 * lane,", " join(arrived_ptr + 0 * lane,", LAYER),
     "another lane's counter is set back": (kernels, "leave(arrived_ptr + 2 * lane, helpers)", "leave(arrived_ptr, helpers)", LAYER),
     "counters as many as lanes": (kernels, "kept_zeros(2 * L,", "kept_zeros(L,", LAYER),
     "one comes too early": (kernels, "- (programs - helpers)", "- (programs - helpers - 1)", STRIPS),

@@ -11,15 +11,8 @@ from torch import nn
 import onepass
 import onepass.fusion.backend
 from onepass.fusion import rules
-from onepass.fusion.cost import Machine
 
-
-@pytest.fixture(autouse=True)
-def anew(monkeypatch):
-    monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: Machine(bytes_per_us=1e12, launch_us=1e3))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def fused(fn):

@@ -76,7 +76,7 @@ def _sums_kernel(partial_ptr, out_ptr, arrived_ptr, last_ptr, H: tl.constexpr, B
     i = tl.arange(0, BLOCK_H)
     tl.store(partial_ptr + program * H + i, (program + 1 + i).to(tl.float32), mask=i < H)
     helpers = tl.num_programs(0) if ALL else some_helpers()
-    helper = join(arrived_ptr, helpers)
+    helper = join(arrived_ptr, tl.num_programs(0), helpers)
     if helper >= 0:
         share_strips(partial_ptr, out_ptr, None, helper, helpers, tl.num_programs(0), H, False, 4, 16)
         if leave(arrived_ptr, helpers):

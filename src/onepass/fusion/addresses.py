@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from onepass.fusion.side_by_side import boxed
+
 _MOST = 8  # sets of addresses; each is a recording
 
 
@@ -32,8 +34,7 @@ def at_few_addresses(compiled: Callable[[list[Any]], Any], places: Sequence[int]
                 seen.add(addresses)
         return compiled(inputs)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> None:

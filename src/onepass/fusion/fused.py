@@ -6,17 +6,17 @@ runs as written, with the pieces before and after it fused.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from onepass.fusion.backend import Backend
-from onepass.fusion.report import Report
+if TYPE_CHECKING:
+    from onepass.fusion.backend import Backend
+    from onepass.fusion.report import Report
 
 
 def fuse(
@@ -69,7 +69,6 @@ def fuse(
         raise ValueError("fn_or_module is fused already: fuse what it was made of")
     if cuda_graph and dynamic:
         raise ValueError("cuda_graph=True is for fixed shapes, so dynamic=True can't go with it")
-    Backend(compiler, cuda_graph, options)  # says now what is wrong with these
     settings = _Settings(cuda_graph, compiler, fullgraph, False if cuda_graph else dynamic, options)
     if isinstance(fn_or_module, nn.Module):
         return _fused_module(fn_or_module, settings)
@@ -87,6 +86,8 @@ class _Settings:
     options: dict[str, Any] | None
 
     def compiled(self, fn: Callable[..., Any]) -> tuple[Callable[..., Any], Backend]:
+        from onepass.fusion.backend import Backend  # a tenth of a second, which an import of onepass doesn't take
+
         backend = Backend(self.compiler, self.cuda_graph, self.options)
         return torch.compile(fn, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic), backend
 
@@ -154,6 +155,6 @@ def _new_fused(cls: type[nn.Module]) -> nn.Module:
 
 def _fused_module(module: nn.Module, settings: _Settings) -> nn.Module:
     fused = _new_fused(type(module))
-    fused.__dict__.update(copy.copy(module.__dict__))
+    fused.__dict__.update(module.__dict__)
     fused._compile_fused(settings)  # type: ignore[operator]
     return fused

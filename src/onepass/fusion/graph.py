@@ -76,7 +76,7 @@ def arguments(node: Node) -> Any:
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The tensors of a call in the order in which they stand, one for each time it stands there."""
+    """The tensors and sizes of a call in the order in which they stand, one for each time it stands there."""
     found: list[Node] = []
 
     def seen(used: Node) -> Node:

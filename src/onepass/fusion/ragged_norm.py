@@ -10,7 +10,6 @@ elsewhere, lane by lane, plain PyTorch. These have no autograd: graphs call them
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -161,15 +160,6 @@ def _backward_fake(
 def _joined_fake(xs: Lanes, packed: bool) -> Tensor:
     total = sum(x.shape[-1] for x in xs)
     return xs[0].new_empty((*xs[0].shape[:-1], total) if packed else xs[0].numel() // xs[0].shape[-1] * total)
-
-
-def lanes_of(y: Tensor, widths: list[int], lead: tuple[int, ...], packed: bool) -> Lanes:
-    """The lanes of what these operators return, as views."""
-    if packed:
-        return list(y.split(widths, -1))
-    rows = y.numel() // sum(widths)
-    starts = [rows * column for column in accumulate(widths, initial=0)]
-    return [y[start : start + rows * width].view(*lead, width) for start, width in zip(starts, widths, strict=False)]
 
 
 ragged_norm_forward: Any = registered(

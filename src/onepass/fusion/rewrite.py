@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def rewrite(graph: Graph, parameters: set[Node], machine: Machine, compiled: boo
     )
 
 
-def _work(graph: Graph, together: set[Node] = frozenset(), groups: int = 0) -> Work:  # type: ignore[assignment]
+def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> Work:
     """together: operators of which the compiler makes as many as there are groups."""
     nodes = [node for node in graph.nodes if launches(node) and node.target is not side_by_side]
     alone = [node for node in nodes if node not in together]

@@ -178,7 +178,7 @@ def forward_with(compiled: Compiled, wholes: Sequence[Whole]) -> Compiled:
         inputs.extend([whole.of(inputs) for whole in wholes])
         return compiled(inputs)
 
-    return _boxed(call)
+    return boxed(call)
 
 
 def backward_with(compiled: Compiled, places: Sequence[int]) -> Compiled:
@@ -186,10 +186,10 @@ def backward_with(compiled: Compiled, places: Sequence[int]) -> Compiled:
         inputs.extend([inputs[place] for place in places])
         return compiled(inputs)
 
-    return _boxed(call)
+    return boxed(call)
 
 
-def _boxed(call: Compiled) -> Compiled:
+def boxed(call: Compiled) -> Compiled:
     """Say that it takes its inputs in one list, which it may empty."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -173,7 +173,7 @@ def _rows_kernel(
             _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H, BLOCK_H, CHUNKS)
         if alone == 0:
             helpers = some_helpers()
-            helper = join(arrived_ptr, helpers)
+            helper = join(arrived_ptr, tl.num_programs(0), helpers)
             if helper >= 0:
                 share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, ADD, SHARE_S, SHARE_H)
                 leave(arrived_ptr, helpers)
@@ -271,7 +271,7 @@ def _shared_kernel(
     if dbias_ptr is not None:
         tl.store(at + (PARTS - 1) * H, dbias, mask=within)
     helpers = tl.num_programs(0)  # all: they are together anyway
-    helper = join(arrived_ptr, helpers)
+    helper = join(arrived_ptr, tl.num_programs(0), helpers)
     if PARTS > 0:
         share_tiles(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, groups, H, ADD, SHARE_S, SHARE_H)
     if leave(arrived_ptr, helpers):

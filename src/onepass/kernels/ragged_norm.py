@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels import meeting
 from onepass.kernels.ragged_lanes import Lanes, Plan, addresses, check_gradients, check_lanes, layout_of, plan_for
 from onepass.kernels.rows import aligned, load_scale, load_vector
-from onepass.kernels.strips import leave, share_strips
+from onepass.kernels.strips import join, leave, share_strips
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, grid_of, kernel
 from onepass.runtime.sizes import ceil_div, processors
@@ -228,17 +227,6 @@ def _backward_long(
         tl.debug_barrier()  # this row's sums are there before another thread adds the next row's
 
 
-@device_function
-def _join(arrived_ptr, programs, helpers):
-    """As strips.join, among the programs of a lane: this one's number among the helpers, once all have come; else negative."""
-    tl.debug_barrier()  # all of this program's partials are written before it counts itself in
-    helper = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") - (programs - helpers)
-    if helper >= 0:
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < programs:
-            meeting.others_go_on()
-    return helper
-
-
 @kernel
 def _lanes_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, lanes_ptr, at_ptr,
@@ -290,7 +278,7 @@ def _lanes_backward_kernel(
         if SUMS > 0:
             helpers = tl.minimum(tl.load(lanes_ptr + 6 * L), tl.maximum(1, strips // 2)).to(tl.int32)
             programs = strips.to(tl.int32)
-            helper = _join(arrived_ptr + 2 * lane, programs, helpers)
+            helper = join(arrived_ptr + 2 * lane, programs, helpers)
             if helper >= 0:
                 dweights = dweight_ptr
                 dbiases = dbias_ptr

@@ -45,9 +45,8 @@ def some_helpers():
 
 
 @device_function
-def join(arrived_ptr, helpers):
+def join(arrived_ptr, programs, helpers):
     """After storing its partials: this program's number among the helpers (the last to arrive), once all have; else negative."""
-    programs = tl.num_programs(0)
     tl.debug_barrier()  # all of this program's partials are written before it counts itself in
     helper = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") - (programs - helpers)
     if helper >= 0:

@@ -13,7 +13,7 @@ from onepass.fusion.rules.call import RULES, Call, Rule
 from onepass.fusion.rules.packed import PACKED, no_packed_rule
 from onepass.fusion.rules.pointwise import flat_pointwise, packed_pointwise, pointwise
 
-__all__ = ["NoRule", "apply", "has_rule", "is_multiple", "rule_of"]
+__all__ = ["apply", "has_rule", "is_multiple", "rule_of"]
 
 
 def rule_of(node: Node) -> Rule | None:

@@ -90,7 +90,7 @@ def stacked_at(call: Call, operand: Operand, like: Stacked) -> Node:
 
 
 def laid(call: Call, operand: Operand, like: Stacked) -> Node:
-    """`_stacked_at`, contiguous: ATen's norm backward takes it to be so without looking, as autograd always makes it so."""
+    """`stacked_at`, contiguous: ATen's norm backward takes it to be so without looking, as autograd always makes it so."""
     node = stacked_at(call, operand, like)
     return node if value(node).is_contiguous() else call.emit(aten.clone.default, node, memory_format=torch.contiguous_format)
 
