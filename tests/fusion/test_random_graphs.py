@@ -14,7 +14,6 @@ from fusion.programs import (
     WAYS,
     Planted,
     Program,
-    anew,  # noqa: F401
     check,
     same,
     uneven_widths,
