@@ -92,11 +92,12 @@ def test_norms_of_different_widths_are_three_launches(norm, sliced):
     assert count <= 3
 
 
-def test_gates_of_tensors_of_their_own_are_one_launch_each_way():
+@pytest.mark.parametrize("widths", [WIDTHS, [32 + 8 * i for i in range(24)]], ids=["8", "24"])
+def test_gates_of_tensors_of_their_own_are_one_launch_each_way(widths):
     def gates(*xs):
         return [F.silu(a) * b for a, b in (x.chunk(2, -1) for x in xs)]
 
-    inputs = [random(256, 2 * width) for width in WIDTHS]
+    inputs = [random(256, 2 * width) for width in widths]
     fused = onepass.fuse(gates)
     close(both(fused, inputs), both(gates, inputs))
     gradients = [torch.randn_like(y) for y in gates(*inputs)]

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from onepass.fusion.addresses import at_few_addresses
 from onepass.fusion.cost import machine_of
+from onepass.fusion.one_launch import hand_over
 from onepass.fusion.report import GraphReport, Report
 from onepass.fusion.rewrite import WHOLE, parameters_of, rewrite, take_apart
 from onepass.fusion.side_by_side import Whole, backward_with, forward_with, put_back, take_out
@@ -135,6 +136,7 @@ class _Job:
             options["static_input_idxs"] = [*still, *moving]
         back = put_back(module.graph) if options.get("is_backward") else []
         wholes = [] if options.get("is_backward") else take_out(module.graph)
+        hand_over(module.graph)
         compiled: Any = compile_fx_inner(*_longer(module, inputs, options, len(back) + len(wholes)), **options)
         if moving:
             compiled.current_callable = at_few_addresses(compiled.current_callable, moving)

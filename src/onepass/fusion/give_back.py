@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from onepass.fusion import one_launch
 from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, shape, value
 from onepass.fusion.lanes import Flat, Stacked, lane
 from onepass.fusion.operands import Group, Listed, Place
@@ -35,7 +36,7 @@ class GiveBack:
                     self.left.append(group)
                     continue
                 self.groups += 1
-                self.together |= {*group.nodes, *(node for node in listed.making if node.target is aten.cat.default)}
+                self.together |= {*group.nodes, *listed.cats()}
         for group in groups:
             if not isinstance(group.results[0], Listed):
                 self._give_back(group)
@@ -69,7 +70,9 @@ class GiveBack:
         everybody = {user for users in outside.values() for user in users}
         if not everybody:
             return True
-        if len(everybody) == 1 and next(iter(everybody)).target is aten.cat.default:
+        user = next(iter(everybody))
+        if len(everybody) == 1 and user.target is aten.cat.default:
+            one_launch.mark(user)
             return True
         if listed.made is None and any(self._fuses(node, user) for node, users in outside.items() for user in users):
             self.dissolved.update(listed.nodes)

@@ -164,6 +164,18 @@ def backward_nodes(graph: Graph) -> set[Node]:
     return found
 
 
+def only_for_backward(graph: Graph, backward: set[Node]) -> set[Node]:
+    """What no result of forward needs, gradients or not: the partitioner computes it in backward."""
+    needed: set[Node] = set()
+    waiting = [node for node in graph.output_node().all_input_nodes if node not in backward]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    return set(graph.nodes) - needed if backward else set()
+
+
 def is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)  # AOTAutograd's own way to tell them
 

@@ -36,6 +36,7 @@ from onepass.fusion.graph import (
     is_random,
     launches,
     nbytes,
+    only_for_backward,
     operands_of,
     shape,
     size_key,
@@ -89,7 +90,7 @@ class Sweep:
                 if len(nodes) > 1:
                     self._take(nodes)
         self._refuse_random()
-        back = GiveBack(self.graph, self.emit, self.where.places, self.order, self.backward)
+        back = GiveBack(self.graph, self.emit, self.where.places, self.order, only_for_backward(self.graph, self.backward))
         back.run()
         self.listed, self.listed_groups = back.together, back.groups
         for group in back.left:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onepass.fusion import ragged
+from onepass.fusion import one_launch, ragged
 from onepass.fusion.graph import Emitter, NoRule, arguments, aten, frozen, is_view, nbytes, shape, tensor_key, value
 from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked, of_slices, part
 from onepass.fusion.pieces import Piece, piece_of, run_of
@@ -52,8 +52,8 @@ class Place:
 class Listed:
     """Lanes that stay operators of their own, because their operands lie apart, and whose results are one tensor.
 
-    The compiler makes one kernel of what writes the parts of a cat. So a chain of these reads its operands where they are and
-    writes each result where it belongs; steps between are no tensors at all.
+    The compiler makes one kernel of what writes the parts of a cat (`one_launch`). So a chain of these reads its operands where
+    they are and writes each result where it belongs; steps between are no tensors at all.
     """
 
     nodes: list[Node]
@@ -65,7 +65,12 @@ class Listed:
             equal = len({tensor_key(node) for node in self.nodes}) == 1
             self.made = _stacked(emit, self.nodes) if equal else _flattened(emit, self.nodes)
             self.making = _between(self.made.node, self.nodes)
+            for cat in self.cats():
+                one_launch.mark(cat)
         return self.made
+
+    def cats(self) -> list[Node]:
+        return [node for node in self.making if node.target is aten.cat.default]
 
 
 @dataclass(frozen=True)
