@@ -12,7 +12,6 @@ needs_60_gib = pytest.mark.skipif(
 )
 # PyTorch 2.11's own, where what was warmed up on another stream is captured
 other_stream = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-a_prototype = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +25,10 @@ def memory_goes_back():
 @contextmanager
 def nobody_waits():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from gpu.calls import (  # noqa: F401
-    a_prototype,
     captured,
     deterministic_algorithms,
     memory_goes_back,
@@ -132,7 +131,6 @@ def test_more_logits_than_31_bits_count_in_more_rows_than_a_grid_dimension():
 # ---- the CPU waits for nothing ----
 
 
-@a_prototype
 @places
 @reductions
 def test_no_call_waits_for_the_gpu(reduction, over):

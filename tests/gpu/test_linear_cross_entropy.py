@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from gpu.calls import (  # noqa: F401
-    a_prototype,
     captured,
     deterministic_algorithms,
     filled,
@@ -242,13 +241,11 @@ def twice(function):
         function()
 
 
-@a_prototype
 def test_who_waits_is_seen():
     with pytest.raises(RuntimeError, match="synchronizing"), nobody_waits():
         torch.ones((), device="cuda").item()
 
 
-@a_prototype
 @ways
 def test_no_call_waits_for_the_gpu(way):
     tensors = inputs()
@@ -257,7 +254,6 @@ def test_no_call_waits_for_the_gpu(way):
     twice(lambda: step(way, [*tensors, *more()], **TERMS))
 
 
-@a_prototype
 @pytest.mark.parametrize("main", (None, BF16, FP32), ids=str)
 def test_no_call_waits_for_the_gpu_whatever_is_cheapest(main):
     tensors = inputs()
@@ -276,7 +272,6 @@ def asking(tensors):
     return hidden.detach().requires_grad_(), weight.detach().requires_grad_(), labels
 
 
-@a_prototype
 @pytest.mark.parametrize("way", ("keep", "forward", "both"))
 def test_a_deferred_gradient_makes_nobody_wait(way):
     hidden, weight, labels = asking(inputs())

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from gpu.calls import nobody_waits
 
 import onepass
 from onepass.kernels import norm_backward, norm_forward
@@ -290,19 +291,14 @@ def test_a_device_that_is_not_the_current_one(H, layer):
     assert equal(grads(layer, leaves, dys), [t.to("cuda:0") for t in grads(layer, *there)])
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @kinds
 @pytest.mark.parametrize("H", (512, 4096, 32768))
 def test_no_call_waits_for_the_gpu(H, layer):
     for frugal in (False, True):
         leaves, dys = inputs(256, H, layer, True)
         grads(layer, leaves, dys, memory_efficient=frugal)  # compiled, scratch made
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nobody_waits():
             grads(layer, leaves, dys, memory_efficient=frugal)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- compilations ----

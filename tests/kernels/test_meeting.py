@@ -33,6 +33,7 @@ def _pass_kernel(in_ptr, out_ptr, word_ptr, ROUNDS: tl.constexpr, N: tl.constexp
         numbers = await_all(slot + tl.minimum(i, programs - 1), turn + 1)
         at = out_ptr + (turn * programs + program) * programs
         tl.store(at + i, numbers, mask=i < programs)
+        tl.debug_barrier()  # all threads have theirs before one of them publishes into a slot that others still wait at
 
 
 @triton.jit

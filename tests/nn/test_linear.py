@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gpu.calls import nobody_waits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -417,17 +418,13 @@ def test_the_sequence_comes_first_where_it_is_to_be_scattered():
     assert torch.equal(layer(ids), layer.weight[ids].transpose(0, 1))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_gpu():
     if DEVICE == "cpu":
         pytest.skip("needs a GPU")
     layers = [VocabParallelEmbedding(11, 6, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     ids = tokens(3, 50)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nobody_waits():
         for layer in layers:
             layer(ids).sum().backward()
             gathering(layer)
             layer(ids).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -25,7 +25,11 @@ def publish(word_ptr, value, round):
 
 @device_function
 def await_all(word_ptrs, round):
-    """The numbers of these words (a block of pointers), each as soon as it is there. Each thread looks by itself."""
+    """The numbers of these words (a block of pointers), each as soon as it is there.
+
+    Each thread looks by itself: before words are used for a later round, something must join a program's threads, as a sum of
+    what they found does.
+    """
     if PTX:
         return tl.inline_asm_elementwise(
             """{
