@@ -13,6 +13,8 @@ from inspect import Parameter, signature
 from typing import Any, NoReturn
 from unittest import mock
 
+from onepass.runtime.refused import Refused
+
 if typing.TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(argv).parse_args(argv)
     try:
         return int(args.run(args))
+    except Refused as refused:
+        print(f"onepass {args.command}: {refused}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -43,6 +48,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     for name, (summary, fill) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == named:
+            command.set_defaults(command=name)
             fill(command, argv)
     return parser
 

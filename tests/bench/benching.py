@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from types import ModuleType
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from onepass.bench import accuracy, command
+from onepass.bench import accuracy
 from onepass.bench.model import Call, Case, Inputs
+from onepass.cli import main
 
 
 def bench(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([*arguments, "--quick", "--device", "cpu"]))
+    return main(["bench", *arguments, "--quick", "--device", "cpu"])
 
 
 def only(monkeypatch: pytest.MonkeyPatch, room: ModuleType, *cases: Case, **more: Any) -> None:

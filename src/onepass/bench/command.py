@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +19,9 @@ from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import Run
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
+from onepass.runtime.refused import Refused, check_output
 
 _NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
-
-
-class Refused(Exception):
-    """What was asked for can't be done; the message says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except Refused as refused:
-        print(f"onepass bench: {refused}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise Refused("--plot needs matplotlib: pip install 'onepass[bench]'")
-    for option in ("json", "plot"):
-        _writable(option, getattr(args, option))
+    check_output("json", args.json)
+    check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)
     dtype = DTYPES[args.dtype]
     peers = find_peers()
@@ -117,20 +105,6 @@ def _ops(named: list[str]) -> list[str]:
         if op not in known:
             raise Refused(f"unknown op {op!r}; known are {', '.join(known)}")
     return list(dict.fromkeys(named)) or known
-
-
-def _writable(option: str, path: Path | None) -> None:
-    """Said before measuring, not after."""
-    if path is None:
-        return
-    if option == "plot" and path.suffix not in (".png", ".svg", ".pdf"):
-        raise Refused(f"--plot must end in .png, .svg or .pdf, but is {str(path)!r}")
-    if path.is_dir():
-        raise Refused(f"--{option} must be a file, but {str(path)!r} is a folder")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refused(f"--{option} can't be written: {error}") from None
 
 
 def _device(named: str | None) -> torch.device:

@@ -15,13 +15,10 @@ from torch.profiler import record_function
 from onepass.profiling.model import Profile
 from onepass.profiling.record import Recorded, Timing, described, gpu_in_use, synchronize
 from onepass.profiling.trace import STEP, WINDOW
+from onepass.runtime.refused import Refused
 
 _UNDECORATED = "__onepass_undecorated__"
 _AGAIN_S = 0.5  # a script may be where the end it is asked for gets lost: it is asked again
-
-
-class Refused(Exception):
-    """What was asked for can't be done; the message says why."""
 
 
 class Done(BaseException):

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from onepass.profiling.model import Profile
-from onepass.profiling.recorders import Calls, Done, Refused, Whole, say
+from onepass.profiling.recorders import Calls, Done, Whole, say
+from onepass.runtime.refused import Refused, check_output
 
 _DECORATOR = "__onepass_profiled__"
 
@@ -75,14 +76,6 @@ _count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except Refused as refused:
-        print(f"onepass profile: {refused}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
     _check_outputs(args)
     try:
         source = args.script.read_bytes()
@@ -117,17 +110,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.picture and importlib.util.find_spec("matplotlib") is None:
         raise Refused("--picture needs matplotlib: pip install 'onepass[bench]'")
     for option, suffixes in _SUFFIXES.items():
-        path = getattr(args, option)
-        if path is None:
-            continue
-        if not path.name.endswith(suffixes):
-            raise Refused(f"--{option} must end in {' or '.join(suffixes)}, but is {str(path)!r}")
-        if path.is_dir():
-            raise Refused(f"--{option} must be a file, but {str(path)!r} is a folder")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refused(f"--{option} can't be written: {error}") from None
+        check_output(option, getattr(args, option), suffixes)
 
 
 def _show(profile: Profile, args: argparse.Namespace) -> None:

@@ -1,0 +1,82 @@
+"""The case file of rope: every contender is called rightly, and one that writes over its inputs gets its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.benching import bench, only, stand_in, wrong
+from torch import Tensor
+
+from onepass.bench import rope
+from onepass.bench.model import Case, Inputs
+
+
+def given(variant: str) -> tuple[Case, Inputs]:
+    case = rope._case(variant, (2, 5, 4, 2, 16), torch.bfloat16)
+    return case, rope._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+class _OverInputs(torch.autograd.Function):
+    """As Liger does it: over q and k, and over their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        assert cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+        ctx.save_for_backward(cos, sin)
+        return tuple(x.copy_(y) for x, y in zip((q, k), rope._written(q, k, cos, sin), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        turned = rope._written(dq, dk, cos, -sin)
+        return *(x.copy_(y) for x, y in zip((dq, dk), turned, strict=True)), None, None
+
+
+@pytest.fixture(autouse=True)
+def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, {"liger_kernel.ops.rope": {"LigerRopeFunction": _OverInputs}})
+
+
+@pytest.mark.parametrize("variant", ["halves", "interleaved"])
+def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
+    case, inputs = given(variant)
+    before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
+    contenders = rope.BENCH.contenders(case)
+    assert [contender.name for contender in contenders][3:] == (["Liger"] if variant == "halves" else [])
+    for contender in contenders:
+        if not contender.compiles:
+            call = contender.make(case)
+            assert not wrong(rope, case, inputs, call, contender.ours), contender.name
+            assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
+            torch.autograd.backward(call(*inputs.tensors.values()), inputs.fresh_grads())  # and again, as when it is timed
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("halves")
+    assert set(wrong(rope, case, inputs, rope._ours(given("interleaved")[0]))) == {"yq", "yk", "dq", "dk"}
+    assert wrong(rope, case, inputs, lambda q, k, cos, sin: (rope._ours(case)(q, k, cos, sin)[0], k * 1)) == ["yk", "dk"]
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, rope, given("halves")[0])
+    assert bench("rope", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "eager"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["forward_ms"] > 0
+
+
+def test_the_full_cases_are_those_of_a_gpu() -> None:
+    cases = rope.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
+    assert [case.name for case in cases[:3]] == [
+        "halves 4x4096x32x8x128",
+        "halves 16x1024x12x12x64",
+        "halves 1x16384x32x32x128",
+    ]
+    assert len(cases) == 7
+    assert cases[0].forward_bytes == cases[0].backward_bytes == 2 * 16384 * 40 * 128 * 2 + 4096 * 128 * 4
