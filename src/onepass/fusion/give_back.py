@@ -26,7 +26,6 @@ class GiveBack:
         self.groups = 0
         self.dissolved: set[Node] = set()  # operators of chains that stay as they were
         self.left: list[Group] = []  # which stay as they were after all
-        self.of_inputs = self._of_inputs()
 
     def run(self) -> None:
         groups = list(dict.fromkeys(place.group for place in self.places.values()))
@@ -74,6 +73,7 @@ class GiveBack:
         user = next(iter(everybody))
         if len(everybody) == 1 and user.target is aten.cat.default:
             one_launch.mark(user)
+            listed.mark_parts()
             return True
         if listed.made is None and any(self._fuses(node, user) for node, users in outside.items() for user in users):
             self.dissolved.update(listed.nodes)
@@ -100,22 +100,11 @@ class GiveBack:
         return is_pointwise(user) or is_reduction(user)
 
     def _goes_on(self, node: Node, user: Node, listed: Listed) -> bool:
-        """Whether the user is the chain's next step: in the same pass, as what forward keeps for backward is a tensor, or where
-        backward computes the chain from its beginning again."""
+        """Whether the user is the chain's next step: in the same pass, as what forward keeps for backward is a tensor."""
         place = self.places.get(user)
         going = place is not None and isinstance(place.result, Listed) and user not in self.dissolved
-        going = going and ((user in self.backward) == (node in self.backward) or node in self.of_inputs)
+        going = going and (user in self.backward) == (node in self.backward)
         return going or user in listed.making
-
-    def _of_inputs(self) -> set[Node]:
-        """What nothing but chains of lanes makes of the graph's inputs: the partitioner keeps inputs, and makes it again."""
-        found: set[Node] = set()
-        for node in self.order:
-            place = self.places.get(node)
-            chain = is_view(node) or (place is not None and isinstance(place.result, Listed))
-            if node.op == "placeholder" or (chain and found.issuperset(node.all_input_nodes)):
-                found.add(node)
-        return found
 
     def _lanes_first(self, group: Group, leaving: list[Node]) -> None:
         """Results that leave the graph must be contiguous each: then the lanes lie one behind the other from the start.

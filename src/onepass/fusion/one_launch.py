@@ -3,6 +3,9 @@
 `mark` says in the graph which cats these are, and the mark survives the cut into forward and backward. Before inductor lowers
 a half, `hand_over` makes each of them an operator whose lowering is the cat's own, followed by one line: what writes its parts is
 a list of operations like that of a foreach operator. Between lists no order is lost: the parts don't depend on one another.
+
+A part may be a cat itself, such as a gate's gradient beside that of what it gates (`mark_part`). Inductor would have the two
+written by kernels of their own and then copied: here such a part is one expression, which looks where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch.fx import Graph, Node
 from onepass.fusion.graph import aten
 from onepass.runtime.dispatch import registered
 
-_MARK = "onepass_one_launch"
+_MARK, _PART = "onepass_one_launch", "onepass_one_launch_part"
+_MOST = 8  # inputs of a part that is one expression: each element is looked for among them
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -26,25 +30,30 @@ def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 one_launch = registered("one_launch(Tensor[] parts, int dim) -> Tensor", _cat, _cat)
+one_part = registered("one_launch_part(Tensor[] parts, int dim) -> Tensor", _cat, _cat)
 
 
 def mark(cat: Node) -> None:
     cat.meta[_MARK] = True
 
 
+def mark_part(cat: Node) -> None:
+    cat.meta[_PART] = True
+
+
 def hand_over(graph: Graph) -> None:
     """Make the marked cats what inductor lowers into one kernel."""
-    cats = [node for node in graph.find_nodes(op="call_function", target=aten.cat.default) if _MARK in node.meta]
-    for node in cats:
-        _lowering()
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts, *dim = node.args
-        node.target, node.args = one_launch, (parts, *(dim or [0]))
+        if _MARK in node.meta or (_PART in node.meta and len(parts) <= _MOST):
+            _tell_inductor()
+            node.target = one_launch if _MARK in node.meta else one_part
+            node.args = parts, dim[0] % node.meta["val"].dim() if dim else 0
 
 
 @functools.cache
-def _lowering() -> None:
-    """Tell inductor, once."""
-    from torch._inductor.lowering import lowerings, register_lowering
+def _tell_inductor() -> None:
+    from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering
 
     def lowered(parts: Any, dim: int) -> Any:
         made = lowerings[aten.cat.default](parts, dim)
@@ -52,6 +61,7 @@ def _lowering() -> None:
         return made
 
     register_lowering(one_launch, type_promotion_kind=None)(lowered)
+    register_lowering(one_part, type_promotion_kind=None)(pointwise_cat)
 
 
 def _list(made: Any) -> None:

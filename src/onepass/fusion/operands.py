@@ -67,7 +67,13 @@ class Listed:
             self.making = _between(self.made.node, self.nodes)
             for cat in self.cats():
                 one_launch.mark(cat)
+            self.mark_parts()
         return self.made
+
+    def mark_parts(self) -> None:
+        for node in self.nodes:
+            if node.target is aten.cat.default:
+                one_launch.mark_part(node)
 
     def cats(self) -> list[Node]:
         return [node for node in self.making if node.target is aten.cat.default]
