@@ -9,10 +9,12 @@ from onepass.kernels.activations import register_activation
 from onepass.ops.activation_linear import activation_linear
 from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
 from onepass.ops.cross_entropy import cross_entropy
+from onepass.ops.dropout_add import dropout_add
 from onepass.ops.linear import linear
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import norm_linear
+from onepass.ops.rope import rope
 from onepass.profiling.model import compare
 from onepass.profiling.record import profile
 from onepass.runtime.backend import explain, register_backend, use_backend
@@ -31,6 +33,7 @@ __all__ = [
     "bias_swiglu",
     "compare",
     "cross_entropy",
+    "dropout_add",
     "explain",
     "fuse",
     "graphed",
@@ -44,6 +47,7 @@ __all__ = [
     "register_activation",
     "register_backend",
     "rms_norm",
+    "rope",
     "use_backend",
     "validate",
 ]

@@ -26,10 +26,12 @@ from torch import Tensor
 from onepass.ops.activation_linear import activation_linear_reference
 from onepass.ops.bias_activation import bias_activation_reference
 from onepass.ops.cross_entropy import cross_entropy_reference
+from onepass.ops.dropout_add import dropout_add_reference
 from onepass.ops.linear import linear_reference
 from onepass.ops.linear_cross_entropy import linear_cross_entropy_reference
 from onepass.ops.norm import layer_norm_reference, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear_reference
+from onepass.ops.rope import rope_reference
 from onepass.runtime import backend, lang
 from onepass.runtime.lang import triton
 
@@ -141,6 +143,7 @@ class Sample:
     tensors: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]]
     formula: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
+    frozen: int = 0  # of the tensors, the last ones: they get no gradient
 
 
 def _bias_activation_tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -169,6 +172,10 @@ def _loss_tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dty
     return *_tensors(shapes, device, dtype), labels.to(device)
 
 
+def _nothing_dropped(x: Tensor, residual: Tensor, p: float) -> Tensor:
+    return dropout_add_reference(x, None, residual)
+
+
 # By the op's name: an op that is not here is shown without its backends, and goes untested.
 _CALLS = {
     "activation_linear": Sample(partial(_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}),
@@ -176,6 +183,7 @@ _CALLS = {
     "cross_entropy": Sample(
         partial(_loss_tensors, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
     ),
+    "dropout_add": Sample(partial(_tensors, ((37, 203), (37, 203))), _nothing_dropped, {"p": 0.0}),
     "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
     "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
     "linear_cross_entropy": Sample(
@@ -183,6 +191,7 @@ _CALLS = {
     ),
     "norm_linear": Sample(partial(_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
     "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),
+    "rope": Sample(partial(_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, 2),
 }
 
 
@@ -359,18 +368,20 @@ def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> flo
     sample = _CALLS[op]
     tensors = sample.tensors(device, dtype)
     exactly = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-    got = _run(partial(backend.OPS[op].function, **sample.options, backend=name), *tensors)
+    got = _run(partial(backend.OPS[op].function, **sample.options, backend=name), sample.frozen, *tensors)
     formula = partial(sample.formula, **sample.options)
-    baseline, exact = _run(formula, *tensors), _run(formula, *exactly)
+    baseline, exact = _run(formula, sample.frozen, *tensors), _run(formula, sample.frozen, *exactly)
     fractions = [_error(g, e) / (1.25 * _error(b, e) + 1e-6) for g, b, e in zip(got, baseline, exact, strict=True)]
     return _worst(fractions)
 
 
-def _run(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
-    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
-    y = function(*leaves)
-    y.sum().backward()
-    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Tensor]:
+    asked = [tensor.is_floating_point() and i < len(tensors) - frozen for i, tensor in enumerate(tensors)]
+    leaves = [tensor.detach().requires_grad_(ask) for tensor, ask in zip(tensors, asked, strict=True)]
+    found = function(*leaves)
+    ys = (found,) if isinstance(found, Tensor) else found
+    torch.autograd.backward([y.sum() for y in ys])
+    return [*(y.detach() for y in ys), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def _worst(fractions: list[float]) -> float:

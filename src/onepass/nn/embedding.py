@@ -129,8 +129,8 @@ class VocabParallelEmbedding(DividedParameters):
         """[..., embedding_dim] of ids [...], which are the same on all ranks."""
         self._check(ids)
         sound = self._look(ids)
-        how = ids, self.vocab_start_index, self.num_embeddings, sound
-        y: Tensor = _rows(self.weight, *how) if transformed() else _apply(self.weight, *how)
+        how = self.given(self.weight), ids, self.vocab_start_index, self.num_embeddings, sound
+        y: Tensor = _rows(*how) if transformed() else _apply(*how)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_sequence(y.transpose(0, 1).contiguous(), self.tp_group)
         return sum_over_group(y, self.tp_group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: leave the bias to the caller, who may fuse it, as `onepass.bias_activation` does.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
         stride: the outputs are so many blocks, of each of which a rank has its part: 2 for the outputs of a gated activation, so
-            that each rank has gates and what they are to gate.
+            that each rank has gates and what they are to gate. Or the sizes of these blocks, where they differ, each a multiple
+            of the group's size: those of queries, keys and values.
         skip_weight_param_allocation: have no weight: it comes with each call, as another module's.
         tp_group: the ranks; None is this one alone.
         sequence_parallel: x is this rank's part of the first dimension, and so is its gradient.
@@ -110,7 +111,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         init_method: Init | None = None,
-        stride: int = 1,
+        stride: int | Sequence[int] = 1,
         skip_weight_param_allocation: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
@@ -119,15 +120,15 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel)
-        self.output_size_per_partition = self.divided("output_size", output_size, stride)
-        self.gather_output, self.stride = gather_output, stride
+        division = self._division(output_size, stride)
+        self.output_size_per_partition = output_size // self.ranks
+        self.gather_output, self.stride = gather_output, division.stride
         self.skip_weight_param_allocation = skip_weight_param_allocation
         if gather_output:
             self._check_gather("gather_output", sequence_parallel, bias)
         if allreduce_dgrad and sequence_parallel:
             raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: x's gradient is summed already")
         self.allreduce_dgrad = self.ranks > 1 and not self.sequence_parallel and allreduce_dgrad is not False
-        division = Division(0, output_size, stride)
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         if not skip_weight_param_allocation:
@@ -152,8 +153,8 @@ class ColumnParallelLinear(_ParallelLinear):
         check_input(x, self.input_size, "input_size")
         y = linear(
             x,
-            self._weight(weight),
-            None if self.skip_bias_add else self.bias,
+            self.given(self._weight(weight)),
+            None if self.skip_bias_add else self.given(self.bias),
             tp_group=self.tp_group,
             allreduce_dgrad=self.allreduce_dgrad,
             sequence_parallel=self.sequence_parallel,
@@ -161,7 +162,17 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_last(y, self.tp_group, sizes=(self.output_size_per_partition,) * self.ranks)
-        return y, self.bias if self.skip_bias_add else None
+        return y, self.given(self.bias) if self.skip_bias_add else None
+
+    def _division(self, size: int, stride: int | Sequence[int]) -> Division:
+        if not isinstance(stride, Sequence):
+            self.divided("output_size", size, stride)
+            return Division(0, size, stride)
+        for at, block in enumerate(stride):
+            self.divided(f"stride[{at}]", block)
+        if sum(stride) != size:
+            raise ValueError(f"stride must be blocks of {size} together, output_size, but is {list(stride)}")
+        return Division(0, size, len(stride), tuple(stride))
 
     def _weight(self, given: Tensor | None) -> Tensor:
         weight = self.weight if given is None else given
@@ -242,14 +253,14 @@ class RowParallelLinear(_ParallelLinear):
             x = split_last(x, self.tp_group)
         y = linear(
             x,
-            self.weight,
-            None if self.skip_bias_add else self.bias,
+            self.given(self.weight),
+            None if self.skip_bias_add else self.given(self.bias),
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             reduce_output=True,
             deferred=self.deferred,
         )
-        return y, self.bias if self.skip_bias_add else None
+        return y, self.given(self.bias) if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.input_is_parallel else ", input_is_parallel=False")

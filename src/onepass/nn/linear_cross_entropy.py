@@ -103,6 +103,7 @@ class LinearCrossEntropy(DividedParameters):
         grad_scale: float | None = None,
         return_stats: bool = False,
         weight: Tensor | None = None,
+        reduction: str | None = None,
     ) -> Any:
         """The loss; with return_stats (loss, stats).
 
@@ -111,17 +112,18 @@ class LinearCrossEntropy(DividedParameters):
             labels: ``[...]``, of the whole sequence and of the whole vocabulary.
             token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
             weight: this rank's part of another weight, used instead of the module's own.
+            reduction: in place of the module's, where it isn't None.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         return linear_cross_entropy(
             hidden,
-            self._weight(weight),
+            self.given(self._weight(weight)),
             labels,
             self.tp_group,
-            self.reduction,
+            self.reduction if reduction is None else reduction,
             self.ignore_index,
             self.sequence_parallel,
-            bias=self.bias,
+            bias=self.given(self.bias),
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,
@@ -134,17 +136,17 @@ class LinearCrossEntropy(DividedParameters):
             deferred=self.deferred,
         )
 
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor | None = None, *, gather: bool = True) -> Tensor:
         """``[..., vocab_size]``, what the softmax is taken of, whole on every rank: scaled and capped as in the loss.
 
         In hidden's type, to which the products are rounded whatever logits_dtype is: what must not be rounded is in the stats
-        of a loss. With sequence_parallel they are of the whole sequence.
+        of a loss. With sequence_parallel they are of the whole sequence. Without gather a rank has its part of the vocabulary.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(
             hidden,
-            self._weight(weight),
-            self.bias,
+            self.given(self._weight(weight)),
+            self.given(self.bias),
             tp_group=self.tp_group,
             allreduce_dgrad=self.ranks > 1 and not self.sequence_parallel,
             sequence_parallel=self.sequence_parallel,
@@ -153,6 +155,8 @@ class LinearCrossEntropy(DividedParameters):
         if self.softcap or self.logit_scale != 1:
             terms = Terms(softcap=self.softcap or 0.0, scale=self.logit_scale)
             y = finished_logits(y.to(torch.promote_types(y.dtype, torch.float32)), terms).to(y.dtype)
+        if not gather:
+            return y
         ranges = [range_of(self.vocab_size, rank, self.ranks) for rank in range(self.ranks)]
         return gather_last(y, self.tp_group, sizes=[last - first for first, last in ranges])
 

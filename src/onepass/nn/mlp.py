@@ -98,6 +98,10 @@ class MLP(DividedParameters):
         """
         self._check(x, per_token_scale)
         h, bias = self.linear_fc1(x)
+        return self.rest(h, bias, per_token_scale)
+
+    def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Any:
+        """What follows linear_fc1, of what it returned: for who makes that together with what came before."""
         y, left = self.linear_fc2(
             h,
             bias,
@@ -136,8 +140,8 @@ class ActivationRowParallelLinear(RowParallelLinear):
         scale = None if per_token_scale is None else _wide(per_token_scale)
         y = activation_linear(
             x,
-            self.weight,
-            None if self.skip_bias_add or scale is not None else self.bias,
+            self.given(self.weight),
+            None if self.skip_bias_add or scale is not None else self.given(self.bias),
             activation_bias=activation_bias,
             token_weight=None if scale is None else self._of_all_rows(scale),
             tp_group=self.tp_group,
@@ -146,8 +150,8 @@ class ActivationRowParallelLinear(RowParallelLinear):
             **options,
         )
         if scale is None:
-            return y, self.bias if self.skip_bias_add else None
-        return _plus_scaled(y, self.bias, scale), None
+            return y, self.given(self.bias) if self.skip_bias_add else None
+        return _plus_scaled(y, self.given(self.bias), scale), None
 
     def _of_all_rows(self, scale: Tensor) -> Tensor:
         """The scale that this rank's part of the activation takes, whose gradient is its part of a sum."""

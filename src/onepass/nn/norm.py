@@ -21,7 +21,12 @@ class MarkedParameters(nn.Module):
     """
 
     sequence_parallel: bool
+    gradient_accumulation_fusion = True  # whether ops add gradients to main_grad themselves; otherwise they come as .grad
     _marked: tuple[str, ...]  # the parameters' names
+
+    def given(self, parameter: Any) -> Any:
+        """The parameter as an op gets it. A view carries no main_grad."""
+        return parameter if parameter is None or self.gradient_accumulation_fusion else parameter.view_as(parameter)
 
     def mark_parameters(self) -> None:
         for name in self._marked:
@@ -133,8 +138,8 @@ class LayerNorm(_Norm):
         self._check(x)
         return layer_norm(
             x,
-            self.weight,
-            self.bias,
+            self.given(self.weight),
+            self.given(self.bias),
             self.eps,
             residual=residual,
             zero_centered_gamma=self.zero_centered_gamma,
@@ -182,7 +187,7 @@ class RMSNorm(_Norm):
         self._check(x)
         return rms_norm(
             x,
-            self.weight,
+            self.given(self.weight),
             _machine_epsilon(x) if self.eps is None else self.eps,
             residual=residual,
             zero_centered_gamma=self.zero_centered_gamma,

@@ -92,11 +92,11 @@ class NormLinear(MarkedParameters):
         """y; with return_norm_output (y, the normalised x)."""
         return norm_linear(
             x,
-            self.layer_norm_weight,
-            self.weight,
-            self.bias,
+            self.given(self.layer_norm_weight),
+            self.given(self.weight),
+            self.given(self.bias),
             norm=self.norm,
-            norm_bias=self.layer_norm_bias,
+            norm_bias=self.given(self.layer_norm_bias),
             eps=self.eps,
             zero_centered_gamma=self.zero_centered_gamma,
             return_norm_output=self.return_norm_output,

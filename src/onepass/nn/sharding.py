@@ -20,15 +20,19 @@ class Division(NamedTuple):
     dim: int
     size: int  # of the whole, along dim
     stride: int = 1  # the whole is so many blocks, of each of which a rank has its part: 2 for a gate and what it is to gate
+    sizes: tuple[int, ...] = ()  # of these blocks, where they differ
+
+    def blocks(self) -> tuple[int, ...]:
+        return self.sizes or (self.size // self.stride,) * self.stride
 
 
 def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
     """This rank's part of a whole parameter."""
-    dim, size, stride = division
-    block = size // stride
-    first, last = range_of(block, rank, ranks)
-    parts = [whole.narrow(dim, at * block + first, last - first) for at in range(stride)]
-    return parts[0] if stride == 1 else torch.cat(parts, dim)
+    parts = []
+    for block in whole.split(division.blocks(), division.dim):
+        first, last = range_of(block.shape[division.dim], rank, ranks)
+        parts.append(block.narrow(division.dim, first, last - first))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, division.dim)
 
 
 def range_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -151,13 +155,14 @@ def sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 def _divide(state: dict[str, Any], key: str, division: Division, group: dist.ProcessGroup | None) -> None:
     """Put what stands for the whole parameter where its part is."""
     local = state[key]
-    dim, size, stride = division
-    if stride == 1:
+    dim, blocks = division.dim, division.blocks()
+    if len(blocks) == 1:
         state[key] = _whole(local, division, group)
         return
     del state[key]
-    for at, block in enumerate(local.chunk(stride, dim)):
-        state[f"{key}.{at}"] = _whole(block, Division(dim, size // stride), group)
+    ranks = 1 if group is None else group.size()
+    for at, part in enumerate(local.split([size // ranks for size in blocks], dim)):
+        state[f"{key}.{at}"] = _whole(part, Division(dim, blocks[at]), group)
 
 
 def _whole(local: Tensor, division: Division, group: dist.ProcessGroup | None) -> Tensor:

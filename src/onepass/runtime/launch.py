@@ -11,6 +11,7 @@ the pointers and the sizes compiled in. So bind the latter once, look up the for
 
 A kernel's arguments come in this order: tensors (names in `_ptr`; None compiles the kernel without them), sizes that vary
 from call to call (named in VARYING; a new value compiles nothing), then everything that is bound.
+A SEED is the last of the sizes, and None or above 32 bits.
 
 A compiled kernel's launch function is private to Triton. It is used for the versions it was tried on; for others, under the
 interpreter, and while a profiler hooks launches, Triton's own way is taken.
@@ -26,7 +27,7 @@ import torch
 from onepass.runtime.lang import SUPPORTED, triton
 from onepass.runtime.sizes import ceil_div
 
-VARYING = ("M", "ROWS", "S", "FIRST")
+VARYING = ("M", "ROWS", "S", "FIRST", "SEED")
 _INT32_MAX = 0x7FFFFFFF
 _REGISTERS = 65536  # of a multiprocessor, of every GPU there is
 _RUN_TRIED = triton is not None and triton.__version__.startswith(SUPPORTED)
@@ -42,7 +43,7 @@ class Kernel:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         varying = [name for name in names if name in VARYING]
         self.jit = triton.jit(function, do_not_specialize=varying)
-        self.kind = _kind_of(sum(name.endswith("_ptr") for name in names), len(varying))
+        self.kind = _kind_of(sum(name.endswith("_ptr") for name in names), len(varying), "SEED" in varying)
         order = [2 - name.endswith("_ptr") * 2 if name not in VARYING else 1 for name in names]
         assert order == sorted(order), f"{names}: tensors first, then {VARYING}, then what is bound"
 
@@ -102,16 +103,20 @@ class Bound:
             self.plans[kind] = run, (function, metadata, *hooks)
 
 
-def _kind_of(tensors: int, sizes: int) -> Callable[[int, tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+def _kind_of(
+    tensors: int, sizes: int, seeded: bool = False
+) -> Callable[[int, tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """A function of the device and so many arguments: what Triton compiles in beside the bound values, and the arguments with
-    addresses in the place of tensors, which spares the driver a look-up of each.
+    addresses in the place of tensors, which spares the driver a look-up of each. `seeded`: the last may be None.
 
     It is most of a call, and so written out: a loop over the arguments takes half as long again.
     """
     given = [f"t{i}" for i in range(tensors)]
     addresses = [f"at{i}" for i in range(tensors)]
     numbers = [f"n{i}" for i in range(sizes)]
-    kinds = [f"None if {t} is None else {t}.dtype" for t in given] + [f"{n} > {_INT32_MAX}" for n in numbers]  # i64, not i32
+    kinds = [f"None if {t} is None else {t}.dtype" for t in given]
+    kinds += [f"{n} > {_INT32_MAX}" for n in numbers[: sizes - seeded]]  # i64, not i32
+    kinds += [f"{numbers[-1]} is None"] if seeded else []
     source = f"""def kind(device, args):
         {", ".join(given + numbers)}, = args
         {", ".join(addresses)}, = {", ".join(f"None if {t} is None else {t}.data_ptr()" for t in given)},

@@ -12,15 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.kernels import adamw as adamw_kernels
+from onepass.kernels import bias_activation as activation_kernels
+from onepass.kernels import dropout_add as dropout_kernels
 from onepass.kernels import ragged_norm, softmax_rows, softmax_whole_rows
 from onepass.kernels.activations import ACTIVATIONS
+from onepass.kernels.adamw_formula import Stretch
 from onepass.kernels.cross_entropy_formula import Terms
 from onepass.ops.activation_linear import activation_linear
 from onepass.ops.bias_activation import bias_activation
 from onepass.ops.cross_entropy import cross_entropy
+from onepass.ops.dropout_add import dropout_add
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm import layer_norm, rms_norm
 from onepass.ops.norm_linear import NORMS, norm_linear
+from onepass.ops.rope import rope
 from onepass.runtime.sizes import ceil_div
 
 
@@ -55,6 +61,15 @@ def _bias_activation_calls() -> Iterator[Call]:
     for option in ("fp32 bias", "clamp", "everything"):
         yield _bias_activation_call("swiglu", _LARGE, option=option)
     yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
+    for activation in ACTIVATIONS:
+        yield _activation_dropout_call(activation, _LARGE)
+    for activation in ("gelu", "swiglu"):
+        for shape in (*_SHAPES, *_NARROW):
+            yield _activation_dropout_call(activation, shape)
+        for dtype in (torch.float16, torch.float32):
+            yield _activation_dropout_call(activation, _LARGE, dtype)
+        for shape in (_LARGE, *_NARROW):
+            yield _bias_activation_call(activation, shape, option="everything and dropout")
 
 
 def _bias_activation_call(activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
@@ -66,14 +81,63 @@ def _bias_activation_call(activation: str, shape: tuple[int, int], dtype: torch.
         bias = None if option == "no bias" else _meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
         if option == "main_grad":
             _with_main_grad(bias)
-        token_weight = _meta(rows, dtype=torch.float32) if option in ("token_weight", "everything") else None
-        clamped = option in ("clamp", "everything") and ACTIVATIONS[activation].gated
+        everything = option.startswith("everything")
+        token_weight = _meta(rows, dtype=torch.float32) if option == "token_weight" or everything else None
+        clamped = (option == "clamp" or everything) and ACTIVATIONS[activation].gated
         return bias_activation(
             x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
-            linear_offset=1.0 if clamped else 0.0, save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+            linear_offset=1.0 if clamped else 0.0, dropout=0.1 if option.endswith("dropout") else 0.0,
+            save="fp8" if option == "fp8" or everything else "input", backend="triton",
         )  # fmt: skip
 
     return Call(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
+
+
+_SEED, _THRESHOLD = 1 << 62, 6554  # as a number, as it is in eager mode on a GPU
+
+
+def _activation_dropout_call(activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Call:
+    rows, width = shape
+    dropout: dict[str, Any] = {"seed": _SEED, "threshold": _THRESHOLD}
+
+    def run() -> Tensor:
+        x = _meta(rows, width * ACTIVATIONS[activation].parts, dtype=dtype)
+        bias, dy = _meta(x.shape[-1], dtype=dtype), _meta(rows, width, dtype=dtype)
+        activation_kernels.activation_forward(x, bias, None, activation, None, None, **dropout)
+        needs = True, True, False
+        activation_kernels.activation_backward(dy, x, None, bias, None, activation, None, None, *needs, **dropout)
+        return x
+
+    return Call(f"{activation} {rows}x{width} dropout", dtype, run)
+
+
+def _dropout_add_calls() -> Iterator[Call]:
+    """All shapes with the seed as a number; types, and what is left out, at one; the seed in memory, as graphs have it."""
+    for shape in (*_SHAPES, *_NARROW, _LARGE):
+        yield _dropout_add_call(shape)
+    for dtype in (torch.float16, torch.float32):
+        yield _dropout_add_call(_LARGE, dtype)
+        yield _dropout_add_call(_LARGE, dtype, "seed in memory")
+    for option in ("seed in memory", "no bias", "nothing dropped", "fp32 residual", "main_grad", "some rows", "frozen x"):
+        yield _dropout_add_call(_LARGE, option=option)
+
+
+def _dropout_add_call(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        x, bias = _meta(*shape, dtype=dtype, asked=option != "frozen x"), _meta(shape[1], dtype=dtype)
+        residual = _meta(*shape, dtype=torch.float32 if option == "fp32 residual" else dtype)
+        if option == "main_grad":
+            _with_main_grad(bias)
+        if option in ("seed in memory", "nothing dropped", "main_grad", "frozen x"):
+            y: Tensor = dropout_add(x, residual, 0.0 if option == "nothing dropped" else 0.1, bias=bias, backend="triton")
+            return y
+        first = torch.empty(1, dtype=torch.int64, device="meta") if option == "some rows" else None
+        added = None if option == "no bias" else bias
+        y = dropout_kernels.dropout_add_forward(x, residual, added, _SEED, first, _THRESHOLD)
+        dropout_kernels.dropout_add_backward(y, _SEED, first, _THRESHOLD, dtype, None if added is None else dtype)
+        return x
+
+    return Call(" ".join(filter(None, ("dropout_add", f"{shape[0]}x{shape[1]}", option))), dtype, run)
 
 
 _WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
@@ -279,6 +343,37 @@ def _padded_call(width: int, dtype: torch.dtype, terms: Terms) -> Call:
     return Call(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", said))), dtype, run)
 
 
+_HEADS = (  # of q, of k, their width, and how much of it is turned: grouped, alone, one k for all, odd and partly turned ones
+    (32, 8, 128, 128), (12, 12, 64, 64), (71, 1, 64, 64), (40, 40, 128, 128), (16, 16, 80, 32), (32, 32, 80, 80), (24, 8, 96, 96),
+    (8, 4, 256, 256), (64, 8, 256, 64), (3, 1, 10, 6), (1, 1, 4096, 4096),
+)  # fmt: skip
+
+
+def _rope_calls() -> Iterator[Call]:
+    """All heads, in halves and interleaved; types, tables and what is frozen at one of them."""
+    for heads in _HEADS:
+        for option in ("", "interleaved"):
+            yield _rope_call(heads, option=option)
+    for dtype in (torch.float16, torch.float32):
+        for option in ("", "interleaved"):
+            yield _rope_call(_HEADS[0], dtype, option)
+    for option in ("bf16 tables", "frozen q", "frozen k"):
+        yield _rope_call(_HEADS[0], option=option)
+
+
+def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    HQ, HK, D, R = heads
+
+    def run() -> Tensor:
+        q, k = (_meta(4, 512, H, D, dtype=dtype, asked=option != f"frozen {name}") for name, H in (("q", HQ), ("k", HK)))
+        table = dtype if option == "bf16 tables" else torch.float32
+        cos, sin = (_meta(512, R // 2, dtype=table, asked=False) for _ in range(2))
+        turned = rope(q, k, cos, sin, interleaved=option == "interleaved", backend="triton")
+        return torch.cat([y.flatten() for y in turned])
+
+    return Call(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} turned" if R < D else "", option))), dtype, run)
+
+
 _RAGGED: dict[str, tuple[int, ...]] = {  # some widths, a lane each
     "64 lanes of 32 to 512": (32, 64, 96, 128, 192, 256, 384, 512) * 8,
     "16 lanes of 128": (128,) * 16,
@@ -313,15 +408,42 @@ def _ragged_norm_call(layer: bool, lanes: str, dtype: torch.dtype = torch.bfloat
     return Call(" ".join(filter(None, ("ragged", "layer_norm" if layer else "rms_norm", lanes, option))), dtype, run)
 
 
+def _adamw_calls() -> Iterator[Call]:
+    """All types of weights, whole and of odd sizes, with and without what a step may leave out."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (1 << 20, 12345):
+            for option in ("", "clipped, zeros left"):
+                yield _adamw_call(size, dtype, option)
+
+
+def _adamw_call(size: int, dtype: torch.dtype, option: str) -> Call:
+    def run() -> Tensor:
+        weight = _meta(size, dtype=dtype)
+        grad, exp_avg, exp_avg_sq = (_meta(size, dtype=torch.float32, asked=False) for _ in range(3))
+        beside = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
+        rest = None if beside is None else torch.empty(size, dtype=beside, device="meta")
+        numbers = _meta(2 * adamw_kernels.OPTIONS + 1, dtype=torch.float64, asked=False)
+        step, scalars = grad[0], grad[: 2 * adamw_kernels.SCALARS]
+        adamw_kernels.write_scalars(numbers, step, grad[0] if option else None, scalars)
+        for batch in adamw_kernels.batches_of([Stretch(weight.detach(), grad, exp_avg, exp_avg_sq, rest, 0)]):
+            adamw_kernels.step_batch(batch, scalars, bool(option))
+        return weight
+
+    return Call(" ".join(filter(None, (f"adamw {size}", option))), dtype, run)
+
+
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    "adamw": _adamw_calls,
     "bias_activation": _bias_activation_calls,
     "activation_linear": _activation_linear_calls,
     "cross_entropy": _cross_entropy_calls,
+    "dropout_add": _dropout_add_calls,
     "linear": lambda: iter(()),  # cuBLAS
     "linear_cross_entropy": _linear_cross_entropy_calls,
     "norm": _norm_calls,
     "norm_linear": _norm_linear_calls,
     "ragged_norm": _ragged_norm_calls,
+    "rope": _rope_calls,
 }
 
 

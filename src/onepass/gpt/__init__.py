@@ -1,0 +1,8 @@
+"""A GPT made of onepass' ops: its configuration, its presets, the model, and its weights from and to others' files."""
+
+from onepass.gpt.config import Config
+from onepass.gpt.model import Model
+from onepass.gpt.presets import PRESETS, preset
+from onepass.gpt.weights import load_huggingface, save_huggingface
+
+__all__ = ["PRESETS", "Config", "Model", "load_huggingface", "preset", "save_huggingface"]

@@ -1,0 +1,127 @@
+"""A block: attention and an MLP, each of the normalised residual stream, to which it adds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onepass.gpt.config import Config
+from onepass.gpt.moe import MoE
+from onepass.gpt.parts import PlainMLP, Residual, make_norm
+from onepass.gpt.positions import Tables, rotated
+from onepass.gpt.start import Start
+from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
+from onepass.nn.mlp import MLP
+
+
+class Attention(nn.Module):
+    """Causal attention, where queries share keys and values in groups. linear_qkv makes all queries, then keys, then values."""
+
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+        super().__init__()
+        self.config = config
+        size, ranks = config.head_size, config.tensor_model_parallel_size
+        self.sizes = [heads * size for heads in (config.num_attention_heads, config.query_groups, config.query_groups)]
+        spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
+        options = spread | {"device": device, "dtype": config.dtype}
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            sum(self.sizes),
+            bias=config.qkv_bias,
+            stride=self.sizes,
+            init_method=start.of("linear_qkv.weight"),
+            **options,
+        )
+        self.linear_proj = RowParallelLinear(
+            self.sizes[0],
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            init_method=start.of("linear_proj.weight", 1 / math.sqrt(2 * config.num_layers)),
+            **options,
+        )
+        self.q_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
+        self.k_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
+
+    def forward(self, qkv: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor | None]:
+        """(y, linear_proj's bias), of what linear_qkv made."""
+        if self.config.recompute_granularity == "selective" and qkv.requires_grad:
+            dropout = self.config.attention_dropout > 0
+            mixed = checkpoint(self.mixed, qkv, tables, use_reentrant=False, preserve_rng_state=dropout)
+        else:
+            mixed = self.mixed(qkv, tables)
+        return self.linear_proj(mixed)  # type: ignore[no-any-return]
+
+    def mixed(self, qkv: Tensor, tables: Tables | None) -> Tensor:
+        """Each token's mix of the values up to it, of this rank's heads: of qkv's shape, but for the last dimension."""
+        c, ranks = self.config, self.config.tensor_model_parallel_size
+        rows = sequences(qkv, c)
+        q, k, v = (
+            part.unflatten(-1, (-1, c.head_size)) for part in rows.split([size // ranks for size in self.sizes], -1)
+        )  # [B, S, heads, size]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if tables is not None:
+            q, k = rotated(q, k, tables, c)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=c.attention_dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=c.query_groups != c.num_attention_heads,
+        )
+        return y.transpose(1, 2).reshape(*qkv.shape[:-1], -1)
+
+
+def sequences(x: Tensor, config: Config) -> Tensor:
+    """[B, S, ...] of what a column-parallel layer made, which sequence parallelism gives the ranks' parts one after another."""
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return x if ranks == 1 else x.reshape(x.shape[0] // ranks, x.shape[1] * ranks, *x.shape[2:])
+
+
+class Block(nn.Module):
+    """One of a model's layers: takes the residual stream, and what is late for it, and returns both, and an MoE's own loss."""
+
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+        super().__init__()
+        self.residual = Residual(config, tp_group)
+        self.input_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
+        self.self_attention = Attention(config, tp_group, start.of("self_attention"), device)
+        self.pre_mlp_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
+        self.mlp: MLP | MoE = (MoE if config.num_moe_experts else make_mlp)(config, tp_group, start.of("mlp"), device)
+
+    def forward(
+        self, h: Tensor, late: Tensor | None = None, tables: Tables | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        (qkv, _), h = self.residual.take(h, late, self.input_layernorm, self.self_attention.linear_qkv)
+        h, late = self.residual.give(h, self.self_attention(qkv, tables), self.training)
+        if isinstance(self.mlp, MoE):
+            normed, h = self.residual.normed(h, late, self.pre_mlp_layernorm)
+            y, uneven = self.mlp(normed)
+            return *self.residual.give(h, (y, None), self.training), uneven
+        up, h = self.residual.take(h, late, self.pre_mlp_layernorm, self.mlp.linear_fc1)
+        return *self.residual.give(h, self.mlp.rest(*up), self.training), None
+
+
+def make_mlp(config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> MLP:
+    sizes = config.hidden_size, config.ffn_size, config.activation
+    options: dict[str, Any] = {
+        "bias": config.add_bias_linear,
+        "clamp": config.activation_func_clamp_value,
+        "linear_offset": config.glu_linear_offset,
+        "save": config.activation_save,
+        "skip_bias_add": True,
+        "init_method": start.of("linear_fc1.weight"),
+        "output_layer_init_method": start.of("linear_fc2.weight", 1 / math.sqrt(2 * config.num_layers)),
+        "tp_group": tp_group,
+        "sequence_parallel": config.sequence_parallel,
+        "device": device,
+        "dtype": config.dtype,
+    }
+    return MLP(*sizes, **options) if config.bias_activation_fusion else PlainMLP(config, *sizes, **options)

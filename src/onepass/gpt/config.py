@@ -1,0 +1,244 @@
+"""The configuration of a GPT: one frozen dataclass with Megatron's names, whose contradictions raise when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from onepass.gpt.contradictions import contradictions
+from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yaml
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # the ops' names
+_MULTIPLE = 256  # of which a gated MLP's size is one, where none is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """A GPT's shape, and which fusion makes which part of it. Megatron's names; the defaults are a small Llama with all fusions.
+
+        config = Config(num_layers=12, hidden_size=768, num_attention_heads=12)
+        config = Config.from_yaml("config.yaml")
+        plain = config.reference()              # the same model by PyTorch's own operators
+
+    Settings that contradict each other raise ValueError, with the names, what they were and what they must be. What each field
+    means is its help text (`Config.flags()`), which the trainer's command line shows.
+    """
+
+    # ---- shape ----
+    num_layers: int = setting(4, "transformer blocks")
+    hidden_size: int = setting(128, "size of the residual stream")
+    ffn_hidden_size: int | None = setting(
+        None, "size of the MLP's activation; 4 x hidden_size, or 8/3 of it with gated_linear_unit"
+    )
+    num_attention_heads: int = setting(4, "heads of the queries")
+    num_query_groups: int | None = setting(None, "heads of keys and values, each shared by several queries; one a query")
+    kv_channels: int | None = setting(None, "size of a head; hidden_size / num_attention_heads")
+    vocab_size: int = setting(2048, "tokens of the vocabulary")
+    max_position_embeddings: int = setting(1024, "longest sequence")
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = setting("rope", "how positions are told apart")
+    rotary_base: float = setting(10000.0, "base of the rotation's wavelengths")
+    rotary_percent: float = setting(1.0, "part of each head that is rotated")
+    rotary_interleaved: bool = setting(False, "rotate neighbours rather than the two halves")
+    use_rope_scaling: bool = setting(False, "stretch long wavelengths, as Llama 3 does for long sequences")
+    rope_scaling_factor: float = setting(8.0, "by which the longest wavelengths are stretched")
+    rope_scaling_low_freq_factor: float = setting(
+        1.0, "waves that many times in the original length, or less, are stretched fully"
+    )
+    rope_scaling_high_freq_factor: float = setting(4.0, "waves that many times in the original length, or more, are left alone")
+    rope_scaling_original_max_position_embeddings: int = setting(8192, "longest sequence before the stretching")
+    untie_embeddings_and_output_weights: bool = setting(False, "give the head a weight of its own, not the embedding's")
+    add_bias_linear: bool = setting(False, "give linear layers a bias")
+    add_qkv_bias: bool = setting(False, "give the linear layer of queries, keys and values a bias, whatever add_bias_linear says")
+    qk_layernorm: bool = setting(False, "normalise each head's queries and keys")
+    final_logit_softcapping: float | None = setting(None, "cap of the logits' size")
+    init_method_std: float = setting(
+        0.02, "spread of the weights' start; of those that end a block divided by sqrt(2 num_layers)"
+    )
+    params_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "type of the parameters")
+
+    # ---- norms ----
+    normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "the norms")
+    layernorm_epsilon: float = setting(1e-5, "their epsilon")
+    layernorm_zero_centered_gamma: bool = setting(False, "keep their weights as the distance from 1")
+    persist_layer_norm: bool = setting(True, "norms by onepass, with the residual added in the same pass; otherwise PyTorch's")
+    memory_efficient_layer_norm: bool = setting(False, "keep no statistics of a norm for backward")
+    norm_linear_fusion: bool = setting(True, "a norm and the linear layer after it as one op, which keeps the norm's input only")
+
+    # ---- MLP ----
+    gated_linear_unit: bool = setting(True, "gate the MLP: SwiGLU where activation_func is silu")
+    activation_func: Literal["gelu", "gelu_exact", "silu", "quick_gelu", "relu", "squared_relu"] = setting(
+        "silu", "the MLP's activation; gelu is the tanh form"
+    )
+    activation_func_clamp_value: float | None = setting(None, "cap of a gate, and of the size of what it gates")
+    glu_linear_offset: float = setting(0.0, "added to what a gate gates")
+    bias_activation_fusion: bool = setting(True, "the MLP's bias, activation and second linear layer as one op")
+    activation_func_fp8_input_store: bool = setting(False, "keep the activation's input for backward in 8 bits")
+    cpu_offloading: bool = setting(False, "keep the activation's input for backward in the host's memory")
+    cpu_offloading_activations: bool = setting(True, "what cpu_offloading moves; there is nothing else it could")
+
+    # ---- mixture of experts ----
+    num_moe_experts: int | None = setting(None, "experts in place of each MLP")
+    moe_router_topk: int = setting(2, "experts that see a token")
+    moe_ffn_hidden_size: int | None = setting(None, "size of an expert's activation; the MLP's")
+    moe_aux_loss_coeff: float = setting(0.0, "weight of the loss that spreads tokens evenly over the experts")
+
+    # ---- dropout, positions, residual ----
+    hidden_dropout: float = setting(0.0, "part of each block's output, and of the embedding, that is dropped")
+    attention_dropout: float = setting(0.0, "part of the attention's weights that is dropped")
+    bias_dropout_fusion: bool = setting(True, "bias, dropout and residual in one pass")
+    apply_rope_fusion: bool = setting(True, "rotate queries and keys in one kernel")
+
+    # ---- loss ----
+    cross_entropy_loss_fusion: bool = setting(True, "the loss by onepass; otherwise PyTorch's, of all logits in fp32")
+    cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
+        "linear", "linear: head and loss as one op, without a tensor of all logits; native: a loss of logits"
+    )
+    label_smoothing: float = setting(0.0, "part of each target that is spread over the vocabulary")
+    z_loss: float = setting(0.0, "weight of the squared logsumexp in the loss")
+
+    # ---- gradients and memory ----
+    gradient_accumulation_fusion: bool = setting(True, "add gradients to main_grad in the op that makes them")
+    defer_embedding_wgrad_compute: bool = setting(False, "make the head's weight gradient in the pipeline's flush")
+    wgrad_deferral_limit: int = setting(0, "microbatches whose gradient is put off so; 0 is all")
+    recompute_granularity: Literal["selective", "full"] | None = setting(
+        None, "what backward computes again: selective the attention, full whole blocks"
+    )
+    recompute_num_layers: int | None = setting(None, "blocks of each pipeline stage for which full does; all")
+
+    # ---- parallel ----
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer")
+    sequence_parallel: bool = setting(False, "divide what these ranks would have alike along the sequence")
+    pipeline_model_parallel_size: int = setting(1, "ranks that have one stage of the layers each")
+    num_layers_per_virtual_pipeline_stage: int | None = setting(None, "blocks of a stage, where a rank has several stages")
+
+    def contradictions(self) -> Iterable[str]:
+        return contradictions(self)
+
+    # ---- what follows from the fields ----
+
+    @property
+    def ffn_size(self) -> int:
+        """ffn_hidden_size, or what it is where none is given."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if not self.gated_linear_unit:
+            return 4 * self.hidden_size
+        return -(-8 * self.hidden_size // (3 * _MULTIPLE)) * _MULTIPLE
+
+    @property
+    def expert_size(self) -> int:
+        """moe_ffn_hidden_size, or what it is where none is given."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def query_groups(self) -> int:
+        """num_query_groups, or what it is where none is given."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """kv_channels, or what it is where none is given."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def rotary_size(self) -> int:
+        """How many of a head's numbers are rotated."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def activation(self) -> str:
+        """The activation's name in `onepass.bias_activation`."""
+        return _GATED[self.activation_func] if self.gated_linear_unit else self.activation_func
+
+    @property
+    def activation_save(self) -> str:
+        """How `onepass.bias_activation` keeps its input."""
+        return "fp8" if self.activation_func_fp8_input_store else "offload" if self.cpu_offloading else "input"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TYPES[self.params_dtype]
+
+    # ---- counts ----
+
+    def parameters_count(self) -> int:
+        """All parameters of the whole model; a tied weight is one."""
+        blocks = self.num_layers * self._block_count(self.num_moe_experts or 1)
+        head = 0 if self.tied else self.vocab_size * self.hidden_size
+        return self._embedding_count() + blocks + self._norm_count() + head
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Of forward and backward: 6 a parameter in use, and the causal half of attention, 6 x layers x heads x head x sequence.
+
+        Not in use are the tables that are only looked up, those of positions and an untied one of tokens, and the experts that
+        don't see a token. What is computed again in backward is not counted.
+        """
+        in_use = self.num_layers * self._block_count(self.moe_router_topk if self.num_moe_experts else 1)
+        in_use += self._norm_count() + self.vocab_size * self.hidden_size
+        return 6.0 * in_use + 6.0 * self.num_layers * self.num_attention_heads * self.head_size * sequence
+
+    def _embedding_count(self) -> int:
+        positions = self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else 0
+        return (self.vocab_size + positions) * self.hidden_size
+
+    def _block_count(self, experts: int) -> int:
+        """With so many experts; where there are none, the MLP counts as one."""
+        heads, groups, bias = self.num_attention_heads * self.head_size, self.query_groups * self.head_size, self.add_bias_linear
+        qkv, norm = heads + 2 * groups, self._norm_count()
+        attention = qkv * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + bias)
+        attention += 2 * self._norm_count(self.head_size) if self.qk_layernorm else 0
+        size, parts = self.expert_size if self.num_moe_experts else self.ffn_size, 2 if self.gated_linear_unit else 1
+        mlp = parts * size * (self.hidden_size + bias) + self.hidden_size * (size + bias)
+        return 2 * norm + attention + experts * mlp + self.hidden_size * (self.num_moe_experts or 0)
+
+    def _norm_count(self, size: int | None = None) -> int:
+        return (self.hidden_size if size is None else size) * (2 if self.normalization == "LayerNorm" else 1)
+
+    # ---- others like it ----
+
+    def reference(self) -> Config:
+        """The same model with every fusion off: PyTorch's own operators."""
+        return self.replace(**_REFERENCE)
+
+    # ---- files and flags ----
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Config:
+        return cls.from_dict(read_yaml(path))
+
+    def to_yaml(self) -> str:
+        """All fields, in their order."""
+        return written_yaml(self.to_dict())
+
+    @classmethod
+    def flags(cls, own: Mapping[str, tuple[str, str | None]] | None = None) -> list[Flag]:
+        return super().flags(_FLAGS | dict(own or {}))
+
+
+_REFERENCE = {
+    "persist_layer_norm": False, "memory_efficient_layer_norm": False, "norm_linear_fusion": False,
+    "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
+    "bias_dropout_fusion": False, "apply_rope_fusion": False, "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False,
+}  # fmt: skip
+_FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron's, where they are not the field with dashes and `--no-` before it
+    "layernorm_epsilon": ("--norm-epsilon", None),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "--no-apply-layernorm-1p"),
+    "add_bias_linear": ("--add-bias-linear", "--disable-bias-linear"),
+    "apply_rope_fusion": ("--rope-fusion", "--no-rope-fusion"),
+    "num_moe_experts": ("--num-experts", None),
+}

@@ -1,0 +1,253 @@
+"""A GPT: an embedding, blocks, a norm and a head. Each part is made by the op or by PyTorch, as the configuration says.
+
+Hidden states are [B, S, hidden_size]. Under sequence parallelism a rank has a run of their B x S tokens, as [B, S / ranks,
+hidden_size]: all ranks' one after another along the first dimension are the whole in its order, so that nothing is transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onepass.gpt.block import Block, sequences
+from onepass.gpt.config import Config
+from onepass.gpt.loss import kept_tokens, loss_of_logits
+from onepass.gpt.parts import Norm, make_norm, settled
+from onepass.gpt.positions import PositionEmbedding, Rotary
+from onepass.gpt.start import Start
+from onepass.nn.embedding import VocabParallelEmbedding
+from onepass.nn.linear_cross_entropy import LinearCrossEntropy
+from onepass.nn.norm import MarkedParameters
+from onepass.ops.dropout_add import dropout_add
+
+
+class Model(nn.Module):
+    """A GPT of this configuration, or a pipeline stage of it.
+
+        model = Model(config)
+        loss = model(tokens, labels)
+        logits = model(tokens)
+
+    Weights start as normal numbers of init_method_std, those that end a block smaller by sqrt(2 num_layers), biases as zeros:
+    the same numbers in whatever way the model is divided over ranks and stages, if they are on one kind of device. State dicts
+    have the same keys in every stage and with every fusion; `onepass.nn.sharded_state_dict` has the whole of what is divided.
+
+    With several tensor-parallel ranks `onepass.parallel.reduce_sequence_parallel_grads(model, tp_group)` is to be called after
+    the last backward of a step.
+
+    Args:
+        config: the whole model's.
+        tp_group: the tensor-parallel ranks, as many as the configuration says; None is this rank alone.
+        layers: the numbers of the blocks of this stage; None is all.
+        first: whether this stage has the embedding, and is given tokens; others are given hidden states.
+        last: whether it has the final norm and the head, and returns logits or the loss; others return hidden states.
+        device: the parameters'. From the meta device, `to_empty` and `reset_parameters` start them.
+        seed: of the weights' start; None draws one from torch's random state, which must then be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        layers = range(config.num_layers) if layers is None else layers
+        _check_division(config, tp_group, layers, first, last)
+        self.config, self.tp_group = config, tp_group
+        start = Start(int(torch.randint(1 << 62, ())) if seed is None else seed, config.init_method_std)
+        self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first else None
+        self.rotary = Rotary(config, device) if config.position_embedding_type == "rope" else None
+        self.layers = nn.ModuleDict({str(n): Block(config, tp_group, start.of(f"layers.{n}"), device) for n in layers})
+        self.final_layernorm: Norm | None = None
+        self.output_layer: LinearCrossEntropy | None = None
+        if last:
+            self.final_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
+            self.output_layer = LinearCrossEntropy(
+                config.hidden_size,
+                config.vocab_size,
+                label_smoothing=config.label_smoothing,
+                z_loss=config.z_loss,
+                softcap=config.final_logit_softcapping,
+                skip_weight_param_allocation=config.tied,
+                init_method=start.of("output_layer.weight"),
+                tp_group=tp_group,
+                sequence_parallel=config.sequence_parallel,
+                device=device,
+                dtype=config.dtype,
+            )
+        for module in self.modules():
+            if isinstance(module, MarkedParameters):
+                module.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+
+    def reset_parameters(self) -> None:
+        """As they started."""
+        for module in self.modules():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        *,
+        loss_mask: Tensor | None = None,
+        reduction: str = "mean",
+        grad_scale: float | None = None,
+    ) -> Tensor:
+        """The loss where there are labels, else logits [B, S, vocab_size]; of a stage that isn't the last, hidden states.
+
+        Args:
+            x: tokens [B, S], or hidden states of the stage before.
+            labels: the tokens [B, S] to be foretold; -100 is none.
+            loss_mask: [B, S], what each token's loss is multiplied by. A mean is over its sum.
+            reduction: ``mean``, ``sum`` or ``none``.
+            grad_scale: as in `onepass.linear_cross_entropy`, which must be what makes the loss.
+        """
+        h: Tensor = x if self.embedding is None else self.embedding(x)
+        late, uneven = None, []
+        tables = None if self.rotary is None else self.rotary(self._length(h))
+        for at, block in enumerate(self.layers.values()):
+            if self._recomputed(at) and torch.is_grad_enabled():
+                h, late, own = checkpoint(block, settled(h, late), None, tables, **self._checkpointing)
+            else:
+                h, late, own = block(h, late, tables)
+            uneven += [] if own is None else [own]
+        if self.output_layer is None or self.final_layernorm is None:
+            return settled(h, late)
+        h = self.final_layernorm(h) if late is None else self.final_layernorm(late, h)[0]
+        if labels is None:
+            return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
+        loss = self._loss(h, labels, loss_mask, reduction, grad_scale)
+        return loss + sum(uneven) * kept_tokens(labels, loss_mask, reduction) if uneven else loss
+
+    def _length(self, h: Tensor) -> int:
+        c = self.config
+        length = h.shape[1] * (c.tensor_model_parallel_size if c.sequence_parallel else 1)
+        if length > c.max_position_embeddings:
+            raise ValueError(
+                f"x must have a sequence of at most max_position_embeddings, {c.max_position_embeddings}, but {length}"
+            )
+        return length
+
+    def _recomputed(self, at: int) -> bool:
+        c = self.config
+        return c.recompute_granularity == "full" and (c.recompute_num_layers is None or at < c.recompute_num_layers)
+
+    @property
+    def _checkpointing(self) -> dict[str, Any]:
+        dropout = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
+        return {"use_reentrant": False, "preserve_rng_state": dropout}
+
+    def _head_weight(self) -> Tensor | None:
+        """The embedding's where they are tied; None is the head's own."""
+        return self.embedding.word_embeddings.weight if self.config.tied and self.embedding is not None else None
+
+    def _loss(self, h: Tensor, labels: Tensor, loss_mask: Tensor | None, reduction: str, grad_scale: float | None) -> Tensor:
+        c, head = self.config, self.output_layer
+        assert head is not None
+        if c.cross_entropy_loss_fusion and c.cross_entropy_fusion_impl == "linear":
+            ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
+            shape = labels.shape[0] * ranks, labels.shape[1] // ranks
+            mask = None if loss_mask is None else loss_mask.reshape(shape)
+            loss: Tensor = head(
+                h,
+                labels.reshape(shape),
+                token_weight=mask,
+                grad_scale=grad_scale,
+                weight=self._head_weight(),
+                reduction=reduction,
+            )
+            return loss.reshape(labels.shape) if reduction == "none" else loss
+        if grad_scale is not None:
+            raise ValueError(
+                "grad_scale must be None without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', "
+                f"but is {grad_scale}"
+            )
+        return loss_of_logits(head, h, self._head_weight(), labels, loss_mask, reduction, c)
+
+
+class Embedding(nn.Module):
+    """Of tokens, and of positions where they are learned."""
+
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, tp_group
+        options: dict[str, Any] = {"device": device, "dtype": config.dtype}
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            init_method=start.of("word_embeddings.weight"),
+            reduce_scatter_embeddings=config.sequence_parallel,
+            tp_group=tp_group,
+            **options,
+        )
+        self.position_embeddings: PositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(
+                config.max_position_embeddings,
+                config.hidden_size,
+                init_method=start.of("position_embeddings.weight"),
+                sequence_parallel=config.sequence_parallel,
+                **options,
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S, hidden_size] of tokens [B, S]; under sequence parallelism this rank's."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must have shape [batch, sequence], but has {tuple(tokens.shape)}")
+        return self._dropped(self._divided(tokens) if self.config.sequence_parallel else self._whole(tokens))
+
+    def _whole(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            h = h + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        return h
+
+    def _divided(self, tokens: Tensor) -> Tensor:
+        batch, length = tokens.shape
+        ranks = self.config.tensor_model_parallel_size
+        if length % ranks:
+            raise ValueError(
+                f"tokens must have a sequence that is a multiple of tensor_model_parallel_size, {ranks}, with sequence_parallel, "
+                f"but it is {length}"
+            )
+        h: Tensor = self.word_embeddings(tokens.reshape(1, -1)).view(batch, length // ranks, -1)
+        if self.position_embeddings is not None and self.tp_group is not None:
+            at = torch.arange(length, device=tokens.device).repeat(batch).chunk(ranks)[self.tp_group.rank()]
+            h = h + self.position_embeddings(at.view(h.shape[:-1]))
+        return h
+
+    def _dropped(self, h: Tensor) -> Tensor:
+        c = self.config
+        p = c.hidden_dropout if self.training else 0.0
+        if not (p and c.bias_dropout_fusion):
+            return F.dropout(h, p) if p else h
+        nothing = h.new_zeros(()).expand_as(h)
+        return dropout_add(h, nothing, p, tp_group=self.tp_group, sequence_parallel=c.sequence_parallel)
+
+
+def _check_division(config: Config, tp_group: Any, layers: range, first: bool, last: bool) -> None:
+    ranks = tp_group.size() if isinstance(tp_group, dist.ProcessGroup) else 1
+    if ranks != config.tensor_model_parallel_size:
+        raise ValueError(
+            f"tp_group must be of tensor_model_parallel_size ranks, {config.tensor_model_parallel_size}, but is of {ranks}"
+        )
+    if layers.step != 1 or layers.start < 0 or layers.stop > config.num_layers:
+        raise ValueError(f"layers must be a range within {config.num_layers}, num_layers, but is {layers!r}")
+    if config.tied and first != last:
+        raise ValueError(
+            "untie_embeddings_and_output_weights must be true where first and last are not one stage, but is false: the head's "
+            "weight is the embedding's"
+        )

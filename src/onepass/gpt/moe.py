@@ -1,0 +1,188 @@
+"""A mixture of experts in an MLP's place: a router sends each token to some of them, and weighs what they make of it.
+
+Tokens are sorted by expert, so that the experts' products are one grouped product each (grouped.py), with the router's weight
+multiplied in by the activation. No token is dropped. The ranks of tp_group have a part of every expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.gpt.config import Config
+from onepass.gpt.grouped import grouped_linear
+from onepass.gpt.parts import plain_activation
+from onepass.gpt.start import Start
+from onepass.nn.norm import MarkedParameters
+from onepass.nn.sharding import DividedParameters, Division
+from onepass.ops.bias_activation import bias_activation
+from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
+from onepass.runtime.dispatch import once
+
+
+class Routes(NamedTuple):
+    """Where T tokens go: T x k rows, sorted by expert."""
+
+    weights: Tensor  # [T x k] fp32, of the rows
+    tokens: Tensor  # [T x k]: each row's token
+    rows: Tensor  # [T, k]: each token's rows
+    ends: Tensor  # [experts] int32: where each expert's rows end
+
+
+def routed(probabilities: Tensor, k: int) -> Routes:
+    """Each token to its k likeliest experts, whose weights are their probabilities, of several made to sum to 1."""
+    experts = probabilities.shape[1]
+    weights, chosen = probabilities.topk(k, dim=1)
+    if k > 1:
+        weights = weights / weights.sum(1, keepdim=True)
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    rows = torch.empty_like(order)
+    rows[order] = torch.arange(order.shape[0], device=order.device)
+    counts = _counts(flat, experts)
+    return Routes(weights.flatten()[order], order // k, rows.view(-1, k), counts.cumsum(0).int())
+
+
+def _counts(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen. Not by bincount, which waits for the GPU."""
+    return (chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)).sum(0)
+
+
+def balance(probabilities: Tensor, k: int) -> Tensor:
+    """Experts x sum of (share of the tokens x mean probability): least, and 1, where all experts get as many tokens."""
+    tokens, experts = probabilities.shape
+    counts = _counts(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
+    return experts / max(tokens * tokens * k, 1) * (counts * probabilities.sum(0)).sum()
+
+
+# ---- rows of tokens and back: each is the other's gradient, and neither needs atomics ----
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x[tokens]
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return dy[rows].sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return x[rows].sum(1)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return dy[tokens], None, None
+
+
+def spread(x: Tensor, routes: Routes) -> Tensor:
+    """[T x k, H] of [T, H]."""
+    y: Tensor = _Spread.apply(x, routes.tokens, routes.rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+def collect(x: Tensor, routes: Routes) -> Tensor:
+    """[T, H] of [T x k, H]: the sum of each token's rows."""
+    y: Tensor = _Collect.apply(x, routes.tokens, routes.rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+# ---- modules ----
+
+
+class Router(MarkedParameters):
+    """Each token's probabilities of the experts, in fp32 whatever the model's type."""
+
+    weight: nn.Parameter
+    _marked = ("weight",)
+
+    def __init__(self, config: Config, start: Start, device: Any) -> None:
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.sequence_parallel, self.start = config.sequence_parallel, start.of("weight")
+        shape = config.num_moe_experts, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=config.dtype))
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.start(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.to(wide) @ self.weight.to(wide).t()).softmax(-1)
+
+
+class Experts(DividedParameters):
+    """All experts' weights: weight1 [experts, parts x size, hidden_size] and weight2 [experts, hidden_size, size]."""
+
+    weight1: nn.Parameter
+    weight2: nn.Parameter
+
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+        super().__init__(tp_group)
+        assert config.num_moe_experts is not None
+        self.config = config
+        self.starts = start.of("weight1"), start.of("weight2", 1 / math.sqrt(2 * config.num_layers))
+        experts, hidden, size = config.num_moe_experts, config.hidden_size, config.expert_size
+        parts, own = 2 if config.gated_linear_unit else 1, size // self.ranks
+        options: dict[str, Any] = {"device": device, "dtype": config.dtype}
+        self.hold("weight1", experts, parts * own, hidden, division=Division(1, parts * size, parts), **options)
+        self.hold("weight2", experts, hidden, own, division=Division(2, size), **options)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        self.start("weight1", self.starts[0])
+        self.start("weight2", self.starts[1])
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        """This rank's part of the sum, of rows x."""
+        c = self.config
+        h = grouped_linear(x, self.given(self.weight1), routes.ends)
+        if c.bias_activation_fusion:
+            options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
+            a = bias_activation(h, None, c.activation, token_weight=routes.weights, save=c.activation_save, **options)
+        else:
+            a = (plain_activation(h, None, c) * routes.weights.unsqueeze(-1)).to(h.dtype)
+        return grouped_linear(a, self.given(self.weight2), routes.ends)
+
+
+class MoE(nn.Module):
+    """Router and experts. forward returns y, and the loss of an uneven spread where it has a weight."""
+
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, tp_group
+        self.router = Router(config, start.of("router"), device)
+        self.experts = Experts(config, tp_group, start.of("experts"), device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        c, group = self.config, self.tp_group
+        flat = x.flatten(0, -2)
+        probabilities = self.router(flat)
+        if c.sequence_parallel:  # all ranks see all tokens; each has its part of their weights' gradients
+            flat, weighing = gather_sequence(flat, group), gather_sequence(probabilities, group)
+            probabilities = gather_sequence(probabilities, group, sum_gradient=False)
+        else:
+            flat, weighing = copy_to_group(flat, group), copy_to_group(probabilities, group)
+        routes = routed(weighing, c.moe_router_topk)
+        y = collect(self.experts(spread(flat, routes), routes), routes)
+        y = (reduce_scatter_sequence if c.sequence_parallel else sum_over_group)(y, group)
+        uneven = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
+        return y.view(x.shape), uneven

@@ -1,0 +1,89 @@
+"""Where a token stands: the rotation of queries and keys, and the embedding that is learned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.gpt.config import Config
+from onepass.nn.embedding import VocabParallelEmbedding
+from onepass.ops.rope import rope
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Rotary(nn.Module):
+    """The angles of every position, as tables of cos and sin [positions, rotary_size / 2], in fp32 whatever the model's type."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.config = config
+        self._make(device)
+
+    def _make(self, device: torch.device | str | None) -> None:
+        positions = torch.arange(self.config.max_position_embeddings, dtype=torch.float64)
+        angles = torch.outer(positions, frequencies(self.config))
+        for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, table.to(device or torch.get_default_device(), torch.float32), persistent=False)
+
+    def forward(self, length: int) -> Tables:
+        return self.cos[:length], self.sin[:length]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """A move makes them anew: another type would round them, and from the meta device nothing comes."""
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._make(self.cos.device)
+        return applied
+
+
+def frequencies(config: Config) -> Tensor:
+    """[rotary_size / 2] fp64: how much each pair turns from one position to the next.
+
+    With use_rope_scaling, as in Llama 3: pairs that turn few times in the original length turn slower by the factor, those that
+    turn often as before, and those between by something between.
+    """
+    size, c = config.rotary_size, config
+    turning = config.rotary_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if not c.use_rope_scaling:
+        return turning
+    waves = c.rope_scaling_original_max_position_embeddings * turning / (2 * math.pi)
+    low, high = c.rope_scaling_low_freq_factor, c.rope_scaling_high_freq_factor
+    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    return turning * (kept + (1 - kept) / c.rope_scaling_factor)
+
+
+def rotated(q: Tensor, k: Tensor, tables: Tables, config: Config) -> Tables:
+    """q and k [..., positions, heads, size], by the op or by PyTorch's operators."""
+    if config.apply_rope_fusion:
+        return rope(q, k, *tables, interleaved=config.rotary_interleaved)
+    return _turned(q, *tables, config.rotary_interleaved), _turned(k, *tables, config.rotary_interleaved)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    x1, x2 = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
+    return torch.cat((y.to(x.dtype), rest), -1)
+
+
+class PositionEmbedding(VocabParallelEmbedding):
+    """Whole on every rank. Under sequence parallelism its gradient is a part of a sum, as a norm's is."""
+
+    _marked = ("weight",)
+
+    def __init__(self, *sizes: int, sequence_parallel: bool, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.sequence_parallel = sequence_parallel
+        self.mark_parameters()
+
+    def mark_parameters(self) -> None:
+        self._divisions.clear()  # a norm of all gradients is to count it once, not on every rank
+        super().mark_parameters()

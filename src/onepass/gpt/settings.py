@@ -1,0 +1,160 @@
+"""Settings: frozen dataclasses whose fields are typed, named on the command line, and read from and written to YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+S = TypeVar("S", bound="Settings")
+
+
+def setting(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+class Settings:
+    """What frozen dataclasses of settings share. Values of the wrong type and unknown names raise ValueError."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            object.__setattr__(self, name, _of_type(name, getattr(self, name), hint))
+        for said in self.contradictions():
+            raise ValueError(said)
+
+    def contradictions(self) -> Iterable[str]:
+        """What can't be, each as a message with the names, what they were and what they must be."""
+        return ()
+
+    def replace(self: S, **changes: Any) -> S:
+        """The same but for these."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _hints(type(self))}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return list(_hints(cls))
+
+    @classmethod
+    def from_dict(cls: type[S], values: Mapping[str, Any]) -> S:
+        """Fields that are not given have their defaults; a key that is no field raises, with the nearest name."""
+        for key in values:
+            if key not in _hints(cls):
+                raise ValueError(f"{key!r} is no setting{nearest(key, _hints(cls))}")
+        return cls(**values)
+
+    @classmethod
+    def flags(cls, own: Mapping[str, tuple[str, str | None]] | None = None) -> list[Flag]:
+        """All fields as flags. own: those that are not the field with dashes and `--no-` before it."""
+        made = []
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a dataclass, as whatever has settings
+            choices, kind, optional = _taken_apart(_hints(cls)[field.name])
+            dashed = field.name.replace("_", "-")
+            on, off = (own or {}).get(field.name, (f"--{dashed}", f"--no-{dashed}"))
+            off = off if kind is bool else None
+            made.append(Flag(field.name, on, off, kind, choices, field.default, optional, field.metadata["help"]))
+        return made
+
+
+class Flag(NamedTuple):
+    """A field on the command line: a value after `on`, or for what is true or false the two flags."""
+
+    field: str
+    on: str
+    off: str | None
+    type: type
+    choices: tuple[str, ...]
+    default: Any
+    optional: bool
+    help: str
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What a message ends with: the name that may have been meant, or nothing where none is near."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# ---- types ----
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    return _read_hints(cls)
+
+
+@functools.cache
+def _read_hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _of_type(name: str, value: Any, hint: Any) -> Any:
+    """The value, of the field's type; a whole number does where any is asked for, and a list where several texts are."""
+    choices, kind, optional = _taken_apart(hint)
+    if value is None and optional:
+        return None
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is tuple and type(value) in (list, tuple) and all(type(each) is str for each in value):
+        return tuple(value)
+    if choices and value in choices and type(value) is str:
+        return value
+    if not choices and type(value) is kind:
+        return value
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}
+    wanted = " or ".join(map(repr, choices)) if choices else words[kind]
+    raise ValueError(f"{name} must be {wanted}{' or None' if optional else ''}, but is {value!r}")
+
+
+def _taken_apart(hint: Any) -> tuple[tuple[str, ...], type, bool]:
+    """The choices, if that is what there are; the type; and whether None will do."""
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if optional:
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return (), tuple, optional
+    choices = typing.get_args(hint)
+    return choices, str if choices else hint, optional
+
+
+# ---- YAML ----
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    values = _yaml().load(Path(path).read_text(), Loader=_loader())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings, one a line, as `hidden_size: 768`, but is {values!r:.50}")
+    return values
+
+
+def written_yaml(values: Mapping[str, Any]) -> str:
+    """In their order."""
+    text: str = _yaml().safe_dump({key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}, sort_keys=False)
+    return text
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("a configuration in YAML needs the package PyYAML: pip install 'onepass[train]'") from error
+    return yaml
+
+
+def _loader() -> Any:
+    """YAML's safe one, which takes 1e-5 for a number as well: to YAML itself it is a word."""
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        pass
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+    return Loader

@@ -1,0 +1,262 @@
+"""Weights from and to Hugging Face's folders of GPT-2 and Llama models: config.json and safetensors, whole or in shards.
+
+A parameter of ours is one of theirs, or several one below the other: queries, keys and values; a gate and what it gates. GPT-2
+keeps the weights of its blocks' linear layers transposed. Nothing is rounded: what is loaded and saved is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.gpt.config import Config
+from onepass.gpt.huggingface import config_of, their_config
+from onepass.gpt.model import Model
+from onepass.nn.sharding import Division, part_of
+
+_CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """One of our parameters, and what it is made of there."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transposed: bool = False
+
+
+def entries(config: Config, kind: str) -> Iterator[Entry]:
+    """All parameters of a model of this kind, ``gpt2`` or ``llama``."""
+    yield from (_gpt2 if kind == "gpt2" else _llama)(config)
+
+
+def _gpt2(config: Config) -> Iterator[Entry]:
+    yield Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",))
+    yield Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
+    parts = {
+        "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn", "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj",
+    }  # fmt: skip
+    for layer in range(config.num_layers):
+        for ours, theirs in parts.items():
+            at = f"layers.{layer}.{ours}", f"transformer.h.{layer}.{theirs}"
+            yield Entry(f"{at[0]}.weight", (f"{at[1]}.weight",), "linear" in ours)
+            yield Entry(f"{at[0]}.bias", (f"{at[1]}.bias",))
+    for name in ("weight", "bias"):
+        yield Entry(f"final_layernorm.{name}", (f"transformer.ln_f.{name}",))
+    if not config.tied:
+        yield Entry("output_layer.weight", ("lm_head.weight",))
+
+
+def _llama(config: Config) -> Iterator[Entry]:
+    yield Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    linears = {
+        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_proj": ("self_attn.o_proj",),
+        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": ("mlp.down_proj",),
+    }
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    for layer in range(config.num_layers):
+        for ours, theirs in norms.items():
+            yield Entry(f"layers.{layer}.{ours}.weight", (f"model.layers.{layer}.{theirs}.weight",))
+        for ours, several in linears.items():
+            for name in ("weight", "bias") if config.add_bias_linear else ("weight",):
+                yield Entry(f"layers.{layer}.{ours}.{name}", tuple(f"model.layers.{layer}.{each}.{name}" for each in several))
+    yield Entry("final_layernorm.weight", ("model.norm.weight",))
+    if not config.tied:
+        yield Entry("output_layer.weight", ("lm_head.weight",))
+
+
+# ---- load ----
+
+
+def load_huggingface(
+    folder: str | Path,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    **changes: Any,
+) -> tuple[Config, Model]:
+    """The configuration and the model of a folder that Hugging Face's `save_pretrained` has written, of GPT-2 or Llama.
+
+    Args:
+        folder: with config.json and safetensors files. Others, which would run what they hold, are never read.
+        tp_group: the ranks that have a part of it each.
+        device: the parameters'.
+        changes: fields of the configuration: ``params_dtype="bf16"``, or which fusions there are to be.
+    """
+    folder = Path(folder)
+    theirs = _read_config(folder)
+    config, kind = config_of(theirs).replace(**changes), str(theirs["model_type"])
+    model = Model(config, tp_group=tp_group, device="meta", seed=0)
+    model.to_empty(device=device or torch.get_default_device())
+    files = _Files(folder, kind)
+    homes = _homes(model)
+    with torch.no_grad():
+        for entry in entries(config, kind):
+            _put(homes[entry.ours], entry, [files.tensor(name) for name in entry.theirs])
+    files.check_all_used()
+    return config, model
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"folder must hold {_CONFIG}, but {folder} does not")
+    theirs: dict[str, Any] = json.loads(path.read_text())
+    return theirs
+
+
+class _Home(NamedTuple):
+    """Where a parameter is: its module, and how that divides it."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.name)
+        return found
+
+    @property
+    def division(self) -> Division | None:
+        found: Division | None = getattr(self.module, "_divisions", {}).get(self.name)
+        return found
+
+    @property
+    def zero_centered(self) -> bool:
+        return self.name == "weight" and bool(getattr(self.module, "zero_centered_gamma", False))
+
+
+def _homes(model: Model) -> dict[str, _Home]:
+    return {
+        f"{path}.{name}": _Home(module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _put(home: _Home, entry: Entry, tensors: list[Tensor]) -> None:
+    whole = torch.cat([each.t() if entry.transposed else each for each in tensors])
+    if home.zero_centered:
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) - 1
+    rank, ranks = getattr(home.module, "rank", 0), getattr(home.module, "ranks", 1)
+    part = whole if home.division is None or ranks == 1 else part_of(whole, home.division, rank, ranks)
+    if part.shape != home.parameter.shape:
+        said = " and ".join(entry.theirs)
+        raise ValueError(f"{said} must make {entry.ours} {tuple(home.parameter.shape)}, but make {tuple(part.shape)}")
+    home.parameter.copy_(part)
+
+
+class _Files:
+    """The tensors of a folder's safetensors files, each read when it is asked for."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.used = kind, set[str]()
+        index = folder / _INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / _WHOLE).is_file():
+            names = [_WHOLE]
+        else:
+            raise FileNotFoundError(f"folder must hold {_WHOLE} or {_INDEX}, but {folder} holds neither")
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise FileNotFoundError(f"{_INDEX} must name files beside it, but {name!r} is none")
+        safe_open = _safetensors().safe_open
+        files = [safe_open(folder / name, framework="pt") for name in names]
+        self.where = {self._full(key): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
+
+    def _full(self, key: str) -> str:
+        """GPT-2's own files leave the prefix away."""
+        bare = self.kind == "gpt2" and not key.startswith(("transformer.", "lm_head."))
+        return f"transformer.{key}" if bare else key
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.where:
+            raise ValueError(f"folder must hold the weight {name}, but does not")
+        self.used.add(name)
+        file, key = self.where[name]
+        found: Tensor = file.get_tensor(key)
+        return found
+
+    def check_all_used(self) -> None:
+        """What else may be there is made of nothing, or the embedding again."""
+        buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+        left = [name for name in self.where if name not in self.used and not name.endswith(buffers) and name != "lm_head.weight"]
+        if left:
+            raise ValueError(f"folder must hold a {self.kind} model's weights alone, but has {', '.join(sorted(left)[:3])} too")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("Hugging Face's weights need the package safetensors: pip install 'onepass[train]'") from error
+    return safetensors
+
+
+# ---- save ----
+
+
+def save_huggingface(model: Model, folder: str | Path, *, shard_bytes: int = 5 << 30) -> None:
+    """Write a folder that Hugging Face's `from_pretrained` reads, as a GPT-2 or a Llama, whichever the model is.
+
+    Args:
+        model: whole, on one rank.
+        folder: is made, if it isn't there; files of these names in it are replaced.
+        shard_bytes: weights that are more go in several files of at most so much, unless one weight is more.
+    """
+    theirs = their_config(model.config)
+    if model.config.tensor_model_parallel_size > 1 or len(model.layers) < model.config.num_layers:
+        raise ValueError("model must be whole, but is divided over ranks or stages: load its checkpoint on one rank first")
+    save_file = _safetensors().torch.save_file
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    homes = _homes(model)
+    shards = list(_shards(entries(model.config, theirs["model_type"]), homes, shard_bytes))
+    places: dict[str, str] = {}
+    size = 0
+    for at, shard in enumerate(shards):
+        name = _WHOLE if len(shards) == 1 else f"model-{at + 1:05}-of-{len(shards):05}.safetensors"
+        tensors = {key: tensor for entry in shard for key, tensor in _theirs(homes[entry.ours], entry)}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, name)
+        size += sum(t.nbytes for t in tensors.values())
+    (folder / _INDEX).unlink(missing_ok=True)
+    if len(shards) > 1:
+        (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n")
+    (folder / _CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
+
+
+def _shards(found: Iterator[Entry], homes: dict[str, _Home], most: int) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
+    size = 0
+    for entry in found:
+        own = homes[entry.ours].parameter.nbytes
+        if shard and size + own > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += own
+    yield shard
+
+
+def _theirs(home: _Home, entry: Entry) -> Iterator[tuple[str, Tensor]]:
+    whole = home.parameter.detach()
+    if home.zero_centered:
+        whole = (whole.to(torch.promote_types(whole.dtype, torch.float32)) + 1).to(whole.dtype)
+    parts: Any = [whole]
+    if len(entry.theirs) > 1:
+        assert home.division is not None
+        parts = whole.split(home.division.blocks())
+    for name, part in zip(entry.theirs, parts, strict=True):
+        yield name, (part.t() if entry.transposed else part).contiguous().cpu()

@@ -1,0 +1,238 @@
+"""dropout_add's kernels, and how they are called: directly, or where somebody watches as registered ops."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.random import GROUP, Seed, dropped, load_seed, probability, seed_and_sizes
+from onepass.kernels.rows import aligned, known_align, load_block, load_vector
+from onepass.kernels.strips import arrive, sum_strips
+from onepass.runtime.dispatch import registered, watched
+from onepass.runtime.lang import tl
+from onepass.runtime.launch import Bound, Grid, grid_of, kernel
+from onepass.runtime.layout import as_rows
+from onepass.runtime.main_grad_vectors import Sums
+from onepass.runtime.scratch import kept_scratch, new_scratch
+from onepass.runtime.seeds import as_tensor
+from onepass.runtime.sizes import ceil_div, power_of_two, processors
+
+Maybe = Tensor | None
+
+
+# ---- kernels ----
+
+
+@kernel
+def _dropout_kernel(
+    x_ptr, residual_ptr, bias_ptr, y_ptr, first_ptr, seed_ptr, M, SEED, H, X_ROW, RESIDUAL_ROW, threshold, scale,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    H, X_ROW, RESIDUAL_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN), aligned(RESIDUAL_ROW, ALIGN)
+    left = tl.program_id(0) * BLOCK_H
+    columns = left + tl.arange(0, BLOCK_H)
+    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < M)[:, None] & (columns < H)[None, :]
+    z = load_block(x_ptr, rows, columns, X_ROW, inside)
+    if residual_ptr is not None:
+        residual = load_block(residual_ptr, rows, columns, RESIDUAL_ROW, inside)
+    z += load_vector(bias_ptr, columns, columns < H)[None, :]
+    if threshold is not None:
+        numbers = rows if first_ptr is None else rows + tl.load(first_ptr)
+        z = dropped(z, load_seed(seed_ptr, SEED), numbers, left, threshold, scale, BLOCK_H)
+    if residual_ptr is not None:
+        z += residual
+    tl.store(y_ptr + rows[:, None] * H + columns[None, :], z, mask=inside)
+
+
+@kernel
+def _dropout_backward_kernel(
+    dy_ptr, dx_ptr, dbias_ptr, partial_ptr, arrived_ptr, first_ptr, seed_ptr, M, ROWS, SEED, H, DY_ROW, threshold, scale,
+    ALIGN: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    H, DY_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN)
+    tile, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    left = tile * BLOCK_H
+    columns = left + tl.arange(0, BLOCK_H)
+    if threshold is not None:
+        seed = load_seed(seed_ptr, SEED)
+        offset = 0 if first_ptr is None else tl.load(first_ptr)
+    dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for start in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
+        rows = strip * ROWS + start + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
+        inside = (rows < M)[:, None] & (columns < H)[None, :]
+        dz = load_block(dy_ptr, rows, columns, DY_ROW, inside)
+        if threshold is not None:
+            dz = dropped(dz, seed, rows + offset, left, threshold, scale, BLOCK_H)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + rows[:, None] * H + columns[None, :], dz, mask=inside)
+        dbias += dz
+    tl.store(partial_ptr + strip * H + columns, tl.sum(dbias, 0), mask=columns < H)
+    if arrive(arrived_ptr, tile):
+        sum_strips(partial_ptr, dbias_ptr, columns, tl.num_programs(1), H, columns < H, ADD, BLOCK_S, BLOCK_H)
+        tl.store(arrived_ptr + tile, 0)
+
+
+# ---- tiles: from the shape and the device, never by trial ----
+
+
+class _Tiles(NamedTuple):
+    block_m: int
+    block_h: int
+    across: int  # column tiles
+    down: int  # blocks of rows in forward, strips of rows in backward
+    rows: int  # of a strip, in backward
+    num_warps: int
+    stages: int = 1
+
+
+def forward_tiles(M: int, H: int) -> _Tiles:
+    """Sixteen values a thread, of two rows: their random numbers have a column's work in common. Short rows take eight."""
+    block_h = max(GROUP, min(power_of_two(H), 512 if H % 1024 else 1024))
+    values = 1024 if H <= 64 else 2048
+    return _Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
+
+
+def backward_tiles(M: int, H: int, multiprocessors: int) -> _Tiles:
+    """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
+    if H <= 64:
+        block_h = max(GROUP, power_of_two(H))
+        block_m, num_warps, resident, stages = 1024 // block_h, 4, 4, 4
+    else:
+        block_m, block_h, num_warps, resident, stages = 8, 128, 2, 12, 3
+    across = ceil_div(H, block_h)
+    strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
+    rows = ceil_div(ceil_div(M, strips), block_m) * block_m
+    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
+
+
+@lru_cache(1024)
+def _bind_forward(H: int, x_row: int, residual_row: int, threshold: int, block_m: int, block_h: int, num_warps: int) -> Bound:
+    sizes = H, x_row, residual_row
+    bound: Bound = _dropout_kernel.bind(
+        *sizes, *probability(threshold), known_align(*sizes), block_m, block_h, num_warps=num_warps
+    )
+    return bound
+
+
+@lru_cache(4096)
+def _forward_plan(M: int, H: int, x_row: int, residual_row: int, threshold: int) -> tuple[Grid, Bound]:
+    tiles = forward_tiles(M, H)
+    bound = _bind_forward(H, x_row, residual_row, threshold, tiles.block_m, tiles.block_h, tiles.num_warps)
+    return grid_of(tiles.across, tiles.down), bound
+
+
+@lru_cache(1024)
+def _bind_backward(
+    H: int, dy_row: int, threshold: int, add: bool, block_m: int, block_h: int, num_warps: int, stages: int
+) -> Bound:
+    block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
+    bound: Bound = _dropout_backward_kernel.bind(
+        H, dy_row, *probability(threshold), known_align(H, dy_row), add, block_m, block_h, block_s, stages, num_warps=num_warps
+    )
+    return bound
+
+
+@lru_cache(4096)
+def _backward_plan(M: int, H: int, dy_row: int, threshold: int, add: bool, device: torch.device) -> tuple[_Tiles, Bound]:
+    t = backward_tiles(M, H, processors(device))
+    return t, _bind_backward(H, dy_row, threshold, add, t.block_m, t.block_h, t.num_warps, t.stages)
+
+
+# ---- calls ----
+
+
+def dropout_add_forward(
+    x: Tensor, residual: Maybe, bias: Maybe, seed: Seed | None, first: Maybe, threshold: int, y_type: torch.dtype | None = None
+) -> Tensor:
+    """y, in the residual's type or the one asked for; without a residual what is to be added to it."""
+    H = x.shape[-1]
+    M = x.numel() // H
+    y = torch.empty_like(x if residual is None else residual, dtype=y_type, memory_format=torch.contiguous_format)
+    x, x_row = as_rows(x)
+    residual, residual_row = (None, H) if residual is None else as_rows(residual)
+    grid, launch = _forward_plan(M, H, x_row, residual_row, threshold)
+    launch(grid, x, residual, bias, y, first, *seed_and_sizes(seed, M))
+    return y
+
+
+def dropout_add_backward(
+    dy: Tensor, seed: Seed | None, first: Maybe, threshold: int, dx_type: torch.dtype | None, dbias_type: torch.dtype | None,
+    *, into: Maybe = None, keep_scratch: bool = True,
+) -> tuple[Maybe, Maybe]:  # fmt: skip
+    """dx and dbias, each where there is a type for it. `into`: a contiguous tensor that dbias is added to."""
+    if dbias_type is None:
+        return None if dx_type is None else dropout_add_forward(dy, None, None, seed, first, threshold, dx_type), None
+    H = dy.shape[-1]
+    M = dy.numel() // H
+    dx = None if dx_type is None else torch.empty_like(dy, dtype=dx_type, memory_format=torch.contiguous_format)
+    dy, dy_row = as_rows(dy)
+    dbias = dy.new_empty(H, dtype=dbias_type) if into is None else into
+    tiles, launch = _backward_plan(M, H, dy_row, threshold, into is not None, dy.device)
+    partial, arrived = (kept_scratch if keep_scratch else new_scratch)(tiles.down * H, tiles.across, dy.device)
+    grid = tiles.across, tiles.down, 1
+    launch(grid, dy, dx, dbias, partial, arrived, first, *seed_and_sizes(seed, M, tiles.rows))
+    return dx, dbias
+
+
+# ---- registered: opaque to the compiler, visible to checkpointing; they return tensors only, empty ones for what there is not
+
+
+def _backward_all(
+    dy: Tensor, seed: Maybe, first: Maybe, threshold: int, dx_type: torch.dtype | None, dbias_type: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    # graphs want to own what they allocate
+    found = dropout_add_backward(dy, seed, first, threshold, dx_type, dbias_type, keep_scratch=False)
+    return tuple(t if t is not None else dy.new_empty(0) for t in found)
+
+
+def _forward_fake(x: Tensor, residual: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+
+
+def _backward_fake(
+    dy: Tensor, seed: Any, first: Any, threshold: int, dx_type: torch.dtype | None, dbias_type: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    return (
+        dy.new_empty(0) if dx_type is None else dy.new_empty(dy.shape, dtype=dx_type),
+        dy.new_empty(0) if dbias_type is None else dy.new_empty(dy.shape[-1], dtype=dbias_type),
+    )
+
+
+registered_forward = registered(
+    "dropout_add(Tensor x, Tensor residual, Tensor? bias, Tensor? seed, Tensor? first, int threshold) -> Tensor",
+    dropout_add_forward,
+    _forward_fake,
+)
+_backward_op = registered(
+    "dropout_add_backward(Tensor dy, Tensor? seed, Tensor? first, int threshold, ScalarType? dx_type, ScalarType? dbias_type) "
+    "-> (Tensor, Tensor)",
+    _backward_all,
+    _backward_fake,
+)
+
+
+def run_backward(
+    sums: Sums | None, dy: Tensor, seed: Seed | None, first: Maybe, threshold: int,
+    dx_type: torch.dtype | None, dbias_type: torch.dtype | None,
+) -> tuple[Maybe, Maybe]:  # fmt: skip
+    """`dropout_add_backward`, as a registered op where somebody watches; dbias goes where `sums` says, if anywhere."""
+    seen = watched(dy)
+    into = None if seen or sums is None else sums.into()
+    if sums is not None and into is None:
+        (like,) = sums.wide(*sums.vectors)
+        dbias_type = None if dbias_type is None or like is None else like.dtype
+    if seen:
+        in_memory = None if seed is None else as_tensor(seed, dy.device)
+        found = _backward_op(dy, in_memory, first, threshold, dx_type, dbias_type)
+        dx, dbias = (t if kind is not None else None for t, kind in zip(found, (dx_type, dbias_type), strict=True))
+    else:
+        dx, dbias = dropout_add_backward(dy, seed, first, threshold, dx_type, dbias_type, into=None if into is None else into[0])
+    if sums is not None:
+        (dbias,) = sums.settled(into, dbias)
+    return dx, dbias

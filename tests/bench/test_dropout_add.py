@@ -1,0 +1,57 @@
+"""The case file of dropout_add: contenders that drop different elements are all judged, and one that errs is caught."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench.benching import stand_in
+from torch import Tensor
+
+from onepass.bench import accuracy, dropout_add
+from onepass.bench.model import Call, Case, Inputs
+
+
+def given(variant: str) -> tuple[Case, Inputs]:
+    case = dropout_add._case(variant, 40, 96, torch.bfloat16)
+    return case, dropout_add._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+def wrong(case: Case, inputs: Inputs, call: Call, ours: bool) -> list[str]:
+    found, allowed = accuracy.judged(dropout_add.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
+    return accuracy.too_far(found, allowed)
+
+
+def _megatron(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+    x, bias = x_with_bias
+    return residual + F.dropout(x if bias is None else x + bias, prob)
+
+
+@pytest.mark.parametrize("variant", ["bias", "plain"])
+def test_every_contender_is_right(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, {"megatron.core.fusions.fused_bias_dropout": {"bias_dropout_add_fused_train": _megatron}})
+    case, inputs = given(variant)
+    for contender in dropout_add.BENCH.contenders(case):
+        if contender.name != "torch.compile":
+            assert wrong(case, inputs, contender.make(case), contender.ours) == [], contender.name
+    assert dropout_add.BENCH.backend(case, inputs) in ("triton", "torch")
+
+
+def test_one_that_errs_is_caught() -> None:
+    case, inputs = given("bias")
+
+    def in_backward_all(x: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
+        y = residual + F.dropout(x + bias, dropout_add.P)
+        return y.detach() + (x + bias + residual - (x + bias + residual).detach())
+
+    assert wrong(case, inputs, dropout_add._watched(in_backward_all), False) == ["dx", "dbias"]
+    with pytest.raises(RuntimeError, match=r"0\.\d* of the elements are kept, where 0\.9"):
+        accuracy.outputs(dropout_add._watched(lambda x, residual, bias: residual + F.dropout(x + bias, 0.5)), inputs)
+
+
+def test_cases_fit_everywhere() -> None:
+    for device in ("cpu", "cuda"):
+        for quick in (True, False):
+            cases = dropout_add.BENCH.cases(torch.device(device), torch.bfloat16, quick)
+            assert {case.variant for case in cases} == {"bias", "plain"}
+            assert all(case.forward_bytes == 3 * case.shape[0] * case.shape[1] * 2 for case in cases)

@@ -1,0 +1,123 @@
+"""A GPT on a GPU: fused against reference, nobody waits, repeatable, as a CUDA graph; the grouped product."""
+
+import pytest
+import torch
+from gpu.calls import captured, nobody_waits, other_stream
+
+from onepass.gpt import Model, grouped, preset
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+VARIANTS = {
+    "llama": {"num_query_groups": 2},
+    "norms alone": {"norm_linear_fusion": False, "qk_layernorm": True},
+    "gpt-2": {
+        "add_bias_linear": True, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
+        "gated_linear_unit": False, "activation_func": "gelu",
+    },
+    "experts": {"num_moe_experts": 8, "moe_ffn_hidden_size": 256, "moe_aux_loss_coeff": 0.01},
+    "recomputed": {"recompute_granularity": "full"},
+    "native": {"cross_entropy_fusion_impl": "native"},
+}  # fmt: skip
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+def given(config):
+    tokens = torch.randint(config.vocab_size, (2, 257), generator=torch.Generator().manual_seed(1)).cuda()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gathering(model):
+    for parameter in model.parameters():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter, dtype=torch.float32), False
+    return model
+
+
+def gradients(model, *call):
+    loss = model(*call)
+    loss.backward()
+    return loss.detach(), {name: t.grad for name, t in model.named_parameters()}
+
+
+@variants
+def test_fused_is_as_the_reference_in_fp32(name):
+    config = preset("tiny", **VARIANTS[name])
+    (loss, got), (expected, wanted) = (
+        gradients(Model(c, seed=1, device="cuda"), *given(c)) for c in (config, config.reference())
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for key, grad in wanted.items():
+        assert (got[key] - grad).norm() <= 1e-5 * grad.norm(), key
+
+
+@variants
+def test_nobody_waits_and_main_grad_is_the_same_every_time(name):
+    config = preset("tiny", params_dtype="bf16", **VARIANTS[name])
+    model, call = gathering(Model(config, seed=1, device="cuda")), given(config)
+    model(*call).backward()
+    found = []
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.main_grad.zero_()
+            parameter.grad = None
+        with nobody_waits():
+            model(*call).backward()
+        found.append([parameter.main_grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    names = [key for key, parameter in model.named_parameters() if not parameter.main_grad.any()]
+    assert all(key.endswith("router.weight") for key in names)  # PyTorch's own product
+
+
+@other_stream
+@variants
+def test_a_graphs_replays_are_microbatches(name):
+    config = preset("tiny", params_dtype="bf16", **VARIANTS[name])
+    model, call = gathering(Model(config, seed=1, device="cuda")), given(config)
+
+    def step():
+        loss = model(*call)
+        loss.backward()
+        return loss.detach()
+
+    loss, graph = captured(step)
+    for parameter in model.parameters():
+        parameter.main_grad.zero_()
+    expected = step()
+    once = [parameter.main_grad.clone() for parameter in model.parameters()]
+    for _ in range(2):
+        graph.replay()
+    assert torch.equal(loss, expected)
+    for parameter, one in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.main_grad, 3 * one, rtol=1e-5, atol=1e-7)
+
+
+# ---- the grouped product ----
+
+
+@pytest.mark.parametrize("sizes", ((30, 0, 1, 69, 0), (0, 0, 8)), ids=str)
+def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(sum(sizes), 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(len(sizes), 48, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    assert grouped.grouped_by_torch(x, weight)
+
+    def results():
+        y = grouped.grouped_linear(x, weight, ends)
+        return [y, *torch.autograd.grad(y.sum(), (x, weight))]
+
+    with nobody_waits():
+        got = results()
+    monkeypatch.setattr(grouped, "grouped_by_torch", lambda *_: False)
+    for one, other in zip(got, results(), strict=True):
+        assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
+    assert not any(got[2][at].any() for at, size in enumerate(sizes) if not size)
+
+
+@pytest.mark.parametrize("change", ("fp32", "unaligned", "autocast"))
+def test_what_the_grouped_product_takes(change):
+    x, weight = torch.ones(4, 16, device="cuda"), torch.ones(2, 12 if change == "unaligned" else 8, 16, device="cuda")
+    x, weight = (x, weight) if change == "fp32" else (x.bfloat16(), weight if change == "autocast" else weight.bfloat16())
+    assert grouped.grouped_by_torch(x, weight) is (change == "autocast")
+    y = grouped.grouped_linear(x, weight, torch.tensor([1, 4], device="cuda", dtype=torch.int32))
+    assert (y == 16).all() and y.dtype is x.dtype

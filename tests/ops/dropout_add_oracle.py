@@ -1,0 +1,218 @@
+"""The oracle of dropout_add: one function that says whether a room computes a case within the budget.
+
+Which elements are kept is computed here once more, word by word as Philox's paper has it. The real room must pass every case, and
+each of the mutants must fail one.
+"""
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import numpy
+import torch
+from ops.bias_activation_oracle import laid_out
+
+from onepass.testing.budget import Finding, Report, compare, run
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
+SEED = 0x5DEECE66D1234567
+
+
+@dataclass(frozen=True)
+class Case:
+    """`p` may be "low" or "high": then such that an element whose random number is such a half of a word lies on the edge."""
+
+    lead: tuple[int, ...] = (3, 7)
+    H: int = 72
+    dtype: torch.dtype = FP32
+    residual: torch.dtype = FP32
+    bias: torch.dtype | None = FP32
+    p: float | str = 0.25
+    first: int | None = None  # the number of the first row, where ranks have parts
+    in_memory: bool = True  # the seed
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+
+    @property
+    def rows(self) -> int:
+        return prod(self.lead)
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, (*self.lead, self.H))), str(self.dtype), f"residual={self.residual}", f"bias={self.bias}"]
+        parts += [f"p={self.p}", f"first={self.first}", "memory" if self.in_memory else "number"]
+        return "-".join(part.replace("torch.", "") for part in [*parts, self.layout, f"dy={self.dy_layout}"])
+
+
+# ---- Philox 4x32 with seven rounds, on words of 32 bits ----
+
+
+def philox(counter, key, rounds=7):
+    """Arrays of uint64 that hold words."""
+    low = numpy.uint64(0xFFFFFFFF)
+    c, k = list(counter), list(key)
+    for _ in range(rounds):
+        a, b = c[0] * numpy.uint64(0xD2511F53), c[2] * numpy.uint64(0xCD9E8D57)
+        c = [(b >> numpy.uint64(32)) ^ c[1] ^ k[0], b & low, (a >> numpy.uint64(32)) ^ c[3] ^ k[1], a & low]
+        k = [(k[0] + numpy.uint64(0x9E3779B9)) & low, (k[1] + numpy.uint64(0xBB67AE85)) & low]
+    return c
+
+
+def halves(seed, first, rows, H):
+    """The 16-bit number of each element, [rows, H]."""
+    numbers = numpy.arange(first, first + rows, dtype=numpy.uint64)[:, None]
+    columns = numpy.arange(H, dtype=numpy.uint64)[None, :]
+    low, high = (numpy.uint64(n) for n in (0xFFFFFFFF, 32))
+    counter = columns // numpy.uint64(8) + 0 * numbers, (numbers & low) + 0 * columns, (numbers >> high) + 0 * columns
+    key = [numpy.full((rows, H), n, dtype=numpy.uint64) for n in (seed & 0xFFFFFFFF, seed >> 32)]
+    words = numpy.stack(philox([*counter, numpy.zeros((rows, H), dtype=numpy.uint64)], key))
+    lane = (columns % numpy.uint64(8)).astype(int) + numpy.zeros((rows, 1), dtype=int)
+    word = numpy.take_along_axis(words, (lane // 2)[None], 0)[0]
+    return torch.from_numpy(((word >> (16 * (lane % 2)).astype(numpy.uint64)) & numpy.uint64(0xFFFF)).astype(numpy.int64))
+
+
+def probability(case):
+    """p, and how many of 65536 it drops."""
+    if isinstance(case.p, str):
+        threshold = int(halves(SEED, case.first or 0, case.rows, case.H)[0, 0 if case.p == "low" else 1])
+        return threshold / 65536, threshold
+    return case.p, 65536 if case.p == 1 else min(round(case.p * 65536), 65535)
+
+
+def kept(case):
+    _, threshold = probability(case)
+    return (halves(SEED, case.first or 0, case.rows, case.H) >= threshold).view(*case.lead, case.H).to(DEVICE)
+
+
+# ---- inputs ----
+
+
+def draw(case, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x, residual, dy = (randn(*case.lead, case.H) for _ in range(3))
+    bias = None if case.bias is None else randn(case.H).to(case.bias).to(DEVICE)
+    x = laid_out(x.to(case.dtype).to(DEVICE), case.layout)
+    residual = laid_out(residual.to(case.residual).to(DEVICE), case.dy_layout)
+    return {"x": x, "residual": residual, "bias": bias}, laid_out(dy.to(case.residual).to(DEVICE), case.dy_layout)
+
+
+# ---- tiles so small that there are several of each kind, and the last ends inside; a seed that is known ----
+
+
+@contextlib.contextmanager
+def replaced(names, changes, caches=()):
+    before = {name: names[name] for name in changes}
+    names.update(changes)
+    for cache in caches:
+        names[cache].cache_clear()
+    try:
+        yield
+    finally:
+        names.update(before)
+        for cache in caches:
+            names[cache].cache_clear()
+
+
+@contextlib.contextmanager
+def small_tiles(room):
+    names = room.dropout_add_forward.__globals__
+    ceil_div, Tiles = names["ceil_div"], names["_Tiles"]
+
+    def width(H):
+        return max(8, min(names["power_of_two"](H), 32))
+
+    def forward(M, H):
+        return Tiles(16, width(H), ceil_div(H, width(H)), ceil_div(M, 16), 0, 4)
+
+    def backward(M, H, _):
+        rows = 12 if M > 12 else ceil_div(M, 4) * 4  # three blocks of 4
+        return Tiles(4, width(H), ceil_div(H, width(H)), ceil_div(M, rows), rows, 4)
+
+    # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+
+    def scratch(floats, count, device):
+        assert count <= counters.numel()
+        return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
+
+    changes = {"forward_tiles": forward, "backward_tiles": backward, "kept_scratch": scratch}
+    with replaced(names, changes, ("_forward_plan", "_backward_plan")):
+        yield counters
+
+
+@contextlib.contextmanager
+def known_seed(room, case):
+    seed = torch.tensor([SEED], device=DEVICE) if case.in_memory else SEED
+    changes = {"drawn_seed": lambda *_: seed}
+    if case.first is not None:
+        first = torch.tensor([case.first], device=DEVICE)
+        changes |= {"with_others": lambda *_: object(), "_seed_of_all": lambda *_: (seed, first)}
+    with replaced(vars(room), changes):
+        yield
+
+
+# ---- the oracle ----
+
+
+def formula(case):
+    mask, (_, threshold) = kept(case), probability(case)
+
+    def reference(x, residual, bias):
+        z = x if bias is None else x + bias
+        scale = 1.0 if threshold == 65536 else 65536 / (65536 - threshold)
+        return residual + torch.where(mask, z * scale, 0.0)
+
+    return reference
+
+
+def call(room, case, backend):
+    def op(x, residual, bias):
+        return room.dropout_add(x, residual, probability(case)[0], bias=bias, backend=backend)
+
+    return op
+
+
+def judge_case(room, case, backend="triton"):
+    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    trials = []
+    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # few numbers: pooled
+    with small_tiles(room) as counters, known_seed(room, case):
+        for seed in seeds:
+            inputs, dy = draw(case, seed)
+            try:
+                with poisoned(), unchanged(**inputs, dy=dy):
+                    ours = run(call(room, case, backend), inputs, dy)
+                    assert not counters.any(), "an arrival counter was not set back"
+            except AssertionError as error:
+                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+            exact = formula(case)
+            trials.append((ours, *(run(exact, inputs, dy, wide) for wide in (FP32, torch.float64))))
+    return compare(trials, case.dtype)
+
+
+# ---- the cases ----
+
+SHAPES = (((3, 7), 72), ((37,), 65), ((), 33), ((2, 1, 3, 2), 130), ((5, 4), 1), ((300,), 40))
+
+
+def main_cases():
+    """Every shape, type and layout with the other features in turn: what the mutants are tried on, and a GPU."""
+    cases = []
+    for i, (dtype, (lead, H)) in enumerate(itertools.product((FP32, BF16, FP16), SHAPES)):
+        cases.append(
+            Case(
+                lead, H, dtype, (dtype, FP32)[i % 4 == 1], (dtype, FP32, None)[i % 3], (0.1, 0.5, 0.9)[i % 3],
+                (None, None, 5, 2**32 - 3)[i % 4], i % 2 == 0, LAYOUTS[i % 7], LAYOUTS[(i // 3) % 7],
+            )
+        )  # fmt: skip
+    base = Case((37,), 130, BF16, BF16, BF16)
+    cases += [Case((37,), 72, p=p, in_memory=False) for p in (0.0, 1.0, 1e-4, 1 - 1e-6, "low", "high")]
+    cases += [Case((37,), 130, p=0.3, first=2**33 + 5), base, Case((37,), 40, p=0.0, bias=None), Case((3,), 40, BF16, p=0.0)]
+    return cases

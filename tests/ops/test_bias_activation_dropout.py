@@ -1,0 +1,345 @@
+"""bias_activation's dropout: the last step of forward, the first of backward, by the random numbers of dropout_add."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ops.bias_activation_oracle import BF16, CLAMPS, DEVICE, FP16, FP32, GATED, LAYOUTS, PLAIN, small_tiles
+from ops.bias_activation_oracle import Case as ActivationCase
+from ops.bias_activation_oracle import draw as drawn
+from ops.calls import backends, equal, gradients, needs_triton
+from ops.dropout_add_oracle import SEED, halves, replaced
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.bias_activation as room
+from onepass.kernels import activations, strips
+from onepass.kernels import bias_activation as kernels
+from onepass.nn import BiasActivation
+from onepass.runtime.lang import device_function, triton
+from onepass.runtime.saved import SAVES, fp8_dequantise, fp8_quantise
+from onepass.testing.budget import compare, run
+from onepass.testing.mutants import mutate
+from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
+
+P = 0.3
+THRESHOLD = round(P * 65536)
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with small_tiles(room):
+        yield
+
+
+# ---- the oracle ----
+
+
+@dataclass(frozen=True)
+class Drops:
+    """An activation's case, and how its seed is given."""
+
+    case: ActivationCase
+    in_memory: bool = True
+
+    def __str__(self):
+        return f"{self.case}-{'memory' if self.in_memory else 'number'}"
+
+
+def formula(case):
+    rows = case.W and torch.Size(case.lead).numel()
+    kept = (halves(SEED, 0, rows, case.H) >= THRESHOLD).view(*case.lead, case.H).to(DEVICE)
+
+    def reference(x, bias, token_weight):
+        y = room.bias_activation_reference(x, bias, token_weight, activation=case.activation, **case.options)
+        return torch.where(kept, y * (65536 / (65536 - THRESHOLD)), 0.0)
+
+    return reference
+
+
+def wide(case, inputs, dy, dtype):
+    """With save="fp8" the gradients are those at the x that was kept."""
+    results = run(formula(case), inputs, dy, dtype)
+    if case.save != "fp8":
+        return results
+    parts = 2 if case.gated else 1
+    kept = fp8_dequantise(*fp8_quantise(inputs["x"], parts), FP32, parts)
+    return run(formula(case), {**inputs, "x": kept}, dy, dtype) | {"y": results["y"]}
+
+
+def judged(module, drops, backend="triton"):
+    case, trials = drops.case, []
+    seed = torch.tensor([SEED], device=DEVICE) if drops.in_memory else SEED
+
+    def call(x, bias, token_weight):
+        options = {**case.options, "token_weight": token_weight, "save": case.save, "backend": backend}
+        return module.bias_activation(x, bias, case.activation, dropout=P, **options)
+
+    with small_tiles(module) as counters, replaced(vars(module), {"drawn_seed": lambda *_: seed}):
+        for draw in range(4 if case.H < 32 else 1):
+            inputs, dy = drawn(case, draw)
+            with poisoned(), unchanged(**inputs, dy=dy):
+                ours = run(call, inputs, dy)
+            assert not counters.any(), "an arrival counter was not set back"
+            trials.append((ours, wide(case, inputs, dy, FP32), wide(case, inputs, dy, torch.float64)))
+    return compare(trials, case.dtype)
+
+
+def main_cases():
+    """Every activation, in every store and type, with the other features in turn; rows shorter than what shares random bits."""
+    found = []
+    for i, activation in enumerate((*PLAIN, *GATED) * 2):
+        dtype = (FP32, BF16, FP16)[i % 3]
+        clamp, offset = CLAMPS[i % 4] if activation in GATED else (None, 0.0)
+        case = ActivationCase(
+            activation, (37,) if i % 2 else (3, 7), (72, 130, 65, 33)[i % 4], dtype, (dtype, FP32, None)[i % 3],
+            (FP32, None, dtype)[i % 3 - i % 2], i % 4 < 2, clamp, offset, SAVES[(i + i // 10) % 3], LAYOUTS[i % 7],
+            LAYOUTS[(i // 3) % 7],
+        )  # fmt: skip
+        found.append(Drops(case, i % 2 == 0))
+    for H in (1, 2, 5, 8):
+        found.append(Drops(ActivationCase("silu", (37,), H, save="input", weight=FP32), H == 1))
+        found.append(Drops(ActivationCase("swiglu", (37,), H, save="fp8"), H == 1))
+    return found
+
+
+CASES = main_cases()
+
+
+@backends
+@pytest.mark.parametrize("drops", CASES, ids=str)
+def test_budget(drops, backend):
+    report = judged(room, drops, backend)
+    assert report, report
+
+
+MUTANTS = {  # name: module, what is there, what stands there instead
+    "not in backward": (kernels, "dy = dropped(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)", "dy = dy * 1.0"),
+    "not in forward": (
+        kernels,
+        "y = dropped(y, load_seed(seed_ptr, SEED), rows, tile * BLOCK_H, threshold, scale, BLOCK_H)",
+        "y = y * 1.0",
+    ),
+    "every tile's columns the first's": (kernels, "dropped(dy, seed, rows, tile * BLOCK_H", "dropped(dy, seed, rows, 0"),
+    "rows numbered in their strip": (kernels, "dropped(dy, seed, rows, tile", "dropped(dy, seed, rows - strip * ROWS, tile"),
+    "seed of another call in backward": (
+        kernels,
+        "        seed = load_seed(seed_ptr, SEED)",
+        "        seed = load_seed(seed_ptr, SEED) + 1",
+    ),
+    "narrow tiles of too few rows": (
+        kernels,
+        "grid_of(tiles.across, ceil_div(M, tiles.block_m))",
+        "grid_of(tiles.across, tiles.down)",
+    ),
+    "last arriver sums a strip too few": (strips, "mask = (strips < STRIPS)", "mask = (strips < STRIPS - 1)"),
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    module, old, new = MUTANTS[name]
+    mutant = mutate(module, old, new, room=room)
+
+    def passes(drops):
+        try:
+            return bool(judged(mutant, drops))
+        except AssertionError:
+            return False
+
+    assert not all(map(passes, CASES)), "no case catches it"
+
+
+# ---- random numbers ----
+
+
+def tensors(gated=True, lead=(5, 3), H=40, dtype=FP32):
+    W = 2 * H if gated else H
+    x, bias = torch.randn(*lead, W, device=DEVICE, dtype=dtype), torch.randn(W, device=DEVICE, dtype=dtype)
+    return [t.requires_grad_() for t in (x, bias, torch.rand(lead, device=DEVICE))]
+
+
+def op(activation="swiglu", p=P, **options):
+    """Each call drops the same."""
+
+    def call(x, bias=None, weight=None):
+        torch.manual_seed(11)
+        return onepass.bias_activation(x, bias, activation, token_weight=weight, dropout=p, **options)
+
+    return call
+
+
+@backends
+def test_it_drops_what_dropout_add_drops(backend):
+    x, _, _ = tensors(False)
+    y = op("silu", backend=backend)(x.detach().abs() + 1)
+    torch.manual_seed(11)
+    other = onepass.dropout_add(torch.ones_like(x), torch.zeros_like(x), P, backend=backend)
+    assert torch.equal(y == 0, other == 0) and (y == 0).any()
+
+
+@backends
+def test_without_it_nothing_is_another(backend):
+    inputs, state = tensors(), torch.get_rng_state()
+    plain = gradients(lambda *t: onepass.bias_activation(*t[:2], "swiglu", token_weight=t[2], backend=backend), inputs)
+    given = gradients(lambda *t: onepass.bias_activation(*t[:2], "swiglu", token_weight=t[2], dropout=0, backend=backend), inputs)
+    assert equal(plain, given) and torch.equal(state, torch.get_rng_state())
+
+
+@backends
+@pytest.mark.parametrize("save", SAVES)
+def test_everything_dropped(save, backend):
+    y, *grads = gradients(op(p=1.0, save=save, backend=backend), tensors())
+    assert not y.any() and not any(grad.any() for grad in grads)
+
+
+@backends
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
+def test_nothing_in_nothing_out(shape, backend):
+    x, bias = torch.randn(shape, device=DEVICE, requires_grad=True), torch.randn(shape[-1], device=DEVICE, requires_grad=True)
+    y, dx, dbias = gradients(op(backend=backend), (x, bias))
+    assert y.shape == (shape[0], shape[1] // 2) and dx.shape == shape and not dbias.any()
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_drops_the_same_again(reentrant, save, backend):
+    def layer(x, bias, weight):
+        return onepass.bias_swiglu(x * 2, bias, token_weight=weight, dropout=P, save=save, backend=backend)
+
+    def found(function):
+        torch.manual_seed(2)
+        return gradients(function, inputs)
+
+    inputs = tensors()
+    assert equal(found(layer), found(lambda *t: checkpoint(layer, *t, use_reentrant=reentrant)))
+
+
+@backends
+@pytest.mark.parametrize("save", SAVES)
+def test_compiling_gives_the_same(save, backend):
+    def layer(x, bias, weight):
+        return onepass.bias_swiglu(x, bias, token_weight=weight, dropout=P, save=save, backend=backend) * 2
+
+    inputs = tensors(dtype=BF16)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (layer, compiled):
+        torch.manual_seed(4)
+        found.append(gradients(function, inputs))
+    assert equal(*found)
+    assert not equal(found[1], gradients(compiled, inputs))
+
+
+@needs_triton
+def test_registered_ops_are_what_they_say():
+    x, bias, weight = (t.detach() for t in tensors())
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    options, dropout = ("swiglu", 1.0, 0.5), {"seed": torch.tensor([7], device=DEVICE), "threshold": THRESHOLD}
+    torch.library.opcheck(kernels.registered_forward, (x, bias, weight, *options), dropout, test_utils=tests)
+    torch.library.opcheck(kernels.registered_forward_fp8, (x, bias, None, *options), dropout, test_utils=tests)
+    dy = torch.randn(*x.shape[:-1], 40, device=DEVICE)
+    torch.library.opcheck(
+        kernels._backward_op, (dy, x, None, bias, weight, *options, True, True, True), dropout, test_utils=tests
+    )
+
+
+@needs_triton
+def test_somebody_may_watch_backward_alone():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = tensors()
+    with replaced(vars(room), {"drawn_seed": lambda *_: SEED}):  # a number, as it is on a GPU in eager mode
+        y = op(backend="triton")(*inputs)
+    dy = torch.randn_like(y)
+    alone = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    with FlopCounterMode(display=False):
+        assert equal(alone, torch.autograd.grad(y, inputs, dy))
+
+
+@backends
+@pytest.mark.parametrize("frozen", range(1, 7))
+def test_frozen_inputs_lose_nothing(frozen, backend):
+    inputs = tensors()
+    everything = gradients(op(backend=backend), inputs)[1:]
+    for i, t in enumerate(inputs):
+        t.requires_grad_(not frozen & 1 << i)
+    assert equal(gradients(op(backend=backend), inputs)[1:], [g for i, g in enumerate(everything) if not frozen & 1 << i])
+
+
+@needs_triton
+def test_a_seed_is_all_that_is_kept_beside_the_inputs():
+    inputs = tensors()
+    with saved_tensors() as kept:
+        op(backend="triton")(*inputs)
+    assert bytes_kept(kept, *inputs) == 8
+    with saved_tensors() as kept, replaced(vars(room), {"drawn_seed": lambda *_: SEED}):
+        op(backend="triton")(*inputs)
+    assert bytes_kept(kept, *inputs) == 0
+
+
+@backends
+def test_a_bias_with_main_grad(backend):
+    x, bias, weight = tensors()
+    bias = torch.nn.Parameter(bias.detach())
+    (expected,) = torch.autograd.grad(op(backend=backend)(x, bias, weight).sum(), bias)
+    bias.main_grad = torch.zeros_like(bias)
+    op(backend=backend)(x, bias, weight).sum().backward()
+    torch.testing.assert_close(bias.main_grad, expected)
+
+
+@device_function
+def _cubed(z):
+    return z * z * z
+
+
+@device_function
+def _cubed_derivative(z):
+    return 3.0 * z * z
+
+
+@backends
+def test_registered_activations_and_shorthands(backend):
+    activations.register_activation("cube", lambda z: z**3, _cubed if triton else None, _cubed_derivative if triton else None)
+    try:
+        x, _, _ = tensors(False)
+        y, dx = gradients(op("cube", backend=backend), (x,))
+        torch.testing.assert_close(y, torch.where(y == 0, 0.0, x.detach() ** 3 * (65536 / (65536 - THRESHOLD))))
+        assert torch.equal(dx == 0, (y == 0) | (dx == 0)) and (y == 0).any()
+    finally:
+        del activations.ACTIVATIONS["cube"]
+    for name in ("gelu", "swiglu", "geglu", "quick_geglu"):
+        torch.manual_seed(11)
+        y = getattr(onepass, f"bias_{name}")(x, dropout=P, backend=backend)
+        assert torch.equal(y, op(name, backend=backend)(x))
+
+
+def test_the_module_drops_in_training_only():
+    layer, x = BiasActivation(80, "swiglu", dropout=P).to(DEVICE), tensors()[0]
+    torch.manual_seed(11)
+    y = layer(x)
+    assert torch.equal(y, op()(x, layer.bias)) and (y == 0).any() and "dropout=0.3" in repr(layer)
+    assert torch.equal(layer.eval()(x), onepass.bias_swiglu(x, layer.bias)) and not (layer(x) == 0).any()
+    with pytest.raises(ValueError, match="dropout must be a probability"):
+        BiasActivation(80, dropout=1.5)
+
+
+@pytest.mark.parametrize(("p", "kind"), [(-0.1, ValueError), (1.5, ValueError), (float("nan"), ValueError), ("0.1", TypeError)])
+def test_bad_input_is_named(p, kind):
+    x = torch.ones(2, 6, device=DEVICE)
+    for call in (onepass.bias_activation, lambda *_, **options: onepass.explain("bias_activation", x, **options)):
+        with pytest.raises(kind, match="dropout must be a"):
+            call(x, dropout=p)
+
+
+def test_explain_says_so():
+    x = torch.ones(2, 6, device=DEVICE)
+    assert "16384 of 65536 dropped" in str(
+        onepass.explain("bias_activation", x, dropout=0.25, backend="triton" if triton else None)
+    )

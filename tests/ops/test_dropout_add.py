@@ -1,0 +1,413 @@
+"""What dropout_add computes and keeps, and how it behaves under autograd, the compiler and whatever else people do to an op."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.bias_activation_oracle import laid_out
+from ops.calls import backends, equal, gradients, needs_triton, relative
+from ops.dropout_add_oracle import (
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    LAYOUTS,
+    Case,
+    judge_case,
+    known_seed,
+    main_cases,
+    replaced,
+    small_tiles,
+)
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.dropout_add as room
+from onepass.kernels import dropout_add as kernels
+from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with small_tiles(room):
+        yield
+
+
+def tensors(lead=(5, 3), H=40, dtype=FP32, residual=None):
+    x, bias = torch.randn(*lead, H, device=DEVICE, dtype=dtype), torch.randn(H, device=DEVICE, dtype=dtype)
+    return [t.requires_grad_() for t in (x, torch.randn(*lead, H, device=DEVICE, dtype=residual or dtype), bias)]
+
+
+def op(p=0.3, **options):
+    """Each call drops the same."""
+
+    def call(x, residual, bias=None):
+        torch.manual_seed(11)
+        return onepass.dropout_add(x, residual, p, bias=bias, **options)
+
+    return call
+
+
+def dropped(x, residual, p=0.3, **options):
+    """Which elements a call drops, of numbers none of which is 0."""
+    return onepass.dropout_add(torch.ones_like(x), torch.zeros_like(residual), p, **options) == 0
+
+
+# ---- what it computes ----
+
+
+@backends
+@pytest.mark.parametrize("case", main_cases(), ids=str)
+def test_budget(case, backend):
+    report = judge_case(room, case, backend)
+    assert report, report
+
+
+@needs_triton
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_and_type(data):
+    draw = data.draw
+    dtypes = st.sampled_from((FP32, FP16, BF16))
+    case = Case(
+        tuple(draw(st.lists(st.integers(1, 4), max_size=4))),
+        draw(st.integers(1, 70)),
+        draw(dtypes),
+        draw(dtypes),
+        draw(st.none() | dtypes),
+        draw(st.floats(0, 1)),
+        draw(st.none() | st.integers(0, 2**40)),
+        draw(st.booleans()),
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from(LAYOUTS)),
+    )
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+def test_by_hand(backend):
+    x, residual = torch.tensor([[1.0, -2.0, 4.0]] * 64, device=DEVICE), torch.full((64, 3), 10.0, device=DEVICE)
+    y = onepass.dropout_add(x, residual, 0.5, bias=torch.tensor([1.0, 0.0, -1.0], device=DEVICE), backend=backend)
+    for column, value in enumerate((14.0, 6.0, 16.0)):
+        assert set(y[:, column].tolist()) == {10.0, value}
+
+
+@backends
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.9, "training": False}, {"p": 1e-6}], ids=str)
+def test_where_nothing_is_dropped_no_random_state_is_used(options, backend):
+    x, residual, bias = tensors()
+    state = torch.get_rng_state()
+    y = onepass.dropout_add(x, residual, bias=bias, backend=backend, **options)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(y, residual + (x + bias), rtol=1e-6, atol=1e-6)
+    onepass.dropout_add(x, residual, 0.5, backend=backend)
+    assert DEVICE == "cuda" or not torch.equal(state, torch.get_rng_state())
+
+
+@backends
+def test_where_everything_is_dropped_the_residual_is_left(backend):
+    x, residual, bias = tensors()
+    x.data[0, 0, 0], x.data[1, 1, 1] = float("nan"), float("inf")
+    y, dx, dresidual, dbias = gradients(op(1.0, backend=backend), (x, residual, bias))
+    assert torch.equal(y, residual.detach()) and dresidual.any() and not dx.any() and not dbias.any()
+
+
+@backends
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (0, 0), (2, 0, 8)])
+def test_nothing_in_nothing_out(shape, backend):
+    inputs = [torch.randn(size, device=DEVICE, requires_grad=True) for size in (shape, shape, shape[-1:])]
+    y, dx, dresidual, dbias = gradients(op(backend=backend), inputs)
+    assert y.shape == dx.shape == dresidual.shape == shape and dbias.shape == shape[-1:] and not dbias.any()
+
+
+@backends
+def test_y_has_the_residuals_type_and_gradients_their_own(backend):
+    x, residual, bias = tensors(dtype=BF16, residual=FP32)
+    y, dx, dresidual, dbias = gradients(op(backend=backend), (x, residual, bias))
+    assert (y.dtype, dx.dtype, dresidual.dtype, dbias.dtype) == (FP32, BF16, FP32, BF16)
+
+
+@backends
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinities_reach_the_result_where_they_are_kept(value, backend):
+    x, residual, bias = tensors((64,), 8)
+    gone = dropped(x, residual, backend=backend) if torch.manual_seed(11) else None
+    x = torch.full_like(x, value).requires_grad_()
+    y, dx, _, dbias = gradients(op(backend=backend), (x, residual, bias))
+    assert torch.equal(y.isfinite(), gone) and torch.equal(y[gone], residual.detach()[gone])
+    assert dx.isfinite().all() and dbias.isfinite().all()
+
+
+@backends
+def test_fp64_on_any_backend_that_takes_it(backend):
+    inputs = tensors(dtype=torch.float64)
+    y = op()(*inputs)
+    assert y.dtype == torch.float64
+    if backend == "triton":
+        with pytest.raises(RuntimeError, match=r"x is torch\.float64"):
+            op(backend="triton")(*inputs)
+
+
+# ---- random numbers ----
+
+
+@needs_triton
+def test_both_backends_drop_the_same():
+    for lead, H in (((5, 3), 40), ((300,), 17), ((), 9)):
+        x, residual, _ = tensors(lead, H)
+        found = []
+        for backend in ("triton", "torch"):
+            torch.manual_seed(3)
+            found.append(dropped(x, residual, backend=backend))
+        assert torch.equal(*found) and found[0].any() and not found[0].all()
+
+
+@needs_triton
+def test_tiles_strides_and_types_do_not_matter():
+    x, residual, _ = tensors((37,), 136)
+    expected = op(0.4)(x.detach(), residual.detach()) == residual
+    others = [laid_out(x.detach(), layout) for layout in LAYOUTS if layout != "expanded"]
+    assert all(torch.equal(op(0.4)(other, residual.detach()) == residual, expected) for other in others)
+    torch.manual_seed(11)
+    assert torch.equal(dropped(x.bfloat16(), residual.bfloat16(), 0.4), expected)
+    wide = {"forward_tiles": lambda M, H: kernels._Tiles(2, 256, 1, -(-M // 2), 0, 4)}
+    with replaced(vars(kernels), wide, ("_forward_plan",)):
+        assert torch.equal(op(0.4)(x.detach(), residual.detach()) == residual, expected)
+
+
+@backends
+def test_a_seed_repeats_and_each_call_draws_anew(backend):
+    x, residual, _ = tensors((16,), 64)
+    torch.manual_seed(5)
+    first, second = (dropped(x, residual, backend=backend) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(dropped(x, residual, backend=backend), first) and not torch.equal(first, second)
+    torch.manual_seed(6)
+    assert not torch.equal(dropped(x, residual, backend=backend), first)
+
+
+@backends
+def test_rows_are_numbered_over_all_leading_dimensions(backend):
+    x, residual, _ = tensors((4, 6), 24)
+    torch.manual_seed(5)
+    expected = dropped(x, residual, backend=backend)
+    torch.manual_seed(5)
+    assert torch.equal(dropped(x.view(24, 24), residual.view(24, 24), backend=backend).view_as(expected), expected)
+
+
+@backends
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_drops_the_same_again(reentrant, backend):
+    inputs = tensors()
+
+    def layer(*t):
+        return onepass.dropout_add(t[0] * 2, t[1], 0.3, bias=t[2], backend=backend)
+
+    def run(function):
+        torch.manual_seed(2)
+        return gradients(function, inputs)
+
+    assert equal(run(layer), run(lambda *t: checkpoint(layer, *t, use_reentrant=reentrant)))
+
+
+# ---- autograd ----
+
+
+@backends
+@pytest.mark.parametrize("frozen", range(1, 8))
+def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, backend):
+    inputs = tensors()
+    everything = gradients(op(backend=backend), inputs)[1:]
+    for i, t in enumerate(inputs):
+        t.requires_grad_(not frozen & 1 << i)
+    if frozen == 7:
+        assert not op(backend=backend)(*inputs).requires_grad
+        return
+    assert equal(gradients(op(backend=backend), inputs)[1:], [g for i, g in enumerate(everything) if not frozen & 1 << i])
+
+
+@backends
+def test_twice_over_a_retained_graph(backend):
+    inputs = tensors()
+    y = op(backend=backend)(*inputs)
+    dy = torch.randn_like(y)
+    with unchanged(x=inputs[0], residual=inputs[1], bias=inputs[2], dy=dy, y=y):
+        first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        again = torch.autograd.grad(y, inputs, dy)
+    assert equal(first, again)
+
+
+@backends
+def test_the_residuals_gradient_is_the_incoming_one(backend):
+    x, residual, bias = tensors()
+    dy = torch.randn(x.shape, device=DEVICE)
+    dresidual, dx = torch.autograd.grad(op(backend=backend)(x, residual, bias), (residual, x), dy)
+    assert dresidual.data_ptr() == dy.data_ptr() != dx.data_ptr()
+    (dx,) = torch.autograd.grad(op(0.0, backend=backend)(x, residual, bias), x, dy)
+    assert dx.data_ptr() == dy.data_ptr()
+
+
+@backends
+def test_it_keeps_a_seed_and_nothing_else(backend):
+    inputs = tensors()
+    with saved_tensors() as kept:
+        y = op(backend=backend)(*inputs)
+    assert bytes_kept(kept) <= 8
+    with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
+        y.sum().backward()
+    with saved_tensors() as kept, known_seed(room, Case(in_memory=False)):  # as it is on a GPU in eager mode
+        op(backend=backend)(*inputs).sum().backward()
+        op(0.0, backend=backend)(*inputs)
+    assert not kept
+
+
+@backends
+def test_inputs_may_be_written_before_backward(backend):
+    x, residual, bias = tensors()
+    leaf = x.detach().requires_grad_()
+    y = op(backend=backend)(leaf * 1, residual, bias)
+    expected = torch.autograd.grad(op(backend=backend)(leaf * 1, residual, bias).sum(), leaf)[0]
+    h = leaf * 1
+    y = op(backend=backend)(h, residual, bias)
+    h.zero_()
+    assert torch.equal(torch.autograd.grad(y.sum(), leaf)[0], expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_second_derivative_raises_on_triton(constant):
+    x, residual, bias = tensors()
+    y = op(backend="triton")(x, residual, bias)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y).requires_grad_(not constant), create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        dx.square().sum().backward()
+
+
+def test_the_torch_backend_is_differentiable_often():
+    inputs = [t.detach().double().requires_grad_() for t in tensors((2,), 9)]
+    call = op(backend="torch")
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+
+
+@backends
+@pytest.mark.parametrize("main", (FP32, BF16))
+def test_a_bias_with_main_grad(main, backend):
+    x, residual, bias = tensors((300,), 40, BF16)
+    bias = torch.nn.Parameter(bias.detach())
+    bias.main_grad, bias.grad_added_to_main_grad = torch.zeros(40, device=DEVICE, dtype=main), False
+    total = torch.zeros(40, dtype=torch.float64, device=DEVICE)
+    for _ in range(3):
+        dy = torch.randn_like(x)
+        y = op(backend=backend)(x, residual, bias)
+        y.backward(dy)
+        gone = op(backend=backend)(torch.ones_like(x), torch.zeros_like(x)) == 0
+        total += torch.where(gone, 0.0, dy.double() / 0.7000).sum(0)
+    assert bias.grad_added_to_main_grad is True and not bias.grad.any()
+    assert relative(bias.main_grad, total) < (1e-5 if main is FP32 else 1e-2)
+    main_grad = bias.main_grad.clone()
+    (dbias,) = torch.autograd.grad(op(backend=backend)(x, residual, bias), bias, dy)
+    assert torch.equal(bias.main_grad, main_grad) and dbias.dtype == BF16 and dbias.any()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *t: onepass.dropout_add(*t, 0.3, bias=bias, backend=backend) * 1, fullgraph=True, backend="aot_eager"
+    )
+    torch.manual_seed(11)
+    compiled(x, residual).backward(dy)
+    assert relative(bias.main_grad, main_grad.double() + dbias.double()) < 1e-2
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_compiling_gives_a_whole_graph(p, backend):
+    inputs = tensors(dtype=BF16)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *t: onepass.dropout_add(t[0], t[1], p, bias=t[2], backend=backend) * 2, fullgraph=True, backend="aot_eager"
+    )
+    torch.manual_seed(4)
+    found = gradients(compiled, inputs)
+    torch.manual_seed(4)
+    assert equal(found, gradients(lambda *t: onepass.dropout_add(t[0], t[1], p, bias=t[2], backend=backend) * 2, inputs))
+    if p == 0.3:
+        assert not equal(found, gradients(compiled, inputs))
+
+
+@needs_triton
+def test_compiling_for_any_number_of_rows():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *t: onepass.dropout_add(t[0], t[1], 0.3, bias=t[2], backend="triton"),
+        fullgraph=True, backend="aot_eager", dynamic=True,
+    )  # fmt: skip
+    for rows in (3, 7):
+        inputs = tensors((rows, 2))
+        torch.manual_seed(11)
+        assert equal(gradients(compiled, inputs), gradients(op(backend="triton"), inputs))
+
+
+@needs_triton
+@pytest.mark.parametrize(("lead", "H", "layout"), [((5, 3), 40, "contiguous"), ((5, 3), 41, "sliced"), ((2, 1), 66, "expanded")])
+def test_registered_ops_are_what_they_say(lead, H, layout):
+    x, residual, bias = (t.detach() for t in tensors(lead, H))
+    x, residual, dy = (laid_out(t, layout) for t in (x, residual, residual.bfloat16()))
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    seed, first = (torch.tensor([n], device=DEVICE) for n in (5, 7))
+    for some in ((bias, seed, first, 20000), (None, seed, None, 20000), (bias, None, None, 0)):
+        torch.library.opcheck(kernels.registered_forward, (x, residual, *some), test_utils=tests)
+    for kinds in ((FP32, FP16), (BF16, None), (None, FP32)):
+        torch.library.opcheck(kernels._backward_op, (dy, seed, first, 20000, *kinds), test_utils=tests)
+
+
+@needs_triton
+def test_somebody_may_watch_backward_alone():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = tensors()
+    expected = gradients(op(backend="triton"), inputs)
+    with known_seed(room, Case(in_memory=False)):
+        y = op(backend="triton")(*inputs)
+        dy = torch.randn_like(y)
+        alone = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        with FlopCounterMode(display=False):
+            watched = torch.autograd.grad(y, inputs, dy)
+    assert equal(alone, watched) and len(expected) == 4
+
+
+@backends
+def test_under_autocast_and_in_inference_mode(backend):
+    inputs = tensors()
+    plain = gradients(op(backend=backend), inputs)
+    with torch.autocast(DEVICE, BF16):
+        assert equal(plain, gradients(op(backend=backend), inputs))
+    with torch.inference_mode():
+        assert torch.equal(op(backend=backend)(*inputs), plain[0])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
+def test_transforms_take_the_formula():
+    x, residual, bias = (t.detach() for t in tensors((4,)))
+    y = torch.func.vmap(lambda a, b: onepass.dropout_add(a, b, 0.5), randomness="different")(torch.ones_like(x), 0 * residual)
+    assert set(y.flatten().tolist()) == {0.0, 2.0} and not torch.equal(y[0], y[1])
+    _, tangent = torch.func.jvp(lambda t: op(0.5)(t, residual, bias), (x,), (torch.ones_like(x),))
+    assert set(tangent.flatten().tolist()) == {0.0, 2.0}
+
+
+@backends
+def test_a_tensor_that_is_its_own_residual(backend):
+    x, _, _ = tensors()
+    y = op(0.5, backend=backend)(x, x)
+    dy = torch.randn_like(y)
+    expected = torch.where(y == x, dy, 3 * dy)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], expected)
+
+
+def test_explain_says_what_is_kept_and_dropped():
+    x, residual, bias = tensors()
+    said = str(onepass.explain(onepass.dropout_add, x, residual, 0.25, bias=bias, backend="triton"))
+    assert "16384 of 65536 dropped, the seed kept and no mask" in said and "the bias gradient in the same kernel" in said
+    assert "nothing dropped" in str(onepass.explain("dropout_add", x, residual, 0.25, training=False, backend="triton"))
+    assert "no backward to do" in str(onepass.explain("dropout_add", x, residual, 0.0, backend="triton"))
