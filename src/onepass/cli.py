@@ -1,9 +1,10 @@
-"""The `onepass` command: bench, profile, explain, doctor. Each imports what it needs when it is asked for."""
+"""The `onepass` command: train, bench, profile, explain, doctor. Each imports what it needs when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import sys
 import types
 import typing
@@ -29,7 +30,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 something is wrong or broken, 2 what was asked for can't be done, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(argv).parse_args(argv)
+    parser = _parser(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0], args.options)}")
     try:
         return int(args.run(args))
     except Refused as refused:
@@ -41,16 +45,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser, with the arguments of the command that argv names and of no other: those cost imports."""
-    parser = _Parser(prog="onepass", description="Fused training kernels for PyTorch: measure, explain, check.")
+    parser = _Parser(prog="onepass", description="Fused training kernels for PyTorch: train, measure, explain, check.")
     parser.add_argument("--version", action="version", version=f"onepass {version('onepass')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     named = next((arg for arg in argv if not arg.startswith("-")), None)
     for name, (summary, fill) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        description = summary[0].upper() + summary[1:] + "."
+        command = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
         if name == named:
-            command.set_defaults(command=name)
             fill(command, argv)
+            command.set_defaults(command=name, options=list(command._option_string_actions))
     return parser
+
+
+def _nearest(option: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(option.partition("=")[0], known, 1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _train(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    from onepass.train import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
 
 
 def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> None:
@@ -201,6 +218,7 @@ def _pretended_gpu() -> Iterator[None]:
 
 
 _COMMANDS = {
+    "train": ("train a GPT that uses all of it, and see what each fusion brings", _train),
     "bench": ("measure ops against their peers", _bench),
     "profile": ("run a script and say what it does with the machine, and what of onepass would apply", _profile),
     "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),

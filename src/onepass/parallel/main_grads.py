@@ -64,6 +64,10 @@ class Bucket:
             if start < stop:
                 yield place, start, stop
 
+    def others(self) -> tuple[Tensor, Tensor]:
+        """What lies before and after `mine`."""
+        return self.flat[: self.first], self.flat[self.first + self.mine.numel() :]
+
 
 class MainGrads:
     """Gradients of a model's parameters in flat buffers, reduced over data-parallel ranks under backward.
@@ -98,6 +102,7 @@ class MainGrads:
         average: divide by the number of ranks, before the sum.
         tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
             rank to rank and count on each; the others count on the group's rank 0.
+        pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class MainGrads:
         shard: bool = False,
         average: bool = True,
         tp_group: dist.ProcessGroup | None = None,
+        pp_group: dist.ProcessGroup | None = None,
     ) -> None:
         named = _trainable(parameters)
         if dtype not in _TYPES:
@@ -119,6 +125,7 @@ class MainGrads:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.group, self.tp_group = with_others(group), with_others(tp_group, "tp_group")
+        self.pp_group = with_others(pp_group, "pp_group")
         self.ranks = 1 if self.group is None else self.group.size()
         self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
@@ -140,6 +147,7 @@ class MainGrads:
         self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
         self._finalizer.atexit = False
         self._accumulating = False
+        self._clear: list[int] | None = None  # the buffers' versions when somebody left zeros in them
         self._open()
 
     def _allocated(self, planned: list[list[Place]]) -> tuple[list[Tensor], list[Bucket]]:
@@ -166,16 +174,25 @@ class MainGrads:
     # ---- a step ----
 
     def zero_(self) -> None:
-        """Begin a step: clear buffers, `.grad` and flags."""
+        """Begin a step: clear buffers, `.grad` and flags. What `cleared` was told of is not written again."""
         self._check_none_held("zero_()", "or clear() what is deferred")
         self._wait()
-        for buffer in self.buffers:
-            buffer.zero_()
+        if self._clear != [buffer._version for buffer in self.buffers]:
+            for buffer in self.buffers:
+                buffer.zero_()
+        elif self.shard:
+            torch._foreach_zero_([part for bucket in self.buckets for part in bucket.others()])
         self._open()
+
+    def cleared(self) -> None:
+        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there."""
+        self._finished = False
+        self._clear = [buffer._version for buffer in self.buffers]
 
     def _open(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
         self._finished = False
+        self._clear = None
         for bucket in self.buckets:
             bucket.missing = {id(place.parameter) for place in bucket.places}
             bucket.held.clear()
@@ -326,7 +343,7 @@ class MainGrads:
 
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole gradient, over shards and tp_group too, in fp32. The CPU does not wait for it."""
+        """The norm of the whole gradient, over shards, tp_group and pp_group too, in fp32. The CPU does not wait for it."""
         self.check_finished("norm()")
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, but is {norm_type}")
@@ -339,7 +356,7 @@ class MainGrads:
         device = self.buffers[0].device
         each = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else []
         total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
-        for group in (self.group if self.shard else None, self.tp_group):
+        for group in (self.group if self.shard else None, self.tp_group, self.pp_group):
             # norms of norms, gathered: nothing overflows as a square would, and a maximum keeps NaN
             total = start_all_gather(torch.linalg.vector_norm(total, norm_type).view(1), group).wait()
         whole: Tensor = torch.linalg.vector_norm(total, norm_type)

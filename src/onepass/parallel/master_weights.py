@@ -10,17 +10,15 @@ of its part only, and the parameters become views of flat buffers, in which the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from onepass.parallel.main_grads import MainGrads
-
-Groups = list[dict[str, Any]]
+from onepass.parallel.weights import GatheredWeights, Groups, check_fp32, check_shard, grouped, shard_of
 
 
 @dataclass(eq=False)
@@ -28,17 +26,11 @@ class _Master:
     """What the optimizer has of a parameter."""
 
     name: str
+    parameter: Tensor
+    start: int  # where weight begins in the flattened parameter
     weight: Tensor
     grad: Tensor
     rounded: Tensor | None  # where the weight goes after a step, if it is a copy
-
-
-class _Gathered:
-    """A bucket's weights in their own type, of which this rank makes its part."""
-
-    def __init__(self, weights: Tensor, mine: Tensor) -> None:
-        self.weights, self.mine = weights, mine
-        self.wide = mine if mine.dtype is torch.float32 else mine.float()
 
 
 class MasterWeights:
@@ -50,7 +42,7 @@ class MasterWeights:
         weights.step()
 
     `weights.optimizer` is what make returned, for schedulers of the learning rate. With `MainGrads(shard=True)` the masters are
-    one-dimensional pieces, so it must be an optimizer that works element by element, as SGD and Adam do; in `step` and
+    one-dimensional pieces, so it must be an optimizer that works element by element, as SGD and Adam do; in `step`, `publish` and
     `load_state_dict` all ranks take part. Where the weights are changed by other means, as by loading a checkpoint into
     the model, call `reload`.
 
@@ -67,22 +59,23 @@ class MasterWeights:
         make: Callable[[Groups], torch.optim.Optimizer],
         groups: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
-        if main_grads.dtype is not torch.float32:
-            raise TypeError(f"main_grads must have dtype torch.float32, but has {main_grads.dtype}")
+        check_fp32(main_grads)
         self._main_grads = main_grads
-        grouped = _grouped(main_grads, groups)
+        in_groups = grouped(main_grads, groups)
         with torch.no_grad():
-            self._gathered = _gathered(main_grads) if main_grads.shard else []
-            masters = _pieces(main_grads, self._gathered) if main_grads.shard else _whole(main_grads)
-        for group in grouped:
+            self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
+            parts = self._gathered.mine if self._gathered else []
+            wide = [part if part.dtype is torch.float32 else part.float() for part in parts]
+            masters = _pieces(main_grads, wide) if self._gathered else _whole(main_grads)
+        for group in in_groups:
             group["params"] = [masters[key].weight for key in group["params"] if key in masters]
-        self.optimizer = make(grouped)
+        self.optimizer = make(in_groups)
         self._masters = list(masters.values())
         copies = [(master.weight, master.rounded) for master in self._masters if master.rounded is not None]
+        copies += [(mine, part) for mine, part in zip(wide, parts, strict=True) if mine is not part]
         self._wide, self._rounded = [wide for wide, _ in copies], [rounded for _, rounded in copies]
-        for bucket, gathered in zip(main_grads.buckets, self._gathered, strict=False):  # last, as make may have raised
-            for place in bucket.places:
-                place.parameter.data = gathered.weights[place.start : place.stop].view(place.parameter.shape)
+        if self._gathered:
+            self._gathered.lay()  # last, as make may have raised
 
     @torch.no_grad()
     def step(self) -> None:
@@ -95,38 +88,37 @@ class MasterWeights:
         finally:
             for master in self._masters:  # one of them may be the parameter itself, to which backward would add
                 master.weight.grad = None
-        self._publish()
+        self.publish()
 
-    def _publish(self) -> None:
-        """Round the masters into the model's weights."""
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's weights, as `step` does at its end: for masters that were written by other means."""
         if self._wide:
             torch._foreach_copy_(self._rounded, self._wide)
-        works = []
-        for gathered in reversed(self._gathered):  # the model's first weights first
-            if gathered.wide is not gathered.mine:
-                gathered.mine.copy_(gathered.wide)
-            # PyTorch 2.13 has another name for it, and warns at the one before
-            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            works.append(all_gather(gathered.weights, gathered.mine, self._main_grads.group, async_op=True))
-        for work in works:
-            work.wait()
-        if works:  # autograd is to see that they were written
-            torch.autograd.graph.increment_version([parameter for _, parameter in self._main_grads.named])
+        if self._gathered:
+            self._gathered.gather()
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the masters from the model's weights again."""
-        for gathered in self._gathered:
-            gathered.wide.copy_(gathered.mine)
         if self._wide:
             torch._foreach_copy_(self._wide, self._rounded)
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Each parameter of which this rank steps something, what it steps, and where in the flattened parameter that begins.
+
+        What it steps is fp32 and the key of its state in `optimizer.state`: a master of the parameter's shape, or with shard a
+        one-dimensional stretch. After writing to it call `publish`.
+        """
+        for master in self._masters:
+            yield master.parameter, master.weight, master.start
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and copies of the masters: with shard, this rank's."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": {master.name: master.weight.detach().clone() for master in self._masters},
-            "shard": self._shard(),
+            "shard": shard_of(self._main_grads),
         }
 
     @torch.no_grad()
@@ -134,19 +126,14 @@ class MasterWeights:
         """Take a state back, and write the model's weights from its masters. It must come from the same rank of as many."""
         theirs = {name: tuple(master.shape) for name, master in state["masters"].items()}
         mine = {master.name: tuple(master.weight.shape) for master in self._masters}
-        if list(state["shard"]) != self._shard():
-            raise ValueError(f"state must be of [rank, ranks] {self._shard()}, but is of {list(state['shard'])}")
+        check_shard(state, self._main_grads)
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 raise ValueError(f"state must have a master {name} of shape {mine.get(name)}, but has {theirs.get(name)}")
         self.optimizer.load_state_dict(state["optimizer"])
         for master in self._masters:
             master.weight.copy_(state["masters"][master.name])
-        self._publish()
-
-    def _shard(self) -> list[int]:
-        group = self._main_grads.group
-        return [group.rank(), group.size()] if self._main_grads.shard and group is not None else [0, 1]
+        self.publish()
 
 
 Masters = dict[int, _Master]  # by the parameter's id
@@ -159,45 +146,15 @@ def _whole(main_grads: MainGrads) -> Masters:
             parameter = place.parameter
             same = parameter.dtype is torch.float32
             weight = parameter if same else parameter.detach().float().requires_grad_()
-            masters[id(parameter)] = _Master(place.name, weight, parameter.main_grad, None if same else parameter)
+            masters[id(parameter)] = _Master(place.name, parameter, 0, weight, parameter.main_grad, None if same else parameter)
     return masters
 
 
-def _gathered(main_grads: MainGrads) -> list[_Gathered]:
-    found = []
-    for bucket in main_grads.buckets:
-        weights = torch.zeros_like(bucket.flat, dtype=bucket.places[0].parameter.dtype)
-        for place in bucket.places:
-            weights[place.start : place.stop].view(place.parameter.shape).copy_(place.parameter)
-        found.append(_Gathered(weights, weights[bucket.first : bucket.first + bucket.mine.numel()]))
-    return found
-
-
-def _pieces(main_grads: MainGrads, gathered: list[_Gathered]) -> Masters:
+def _pieces(main_grads: MainGrads, wide: list[Tensor]) -> Masters:
     masters = {}
-    for bucket, weights in zip(main_grads.buckets, gathered, strict=True):
+    for bucket, weights in zip(main_grads.buckets, wide, strict=True):
         for place, start, stop in bucket.parts():
-            weight = weights.wide[start - bucket.first : stop - bucket.first].detach().requires_grad_()
-            masters[id(place.parameter)] = _Master(place.name, weight, bucket.flat[start:stop], None)
+            weight = weights[start - bucket.first : stop - bucket.first].detach().requires_grad_()
+            grad = bucket.flat[start:stop]
+            masters[id(place.parameter)] = _Master(place.name, place.parameter, start - place.start, weight, grad, None)
     return masters
-
-
-def _grouped(main_grads: MainGrads, groups: Iterable[Mapping[str, Any]] | None) -> Groups:
-    """The groups, with ids in the place of the parameters."""
-    names = {id(parameter): name for name, parameter in main_grads.named}
-    if groups is None:
-        return [{"params": list(names)}]
-    found: Groups = []
-    seen: set[int] = set()
-    for group in groups:
-        keys = [id(parameter) for parameter in group["params"] if parameter.requires_grad]
-        for key in keys:
-            if key not in names or key in seen:
-                which = f"{names[key]} is in two" if key in seen else "one has another"
-                raise ValueError(f"groups must have each parameter of main_grads once, but {which}")
-            seen.add(key)
-        found.append({**group, "params": keys})
-    left = [name for key, name in names.items() if key not in seen]
-    if left:
-        raise ValueError(f"groups must have each parameter of main_grads once, but {left[0]} is in none")
-    return found

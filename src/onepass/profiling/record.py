@@ -160,6 +160,7 @@ class Recorded:
     """torch.profiler's, started and stopped by hand; afterwards its trace as text."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch 2.13's profiler says when it starts and stops
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -1,0 +1,158 @@
+"""A training step of whole models: onepass beside the same model by PyTorch's operators, compiled and not.
+
+    python benchmarks/gpt.py [--case NAME ...] [--way NAME ...] [--steps N] [--json FILE]
+
+One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments; onepass has
+bf16 parameters, fp32 main_grad, masters and moments. Both have AdamW(fused=True), clipping, and the same settings of determinism.
+Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
+6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onepass.bench.record import commit, device_name, versions
+from onepass.gpt import Config, preset
+from onepass.runtime.ceilings import clock_for, matmul_tflops
+from onepass.train.batches import Batch
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+from onepass.train.setup import Trained, make
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    preset: str
+    sequences: int
+    length: int
+    changes: dict[str, Any]
+
+    def config(self) -> Config:
+        return preset(self.preset, params_dtype="bf16", **self.changes)
+
+    def options(self) -> Options:
+        return Options(seq_length=self.length, micro_batch_size=self.sequences)
+
+
+CASES = {
+    "124M": Case("124M", 16, 1024, {}),
+    "1B": Case("1B", 4, 4096, {}),
+    "124M_llama": Case(
+        "124M", 16, 1024,
+        {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
+         "position_embedding_type": "rope", "ffn_hidden_size": 2048},
+    ),
+}  # fmt: skip
+WAYS = ("onepass", "plain, compiled", "plain")
+
+
+def trained(case: Case, way: str) -> Trained:
+    made = make(case.config(), case.options(), Layout(DEVICE), plain=way != "onepass")
+    if way == "plain, compiled":
+        made.steps.model = torch.compile(made.model)
+    return made
+
+
+def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
+    made = trained(case, way)
+    text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=DEVICE)
+    batch = Batch(text[:, :-1], text[:, 1:])
+
+    def step() -> torch.Tensor:
+        loss, _ = made.steps.run(batch)
+        made.update.step(1e-5)
+        return loss
+
+    return step
+
+
+def measure(case: Case, way: str, steps: int) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    step = stepper(case, way)
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        queued = time.perf_counter()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) / steps)
+    ms = statistics.median(times) * 1e3
+    return {
+        "ms": ms,
+        "ms_range": [min(times) * 1e3, max(times) * 1e3],
+        "host_ms": (queued - begun) / steps * 1e3,
+        "tokens_per_s": case.sequences * case.length / ms * 1e3,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "first_s": first,
+        "loss": float(loss),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--way", action="append", choices=WAYS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--no-deterministic", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    console = Console(width=130)
+    if not args.no_deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    peak = matmul_tflops(clock_for(DEVICE))
+    rows: dict[str, Any] = {}
+    for name in args.case or ["124M", "1B"]:
+        case = CASES[name]
+        flops = case.config().flops_per_token(case.length)
+        title = f"{name}, {case.sequences} x {case.length}"
+        shown = Table("", "ms a step", "tokens/s", "of peak", "peak GiB", "CPU ms", title=title)
+        rows[name] = {}
+        for way in args.way or WAYS:
+            torch._dynamo.reset()
+            try:
+                found = measure(case, way, args.steps)
+            except Exception as error:
+                rows[name][way] = {"error": repr(error)}
+                console.print(f"{name}, {way}: {error!r}"[:2000], style="red")
+                continue
+            found["of_peak"] = found["tokens_per_s"] * flops / peak / 1e12
+            rows[name][way] = found
+            shown.add_row(
+                way, f"{found['ms']:.1f}", f"{found['tokens_per_s']:,.0f}", f"{found['of_peak']:.3f}", f"{found['peak_gib']:.2f}",
+                f"{found['host_ms']:.1f}",
+            )  # fmt: skip
+            if args.json:
+                facts = {"commit": commit(), "gpu": device_name(DEVICE), "versions": versions(), "tflops": peak}
+                record = facts | {"deterministic": not args.no_deterministic, "rows": rows}
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A run's folder of checkpoints: which are whole, which is the newest, and how one is put there at once.
+
+`step-00000500` is a whole checkpoint by its name. One that is being written, or removed, is `step-00000500.part`; one that makes
+room for another of its step is `step-00000500.replaced`, and counts where a kill left no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from onepass.runtime.refused import Refused
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+_PART, _REPLACED = ".part", ".replaced"
+_FIELDS = {"step": int, "number": int, "id": str, "model": dict, "files": dict, "tensors": dict}
+_NAME = re.compile(rf"(step-\d{{8,}})({_PART}|{_REPLACED})?")
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that --resume means: this one, or the newest of this run."""
+    wanted = f"--resume {path} must be the folder of a run or of a checkpoint"
+    if not path.is_dir():
+        raise Refused(f"{wanted}, but is {'a file' if path.exists() else 'not there'}")
+    if path.resolve().name.endswith(_PART):
+        raise Refused(f"{wanted}, but is half a checkpoint: writing or removing it was cut short")
+    if (path / INDEX).exists():
+        return path
+    there = _named(path / "checkpoints")
+    if not there:
+        raise Refused(f"{wanted}, but has no checkpoint in it")
+    return max(there, key=_number)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that made it."""
+    folder = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint.resolve().parent
+    if folder.name != "checkpoints":
+        raise Refused(f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run with a folder")
+    return folder.parent
+
+
+def read_index(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / INDEX
+    try:
+        index = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise Refused(f"{path} can't be read: {why}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise Refused(f"{path} must be of format {FORMAT}, but is of another: it may be of another version of onepass")
+    for name, kind in _FIELDS.items():
+        if type(index.get(name)) is not kind:
+            raise Refused(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
+    return index
+
+
+# ---- whole ones, and what was cut short ----
+
+
+def _named(folder: Path) -> list[Path]:
+    """Those that are whole by their names."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = []
+    for name in names:
+        matched = _NAME.fullmatch(name)
+        if matched and (matched[2] is None or (matched[2] == _REPLACED and matched[1] not in names)):
+            found.append(folder / name)
+    return found
+
+
+def _number(checkpoint: Path) -> int:
+    """Counts a run's saves: the newest has the largest, while steps are fewer again where a run goes on from an earlier one."""
+    return int(read_index(checkpoint)["number"])
+
+
+def saved(folder: Path) -> dict[Path, int]:
+    """Whole ones with their numbers, the oldest first. One that somebody has damaged is left alone."""
+    found = {}
+    for checkpoint in _named(folder):
+        with suppress(Refused):
+            found[checkpoint] = _number(checkpoint)
+    return dict(sorted(found.items(), key=lambda each: each[1]))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write a step's checkpoint into. What was cut short before is cleaned away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        matched = _NAME.fullmatch(path.name)
+        if matched and matched[2] == _PART:
+            shutil.rmtree(path)
+        elif matched and matched[2] == _REPLACED:
+            _put_back(path, folder / matched[1])
+    part = folder / f"step-{step:08}{_PART}"
+    part.mkdir()
+    return part
+
+
+def _put_back(replaced: Path, checkpoint: Path) -> None:
+    if checkpoint.exists():
+        remove(replaced)
+    else:
+        replaced.rename(checkpoint)
+
+
+def finish(part: Path) -> Path:
+    """Give what is written its name: from here on it is whole, even if the machine stops."""
+    checkpoint = part.with_name(part.name.removesuffix(_PART))
+    replaced = checkpoint.with_name(checkpoint.name + _REPLACED)
+    sync(part)
+    if checkpoint.exists():
+        checkpoint.rename(replaced)
+    part.rename(checkpoint)
+    sync(checkpoint.parent)
+    if replaced.exists():
+        remove(replaced)
+    return checkpoint
+
+
+def keep(folder: Path, most: int) -> None:
+    """Remove all but the newest so many; 0 is all."""
+    for checkpoint in list(saved(folder))[:-most] if most else []:
+        remove(checkpoint)
+
+
+def remove(checkpoint: Path) -> None:
+    part = checkpoint.with_name(checkpoint.name.removesuffix(_REPLACED) + _PART)
+    checkpoint.rename(part)
+    shutil.rmtree(part)
+
+
+def sync(folder: Path) -> None:
+    """Names in a folder are on the disk, too."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,173 @@
+"""What this rank has of which parameter: rectangles of the whole, and where in memory they lie.
+
+A rank's part of a parameter is what tensor parallelism leaves it (`onepass.nn.sharding`): of each block of the whole a range of
+rows or columns. The optimizer of the rank has all of that part or, where data-parallel ranks share it (ZeRO-1, FSDP), a stretch
+of it as it lies in memory: the end of a row, whole rows, the start of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onepass.nn.sharding import Division, range_of, whole_shape
+from onepass.train.layout import Layout
+from onepass.train.updates import FsdpUpdate, MainGradUpdate, Update
+
+Sizes = tuple[int, ...]
+
+
+class Chunk(NamedTuple):
+    """A rectangle of a whole tensor, which this rank has."""
+
+    name: str
+    shape: Sizes  # of the whole
+    offsets: Sizes
+    tensor: Tensor  # in the memory where it is used
+    alike: bool  # the other tensor-parallel ranks have the whole tensor, too
+
+
+class _Stepped(NamedTuple):
+    """What the optimizer has of a parameter of this rank."""
+
+    parameter: Tensor
+    weight: Tensor  # fp32, and the key of the optimizer's state
+    start: int  # of the stretch that weight is of the flattened parameter
+
+
+def chunks(model: nn.Module, update: Update, layout: Layout) -> Iterator[Chunk]:
+    """All that this rank has: weights and their moments."""
+    _shard(model)
+    homes = {id(parameter): home for parameter, home in _homes(model)}
+    for stepped in _stepped(update, layout):
+        name, division = homes[id(stepped.parameter)]
+        own = tuple(stepped.parameter.shape)
+        shape = own if division is None else whole_shape(stepped.parameter, division)
+        size = _flat(stepped.weight).numel()
+        boxes = list(_boxes(own, stepped.start, stepped.start + size))
+        placed = [each for box in boxes for each in _placed(box, division, layout.tensor.rank, layout.tensor.size)]
+        for prefix, tensor in _tensors(update.optimizer, stepped.weight):
+            for inside, offsets, sizes in placed:
+                view = _view(_flat(tensor), own, inside, sizes, stepped.start)
+                yield Chunk(prefix + name, shape, offsets, view, division is None)
+
+
+def _shard(model: nn.Module) -> None:
+    """FSDP's weights are those that the optimizer steps: after an evaluation some are still gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def set_step(update: Update, layout: Layout, step: int) -> None:
+    """How many steps the optimizer has made."""
+    for stepped in _stepped(update, layout):
+        _state(update.optimizer, stepped.weight)["step"].fill_(step)
+
+
+# ---- of the model and the optimizer ----
+
+
+def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | None]]]:
+    for path, module in model.named_modules():
+        divisions: dict[str, Division] = getattr(module, "_divisions", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            yield parameter, (f"{path}.{name}" if path else name, divisions.get(name))
+
+
+def _stepped(update: Update, layout: Layout) -> Iterator[_Stepped]:
+    if isinstance(update, MainGradUpdate):
+        for parameter, weight, start in update.weights.pieces():
+            yield _Stepped(parameter, weight, start)
+        return
+    for group in update.optimizer.param_groups:
+        for weight in group["params"]:
+            start = 0
+            if isinstance(update, FsdpUpdate):
+                start = range_of(weight.shape[0], layout.data.rank, layout.data.size)[0] * math.prod(weight.shape[1:])
+            yield _Stepped(weight, weight, start)
+
+
+def _tensors(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    state = _state(optimizer, weight)
+    yield "", weight
+    yield "exp_avg.", state["exp_avg"]
+    yield "exp_avg_sq.", state["exp_avg_sq"]
+
+
+def _state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
+    """As AdamW begins it, where it has not made a step."""
+    state: dict[str, Any] = optimizer.state[weight]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        state["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(weight, requires_grad=False)
+    return state
+
+
+def _flat(tensor: Any) -> Tensor:
+    """This rank's, in one dimension, in the same memory."""
+    own: Tensor = tensor.detach()
+    local: Any = own.to_local() if hasattr(own, "to_local") else own
+    return local.view(-1)  # type: ignore[no-any-return]
+
+
+# ---- rectangles ----
+
+Box = tuple[Sizes, Sizes]  # where it begins, how large it is
+
+
+def _boxes(shape: Sizes, start: int, stop: int) -> Iterator[Box]:
+    """The rectangles that a stretch of a flattened tensor is, in their order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sizes, row: int, start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in _boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _placed(box: Box, division: Division | None, rank: int, ranks: int) -> Iterator[tuple[Sizes, Sizes, Sizes]]:
+    """A rectangle of this rank's part, cut into those of the whole: where in the part, where in the whole, how large."""
+    inside, sizes = box
+    if division is None or ranks == 1:
+        yield inside, inside, sizes
+        return
+    dim = division.dim
+    own = whole = 0  # where the block begins
+    for size in division.blocks():
+        first, last = range_of(size, rank, ranks)
+        start, stop = max(inside[dim], own), min(inside[dim] + sizes[dim], own + last - first)
+        if start < stop:
+            yield _with(inside, dim, start), _with(inside, dim, whole + first + start - own), _with(sizes, dim, stop - start)
+        own, whole = own + last - first, whole + size
+
+
+def _with(sizes: Sizes, dim: int, value: int) -> Sizes:
+    return *sizes[:dim], value, *sizes[dim + 1 :]
+
+
+def _view(flat: Tensor, own: Sizes, inside: Sizes, sizes: Sizes, start: int) -> Tensor:
+    """A rectangle of the part, of which flat is a stretch."""
+    strides = [math.prod(own[dim + 1 :]) for dim in range(len(own))]
+    at = sum(offset * stride for offset, stride in zip(inside, strides, strict=True)) - start
+    return flat.as_strided(sizes, strides, flat.storage_offset() + at)

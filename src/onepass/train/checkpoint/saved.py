@@ -1,0 +1,142 @@
+"""Save what trains a model, and load it, on all ranks together."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from onepass.gpt import Config
+from onepass.runtime.refused import Refused
+from onepass.train.checkpoint import folders, parts
+from onepass.train.checkpoint.parts import Chunk
+from onepass.train.checkpoint.same import check_same, facts_of
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+from onepass.train.updates import MainGradUpdate
+
+if TYPE_CHECKING:
+    from onepass.train.setup import Trained
+
+T = TypeVar("T")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BYTES_A_PARAMETER = 12  # the weight and two moments
+
+
+def save(folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: Layout) -> None:
+    """A checkpoint of so many steps in folder, of which older ones go. It is there whole, or not at all."""
+    from onepass.train.checkpoint import storage  # takes its time to import
+
+    try:
+        facts, part = _on_first(layout, lambda: _begin(folder, step, config, options))
+        own = [chunk for chunk in _chunks(trained, layout) if not chunk.alike or layout.tensor.rank == 0]
+        storage.write(part, own, facts, layout.rank, layout.ranks == 1)
+        _on_first(layout, lambda: _finish(part, options.keep_checkpoints))
+    except OSError as error:
+        if layout.first:
+            shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)
+        raise Refused(_unwritten(folder, step, config, error)) from None
+
+
+def _begin(folder: Path, step: int, config: Config, options: Options) -> tuple[dict[str, Any], Path]:
+    part = folders.begin(folder, step)
+    facts = {
+        "format": folders.FORMAT,
+        "step": step,
+        "number": max(folders.saved(folder).values(), default=0) + 1,
+        "id": uuid.uuid4().hex,
+        "model": facts_of(config),
+        "config": config.to_dict(),
+        "options": options.to_dict(),
+    }
+    return facts, part
+
+
+def _finish(part: Path, most: int) -> None:
+    checkpoint = folders.finish(part)
+    folders.keep(checkpoint.parent, most)
+
+
+def _unwritten(folder: Path, step: int, config: Config, error: OSError) -> str:
+    if error.errno not in _FULL:
+        return f"the checkpoint of step {step} can't be written to {folder}: {error.strerror}"
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    needed, free = config.parameters_count() * _BYTES_A_PARAMETER, shutil.disk_usage(there).free
+    return (
+        f"the checkpoint of step {step} needs {_size(needed)} in {folder}, where {_size(free)} are free: {error.strerror}; "
+        "those before it are as they were"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def check(path: Path, config: Config) -> dict[str, Any]:
+    """Refuse a checkpoint of another model; otherwise what its index says."""
+    index = folders.read_index(path)
+    check_same(path, index["model"], config)
+    return index
+
+
+def load(path: Path, trained: Trained, config: Config, layout: Layout) -> int:
+    """Take a checkpoint of the same model, saved under whatever layout; the step to go on from."""
+    from onepass.train.checkpoint import storage
+
+    index = _on_all(layout, lambda: check(path, config))
+    try:
+        storage.read(path, _chunks(trained, layout), index, layout.ranks == 1)
+    except (OSError, storage.Damaged) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"the checkpoint {path} is damaged: {why}") from None
+    step = int(index["step"])
+    parts.set_step(trained.update, layout, step)
+    if isinstance(trained.update, MainGradUpdate):
+        trained.update.weights.publish()
+    return step
+
+
+def _chunks(trained: Trained, layout: Layout) -> list[Chunk]:
+    return list(parts.chunks(trained.model, trained.update, layout))
+
+
+# ---- together ----
+
+
+def _on_first(layout: Layout, act: Callable[[], T]) -> T:
+    """What the first rank's act returns, or raises, on all of them."""
+    done: list[Any] = [None, None]
+    if layout.first:
+        try:
+            done[0] = act()
+        except Exception as error:  # whatever it is, the others wait
+            done[1] = error
+    if layout.ranks > 1:
+        dist.broadcast_object_list(done, 0, device=torch.device("cpu"))
+    if done[1] is not None:
+        raise done[1]
+    return done[0]  # type: ignore[no-any-return]
+
+
+def _on_all(layout: Layout, act: Callable[[], T]) -> T:
+    """What act returns here; where it raises on any rank, it does on all."""
+    done: Any = None
+    failed: Exception | None = None
+    try:
+        done = act()
+    except Exception as error:
+        failed = error
+    said: list[Any] = [failed]
+    if layout.ranks > 1:
+        said = [None] * layout.ranks
+        dist.all_gather_object(said, failed)
+    for each in said:
+        if each is not None:
+            raise each
+    return done  # type: ignore[no-any-return]

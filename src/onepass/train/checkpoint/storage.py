@@ -1,0 +1,326 @@
+"""What torch.distributed.checkpoint plans, and the files: numbers as safetensors has them, and JSON.
+
+No pickle is written or read. DCP's own writer has one for its index, and its reader runs what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from onepass.train.checkpoint.folders import INDEX, sync
+from onepass.train.checkpoint.parts import Chunk
+
+T = TypeVar("T")
+_BYTES = 4  # of a number: all are fp32
+_LONGEST = 100 << 20  # of a header that safetensors reads
+_PROPERTIES = TensorProperties(dtype=torch.float32)
+
+
+class Damaged(Exception):
+    """The files are not what was written."""
+
+
+def write(folder: Path, chunks: Iterable[Chunk], facts: Mapping[str, Any], rank: int, alone: bool) -> None:
+    """Each rank its file, the first one the index, with these facts in it. All ranks raise what one does."""
+    with _whats_wrong(), _quiet():
+        save({}, storage_writer=_Writer(folder, facts, rank), planner=_SavePlanner(chunks), no_dist=alone)
+
+
+def read(folder: Path, chunks: Iterable[Chunk], index: Mapping[str, Any], alone: bool) -> None:
+    """Into the chunks' memory, of any files that have a part of them."""
+    with _whats_wrong(), _quiet():
+        load({}, storage_reader=_Reader(folder, index), planner=_LoadPlanner(chunks), no_dist=alone)
+
+
+@contextmanager
+def _whats_wrong() -> Iterator[None]:
+    """Of what went wrong on several ranks, what the first one says."""
+    try:
+        yield
+    except CheckpointException as failed:
+        errors = [error for _, (error, _) in sorted(failed.failures.items())]
+        said = [error for error in errors if isinstance(error, (OSError, Damaged))]
+        if not said:
+            raise
+        raise said[0] from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns where there is one rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield
+
+
+# ---- which rank writes and reads what ----
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Of chunks that several ranks have one writes each, and together they must be the whole."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = {MetadataIndex(chunk.name, chunk.offsets): chunk for chunk in chunks}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(index, chunk) for index, chunk in self._chunks.items()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._chunks[write_item.index].tensor
+
+
+def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
+    data = TensorWriteData(_stored(chunk.offsets, chunk.tensor.shape), _PROPERTIES, torch.Size(chunk.shape))
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _stored(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = {MetadataIndex(chunk.name, chunk.offsets): chunk for chunk in chunks}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        return LoadPlan([item for chunk in self._chunks.values() for item in _read_items(chunk, self.metadata)])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index].tensor
+
+
+def _read_items(chunk: Chunk, metadata: Metadata) -> list[ReadItem]:
+    there: Any = metadata.state_dict_metadata.get(chunk.name)
+    if there is None or there.size != torch.Size(chunk.shape):
+        said = "none" if there is None else f"one of {list(there.size)}"
+        raise Damaged(f"it must have a tensor {chunk.name} of {list(chunk.shape)}, but has {said}")
+    items = create_read_items_for_chunk_list(chunk.name, there, [_stored(chunk.offsets, chunk.tensor.shape)])
+    if sum(math.prod(item.lengths) for item in items) != chunk.tensor.numel():
+        raise Damaged(f"it must have all of {chunk.name}, but has a part")
+    return items
+
+
+# ---- files ----
+
+
+class _Place(NamedTuple):
+    """Where a chunk lies."""
+
+    file: str
+    start: int
+    sizes: tuple[int, ...]
+
+
+class _Writer(StorageWriter):
+    def __init__(self, folder: Path, facts: Mapping[str, Any], rank: int) -> None:
+        self.folder, self.facts, self.rank = folder, facts, rank
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"{self.rank}.safetensors"
+            with (self.folder / name).open("wb", buffering=0) as file:
+                _write_all(file, memoryview(_header(plan.items, self.facts["id"])))
+                for item in plan.items:
+                    start = file.tell()
+                    tensor: Any = planner.resolve_data(item)
+                    _write_all(file, _bytes(tensor.cpu().contiguous()))
+                    results.append(WriteResult(item.index, file.tell() - start, _Place(name, start, tuple(tensor.shape))))
+                os.fsync(file.fileno())
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places: dict[MetadataIndex, _Place] = {}
+        ends: dict[str, int] = {}
+        for result in (result for each in results for result in each):
+            place = places[result.index] = result.storage_data
+            ends[place.file] = place.start + result.size_in_bytes  # in the end that of the last
+        tensors = {
+            name: {
+                "shape": list(there.size),
+                "chunks": [[list(c.offsets), list(c.sizes), *places[MetadataIndex(name, c.offsets)][:2]] for c in there.chunks],
+            }
+            for name, there in metadata.state_dict_metadata.items()
+            if isinstance(there, TensorStorageMetadata)
+        }
+        with (self.folder / INDEX).open("w") as file:
+            json.dump({**self.facts, "files": ends, "tensors": tensors}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.folder)
+
+    # what DCP asks of its own writers
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _header(items: Sequence[WriteItem], id: str) -> bytes:
+    """As safetensors begins: how long it is, what there is, and spaces."""
+    said: dict[str, Any] = {"__metadata__": {"id": id}}
+    at = 0
+    for item in items:
+        assert item.tensor_data is not None
+        chunk, shape = item.tensor_data.chunk, item.tensor_data.size
+        end = at + math.prod(chunk.sizes) * _BYTES
+        name = item.index.fqn
+        if chunk.sizes != shape:
+            name += "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"
+        said[name] = {"dtype": "F32", "shape": list(chunk.sizes), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(said).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(file: Any, left: memoryview) -> None:
+    while left:  # a file takes 2 GB at a time, or what room there is
+        left = left[file.write(left) :]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    numbers: Any = tensor.view(-1).numpy()
+    return memoryview(numbers).cast("B")
+
+
+class _Reader(StorageReader):
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self.folder, self.index = folder, index
+        self._places: dict[MetadataIndex, _Place] = {}
+        try:
+            self._metadata = Metadata({name: self._tensor(name, **said) for name, said in index["tensors"].items()})
+        except (TypeError, ValueError) as error:
+            raise Damaged(f"{INDEX} is not as it was written: {error}") from None
+
+    def _tensor(self, name: str, shape: list[int], chunks: list[Any]) -> TensorStorageMetadata:
+        stored = []
+        for offsets, sizes, file, start in chunks:
+            inside = all(0 <= o <= o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
+            if not inside or type(file) is not str or type(start) is not int:
+                raise ValueError(f"{name} has a part {[offsets, sizes, file, start]!r:.100}")
+            self._places[MetadataIndex(name, offsets)] = _Place(file, start, tuple(sizes))
+            stored.append(_stored(offsets, sizes))
+        return TensorStorageMetadata(_PROPERTIES, torch.Size(shape), stored)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in sorted(plan.items, key=lambda item: self._places[item.storage_index].start):
+            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
+        for name, items in by_file.items():
+            with self._opened(name) as file:
+                for item in items:
+                    planner.resolve_tensor(item).copy_(_read(file, self._places[item.storage_index], item))
+        return _done(None)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """A file that is as it was written, as far as its size and its beginning say."""
+        path, size = self.folder / name, self.index["files"].get(name)
+        if path.parent != self.folder:
+            raise Damaged(f"{INDEX} names a file elsewhere, {name!r}")
+        if not path.is_file():
+            raise Damaged(f"{name} is not there")
+        if path.stat().st_size != size:
+            raise Damaged(f"{name} must be of {size} bytes, but is of {path.stat().st_size}")
+        with path.open("rb", buffering=0) as file:
+            if _id(file) != self.index["id"]:
+                raise Damaged(f"{name} is no file of it")
+            yield file
+
+    # what DCP asks of its own readers
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _id(file: BinaryIO) -> object:
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        return json.loads(file.read(min(length, _LONGEST)))["__metadata__"]["id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(file: BinaryIO, place: _Place, item: ReadItem) -> Tensor:
+    """A rectangle of a chunk: of its rows, no more than those asked for are read."""
+    offsets, lengths = item.storage_offsets, item.lengths
+    rows = torch.empty((lengths[0], *place.sizes[1:]), dtype=torch.float32)
+    file.seek(place.start + offsets[0] * math.prod(place.sizes[1:]) * _BYTES)
+    _read_all(file, rows)
+    for dim in range(1, rows.dim()):
+        rows = rows.narrow(dim, offsets[dim], lengths[dim])
+    return rows
+
+
+def _read_all(file: Any, tensor: Tensor) -> None:
+    left = _bytes(tensor)
+    while left:
+        got = file.readinto(left)
+        if not got:
+            raise Damaged("a file of it ends early")
+        left = left[got:]
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

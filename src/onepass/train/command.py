@@ -1,0 +1,252 @@
+"""`onepass train`: settings from a preset, a file and flags; then the run, samples and the table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from onepass.gpt import PRESETS, Config
+from onepass.gpt.settings import Flag, nearest, read_yaml, written_yaml
+from onepass.runtime.refused import Refused
+from onepass.train import checkpoint, stages, text
+from onepass.train.layout import Layout, device_of_this_rank, ranks_there, started
+from onepass.train.options import TRAINING, Options
+
+_NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU three minutes. "
+        "Each fusion has a flag; at the end a table says what they brought."
+    )
+    parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, under the names of the flags")
+    parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this run, or from this checkpoint of it")
+    parser.add_argument("--compare", action="store_true", help="train by PyTorch's operators too, and draw both curves")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="a GPU if there is one")
+    for title, all_flags in (("model", Config.flags()), ("training", Options.flags())):
+        group = parser.add_argument_group(title)
+        for flag in all_flags:
+            _add(group, flag)
+
+
+def _add(group: Any, flag: Flag) -> None:
+    said = "" if flag.default in (None, ()) else f" ({str(flag.default).lower() if flag.type is bool else flag.default})"
+    about = (flag.help + said).replace("%", "%%")
+    if flag.off is not None:
+        group.add_argument(flag.on, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=about)
+        group.add_argument(flag.off, dest=flag.field, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    elif flag.type is tuple:
+        group.add_argument(flag.on, dest=flag.field, nargs="+", metavar="PATH", default=argparse.SUPPRESS, help=about)
+    else:
+        kind = flag.type.__name__.upper()
+        group.add_argument(
+            flag.on, dest=flag.field, type=flag.type, choices=flag.choices or None, default=argparse.SUPPRESS,
+            metavar=None if flag.choices else {"STR": "NAME"}.get(kind, kind), help=about,
+        )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_packages()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device = device_of_this_rank() if args.device != "cpu" else torch.device("cpu")
+    if args.device == "cuda" and device.type != "cuda":
+        raise Refused("--device cuda, but there is no GPU that PyTorch sees")
+    resume = None if args.resume is None else checkpoint.find(args.resume)
+    config, options = _settings(args, device, resume)
+    _check(config, options)
+    _settle(options, device)
+    from onepass.train.loop import Diverged
+
+    try:
+        with started(config, device) as layout:
+            return _train(args, config, options, layout, resume)
+    except Diverged as diverged:
+        print(f"onepass train: {diverged}", file=sys.stderr)
+        return 1
+
+
+def _check_packages() -> None:
+    import importlib.util
+
+    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise Refused(f"training needs {', '.join(missing)}: pip install 'onepass[train]'")
+
+
+# ---- settings ----
+
+
+def _settings(args: argparse.Namespace, device: torch.device, resume: Path | None) -> tuple[Config, Options]:
+    """Of a preset, then a file (a resumed run's own, unless one is given), then flags: later ones count."""
+    if args.preset is not None and args.preset not in PRESETS:
+        raise Refused(f"--preset must be one of {', '.join(PRESETS)}, but is {args.preset!r}{nearest(args.preset, PRESETS)}")
+    preset = args.preset or "tiny"
+    written = args.config if args.config or resume is None else checkpoint.run_of(resume) / "config.yaml"
+    names = {*Config.names(), *Options.names()}
+    values: dict[str, Any] = {} if written and not args.preset else {**PRESETS[preset], **TRAINING[preset]}
+    if written is None and device.type == "cuda":
+        values = {"params_dtype": "bf16", "log_interval": 10} | values
+    if written is not None:
+        values |= _from_file(written, names)
+    values |= {name: value for name, value in vars(args).items() if name in names}
+    if values.get("pipeline_model_parallel_size", 1) != 1:  # the first stage has the embedding, the last the head
+        values.setdefault("untie_embeddings_and_output_weights", True)
+    try:
+        return tuple(kind.from_dict({k: v for k, v in values.items() if k in kind.names()}) for kind in (Config, Options))  # type: ignore[return-value]
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
+def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
+    try:
+        values = read_yaml(path)
+    except OSError as error:
+        raise Refused(f"--config {path} can't be read: {error.strerror}") from None
+    except Exception as error:  # YAML's own, of many kinds
+        raise Refused(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
+    for key in values:
+        if key not in names:
+            raise Refused(f"{path}: {key!r} is no setting{nearest(str(key), names)}")
+    return values
+
+
+def _check(config: Config, options: Options) -> None:
+    """What model and training settings can't be together, and text that isn't there."""
+    text.find_files(options.data)
+    if config.vocab_size < text.SMALLEST:
+        raise Refused(
+            f"--vocab-size must be at least {text.SMALLEST}, the bytes and the end of a text, but is {config.vocab_size}"
+        )
+    if config.params_dtype == "fp16":
+        raise Refused("params_dtype must be bf16 or fp32 in training, but is fp16, whose small gradients would vanish")
+    if options.seq_length > config.max_position_embeddings:
+        raise Refused(
+            f"seq_length must be at most max_position_embeddings, {config.max_position_embeddings}, but is {options.seq_length}"
+        )
+    model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    data = max(1, ranks_there() // model)
+    stages.check(config, options, data)
+
+
+def _settle(options: Options, device: torch.device) -> None:
+    """The same numbers at every run, where they are asked for."""
+    torch.manual_seed(options.seed)
+    torch.use_deterministic_algorithms(options.deterministic)
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
+
+
+# ---- the run ----
+
+
+def _train(args: argparse.Namespace, config: Config, options: Options, layout: Layout, resume: Path | None) -> int:
+    from onepass.train.loop import Run
+
+    console = Console(highlight=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118)
+    folder = _folder(args.folder, layout, resume)
+    if layout.first:
+        (folder / "config.yaml").write_text(written_yaml({**config.to_dict(), **options.to_dict()}))
+    console.print(_introduction(config, options, layout, folder), soft_wrap=True)
+    run = Run(config, options, layout, folder, console, resume=resume)
+    lines = run.train()
+    finished = not run.stopped
+    if finished:
+        _show_samples(run.samples(), console)
+    curves = {"onepass": lines}
+    if finished and args.compare:
+        curves["PyTorch"] = _compared(run, folder, console)
+    if finished and options.table:
+        _show_table(run, console)
+    _say_where(folder, lines, curves, console, layout)
+    return 0
+
+
+def _folder(named: Path | None, layout: Layout, resume: Path | None) -> Path:
+    """Made by the first rank, which all are told of."""
+    folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if layout.ranks > 1:
+        said = [str(folder)]
+        torch.distributed.broadcast_object_list(said, 0, device=torch.device("cpu"))
+        folder = Path(said[0])
+    if layout.first:
+        if resume is None and (folder / "log.csv").exists():
+            raise Refused(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(f"--run-dir {folder} can't be written: {error.strerror}") from None
+    return folder
+
+
+def _introduction(config: Config, options: Options, layout: Layout, folder: Path) -> str:
+    on_gpu = layout.device.type == "cuda"
+    device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU, {torch.get_num_threads()} threads"
+    size = stages.sequences(config, options, layout.data.size)
+    ranks = (
+        ""
+        if layout.ranks == 1
+        else (f", {layout.ranks} ranks: tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}")
+    )
+    return (
+        f"{config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype}, {options.train_iters} steps of "
+        f"{size} x {options.seq_length} tokens, on {device}{ranks}; into {folder}"
+    )
+
+
+def _show_samples(samples: list[Any], console: Console) -> None:
+    from rich.text import Text
+
+    for sample in samples:
+        console.print(Text.assemble("\n", (sample.prompt, "dim"), sample.written), soft_wrap=True)
+
+
+def _compared(run: Any, folder: Path, console: Console) -> list[Any]:
+    """The same run by PyTorch's operators, into a folder in the folder."""
+    from onepass.train.loop import Run
+
+    other = folder / "reference"
+    if run.layout.first:
+        other.mkdir(exist_ok=True)
+    run.layout.wait_for_all()
+    run.trained = None  # its memory
+    console.print("\nthe same by PyTorch's operators")
+    lines = Run(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True).train()
+    return lines
+
+
+def _show_table(run: Any, console: Console) -> None:
+    from onepass.train.table import compare, table
+
+    run.trained = None
+    fused, plain = compare(run.config, run.options, run.layout, run.batches())
+    console.print()
+    console.print(table(fused, plain, run.layout.device.type == "cuda"))
+
+
+def _say_where(folder: Path, lines: list[Any], curves: dict[str, Any], console: Console, layout: Layout) -> None:
+    if not lines or not layout.first:
+        return
+    if len(curves) > 1:
+        from onepass.train.record import draw
+
+        draw(folder / "loss.png", curves)
+        apart = max(abs(a.loss - b.loss) for a, b in zip(*curves.values(), strict=True))
+        console.print(f"the two losses are at most {apart:.2g} apart", soft_wrap=True)
+    first, last = lines[0], lines[-1]
+    console.print(
+        f"\nloss {first.loss:.3f} -> {last.loss:.3f} ({last.loss / first.loss:.0%}) in {last.seconds:.0f} s; "
+        f"{folder} has log.csv, loss.png, samples.txt and the checkpoints",
+        soft_wrap=True,
+    )

@@ -1,0 +1,69 @@
+"""The line that moves while a run trains. Where nobody looks at a terminal it is printed now and then instead."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from onepass.train.record import Line
+
+_EVERY_S = 10.0  # between two lines where there is no terminal
+
+
+class Live:
+    """One bar for what comes before training, one for the steps.
+
+    Args:
+        peak: floating-point operations a second that the machine reaches in a large product, or None where that isn't known.
+        flops: of a token, forward and backward.
+    """
+
+    def __init__(self, console: Console, steps: int, flops: float, peak: float | None) -> None:
+        self.console, self.steps, self.flops, self.peak = console, steps, flops, peak
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[said]}"), TimeRemainingColumn(compact=True), console=console, transient=True,
+        )  # fmt: skip
+        self._tasks: dict[str, TaskID] = {}
+        self._last = 0.0
+
+    def __enter__(self) -> Live:
+        if self.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def told(self, what: str, done: int, total: int) -> None:
+        """Something that takes its time before or after the steps."""
+        if self.console.is_terminal:
+            self._move(what, done, total, "")
+        elif done == 0:
+            self.say(what)
+
+    def step(self, line: Line) -> None:
+        said = self.words(line)
+        if self.console.is_terminal:
+            self._move("training", line.step + 1, self.steps, said)
+        elif time.monotonic() - self._last > _EVERY_S or line.step + 1 == self.steps:
+            self._last = time.monotonic()
+            self.say(f"step {line.step + 1}/{self.steps}  {said}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def words(self, line: Line) -> str:
+        parts = [f"loss {line.loss:.3f}", f"{line.tokens_per_s:,.0f} tokens/s"]
+        if self.peak:
+            parts.append(f"{line.tokens_per_s * self.flops / self.peak:.0%} of peak")
+        if line.memory_gib is not None:
+            parts.append(f"{line.memory_gib:.1f} GiB")
+        return "  ".join(parts)
+
+    def _move(self, what: str, done: int, total: int, said: str) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total, said="")
+        self._bar.update(self._tasks[what], completed=done, total=total, said=said)

@@ -1,0 +1,187 @@
+"""A run: text, model, steps, looking at it now and then, and what is written at the end."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from onepass.gpt import Config
+from onepass.train import checkpoint, stages, text
+from onepass.train.batches import Batches
+from onepass.train.layout import Layout
+from onepass.train.live import Live
+from onepass.train.options import Options
+from onepass.train.peak import matrix_peak
+from onepass.train.record import Line, Record
+from onepass.train.samples import Sample, write
+from onepass.train.setup import make
+from onepass.train.updates import learning_rate
+
+
+class Diverged(Exception):
+    """The loss is no number any more."""
+
+
+class Run:
+    """One training run of this rank.
+
+    Args:
+        folder: where it writes; tokens are shared by runs that give the same `tokens` folder.
+        plain: by PyTorch's operators, as `make` says.
+        resume: a checkpoint to go on from.
+    """
+
+    def __init__(
+        self, config: Config, options: Options, layout: Layout, folder: Path, console: Console, *,
+        tokens: Path | None = None, plain: bool = False, resume: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.options, self.layout, self.folder, self.console = config, options, layout, folder, console
+        self.plain, self.resume = plain, resume
+        self.size = stages.sequences(config, options, layout.data.size)
+        self._tokens = tokens or folder / "tokens"
+        self.stopped = self._asked_to_stop = False
+
+    def train(self) -> list[Line]:
+        """The logged steps. Ends early, with a checkpoint, where SIGTERM asks for it."""
+        layout, options = self.layout, self.options
+        peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
+        flops = self.config.flops_per_token(options.seq_length)
+        with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
+            self.tokens = self._text()
+            self.trained = make(self.config, options, layout, self.plain)
+            first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout)
+            self.record = Record(self.folder, first) if layout.first else None
+            try:
+                self._steps(first)
+            finally:
+                if self.record is not None:
+                    self.record.close()
+        return [] if self.record is None else self.record.lines
+
+    def _text(self) -> text.Tokens:
+        """Made by the first rank, read by all."""
+        if self.layout.first:
+            text.prepare(self._tokens, self.options.data, self.config.vocab_size, self.options.seq_length, self.live.told)
+        self.layout.wait_for_all()
+        return text.load(self._tokens, self.config.vocab_size)
+
+    def batches(self, what: str = "train") -> Batches:
+        options, data = self.options, self.layout.data
+        seed = options.seed if what == "train" else options.seed + 1
+        numbers = self.tokens.train if what == "train" else self.tokens.valid
+        return Batches(numbers, self.size, options.seq_length, seed, data.rank, data.size, self.layout.device)
+
+    def _steps(self, first: int) -> None:
+        options, batches = self.options, self.batches()
+        self._began = time.perf_counter()
+        self._wind(first)
+        for step in range(first, options.train_iters):
+            self._seed(step)
+            loss, norm = self.trained.steps.run(batches.of_step(step))
+            lr = learning_rate(step, options)
+            self.trained.update.step(lr)
+            done, last = step + 1, step + 1 == options.train_iters
+            stop = self._told_to_stop()
+            evaluate = options.eval_iters and (last or (options.eval_interval and done % options.eval_interval == 0))
+            if evaluate or stop or last or done % options.log_interval == 0:
+                line = self._line(step, loss, norm, lr)
+                self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
+                self._wind(done)
+            if last or stop or (options.save_interval and done % options.save_interval == 0):
+                checkpoint.save(self.folder / "checkpoints", done, self.trained, self.config, options, self.layout)
+                self._wind(done)
+            if stop:
+                self.stopped = True
+                self.live.say(f"stopped after step {done}; go on with --resume {self.folder}")
+                return
+
+    def _wind(self, done: int) -> None:
+        """Speed is counted from here: what came before was no training, or is told already."""
+        self._last, self._since = time.perf_counter(), done
+
+    def _seed(self, step: int) -> None:
+        """Dropout's random numbers follow from the step, so that a resumed run drops the same."""
+        if self.config.hidden_dropout or self.config.attention_dropout:
+            data, pipeline = self.layout.data, self.layout.pipeline
+            place = data.rank * pipeline.size + pipeline.rank
+            torch.manual_seed(((self.options.seed * 1_000_003 + step) * 4099 + place) % (1 << 62))
+
+    # ---- looking ----
+
+    def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Line:
+        value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
+        now = time.perf_counter()
+        tokens = (step + 1 - self._since) * self.size * self.options.seq_length
+        device = self.layout.device
+        memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        return Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory)
+
+    def _log(self, line: Line) -> None:
+        if self.record is not None:
+            self.record.add(line)
+            self.live.step(line)
+        if not math.isfinite(line.loss):
+            raise Diverged(f"the loss is {line.loss} at step {line.step}: a lower --lr or a longer --lr-warmup-iters may help")
+
+    def _evaluated(self) -> float:
+        """The loss of text that is not trained on."""
+        batches = self.batches("valid")
+        with self._not_training():
+            losses = [self.trained.steps.loss(batches.of_step(n)) for n in range(self.options.eval_iters)]
+        return float(self.layout.average(torch.stack(losses).mean()))
+
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
+        self.trained.model.eval()
+        try:
+            yield
+        finally:
+            self.trained.model.train()
+
+    def samples(self) -> list[Sample]:
+        options = self.options
+        if not options.samples:
+            return []
+        with self._not_training():
+            longest = self.config.max_position_embeddings
+            found = write(
+                self.trained.steps.logits, self.tokens, options.samples, options.sample_tokens, longest, options.seed,
+                self.layout.device,
+            )  # fmt: skip
+        if self.layout.first:
+            said = "\n\n".join(f"{sample.prompt}|||{sample.written}" for sample in found)
+            (self.folder / "samples.txt").write_text(said + "\n")
+        return found
+
+    # ---- stopping ----
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """SIGTERM, as schedulers send it, ends the run after the step, with a checkpoint."""
+
+        def ask(number: int, frame: object) -> None:
+            self._asked_to_stop = True
+
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _told_to_stop(self) -> bool:
+        """On any rank: all are to save at the same step."""
+        if self.layout.ranks == 1:
+            return self._asked_to_stop
+        asked = torch.tensor(float(self._asked_to_stop))  # over gloo, from the CPU: the GPU isn't waited for
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)

@@ -1,0 +1,92 @@
+"""The trainer's settings, beside those of the model (`onepass.gpt.Config`). Megatron's names where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from onepass.gpt.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """What is trained on, for how long, how fast and where it is written. The defaults train the preset tiny on a CPU."""
+
+    # ---- text ----
+    data: tuple[str, ...] = setting((), "text files, or folders of them; Python's own library where none is given")
+    seq_length: int = setting(128, "tokens of a sequence")
+
+    # ---- steps ----
+    micro_batch_size: int = setting(16, "sequences of a forward and backward on one rank")
+    global_batch_size: int | None = setting(None, "sequences of a step on all ranks; one micro batch on each")
+    train_iters: int = setting(500, "steps")
+    seed: int = setting(1234, "of the weights' start, the order of the text and dropout")
+
+    # ---- optimizer: AdamW on fp32 weights ----
+    lr: float = setting(3e-3, "largest learning rate")
+    min_lr: float | None = setting(None, "learning rate at the end; a tenth of lr")
+    lr_decay_style: Literal["cosine", "linear", "constant"] = setting("cosine", "how the learning rate falls")
+    lr_warmup_iters: int = setting(50, "steps in which it rises")
+    weight_decay: float = setting(0.1, "of matrices; norms and biases have none")
+    adam_beta1: float = setting(0.9, "AdamW's")
+    adam_beta2: float = setting(0.95, "AdamW's")
+    adam_eps: float = setting(1e-8, "AdamW's")
+    clip_grad: float = setting(1.0, "largest norm of a step's gradient; 0 leaves it as it is")
+
+    # ---- looking and keeping ----
+    log_interval: int = setting(1, "steps between two lines of log.csv")
+    eval_interval: int = setting(100, "steps between two evaluations; 0 is only at the end")
+    eval_iters: int = setting(8, "batches of an evaluation")
+    save_interval: int = setting(0, "steps between two checkpoints; 0 is only at the end")
+    keep_checkpoints: int = setting(2, "newest checkpoints that are kept; 0 is all")
+    samples: int = setting(2, "texts that the model writes at the end")
+    sample_tokens: int = setting(160, "their length")
+    table: bool = setting(True, "measure the model by PyTorch's own operators at the end, for the table")
+
+    # ---- how a step runs ----
+    use_distributed_optimizer: bool = setting(False, "each data-parallel rank keeps a part of the optimizer's state (ZeRO-1)")
+    use_fsdp: bool = setting(False, "each data-parallel rank keeps a part of weights, gradients and state (PyTorch's FSDP2)")
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = setting("1f1b", "order of a pipeline's microbatches")
+    cuda_graphs: bool = setting(False, "replay forward and backward as a CUDA graph")
+    deterministic: bool = setting(True, "bitwise the same at every run")
+
+    def contradictions(self) -> Iterator[str]:
+        for name in ("seq_length", "micro_batch_size", "train_iters", "log_interval", "sample_tokens"):
+            if getattr(self, name) < 1:
+                yield f"{name} must be at least 1, but is {getattr(self, name)}"
+        for name in (
+            "lr_warmup_iters", "eval_interval", "eval_iters", "save_interval", "keep_checkpoints", "samples", "lr", "min_lr",
+            "weight_decay", "clip_grad", "adam_eps", "seed",
+        ):  # fmt: skip
+            if (getattr(self, name) or 0) < 0:
+                yield f"{name} must be at least 0, but is {getattr(self, name)}"
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{name} must be from 0 to below 1, but is {getattr(self, name)}"
+        if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
+            yield (
+                f"global_batch_size must be a multiple of micro_batch_size, {self.micro_batch_size}, "
+                f"but is {self.global_batch_size}"
+            )
+        if self.min_lr is not None and self.min_lr > self.lr:
+            yield f"min_lr must be at most lr, {self.lr:g}, but is {self.min_lr:g}"
+        if self.use_fsdp and self.use_distributed_optimizer:
+            yield "use_fsdp and use_distributed_optimizer must not both be true: FSDP divides the optimizer's state already"
+        if self.use_fsdp and self.cuda_graphs:
+            yield "cuda_graphs must be false with use_fsdp, whose gathers a graph would leave out, but is true"
+
+    @property
+    def lowest_lr(self) -> float:
+        """min_lr, or what it is where none is given."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
+
+
+# What a preset of the model is trained with, where nothing else is said.
+TRAINING: dict[str, dict[str, int | float]] = {
+    "tiny": {},
+    "124M": {"seq_length": 1024, "micro_batch_size": 16, "lr": 6e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "350M": {"seq_length": 1024, "micro_batch_size": 8, "lr": 3e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "1B": {"seq_length": 4096, "micro_batch_size": 4, "lr": 2e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "7B": {"seq_length": 4096, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+}

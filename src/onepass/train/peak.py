@@ -1,0 +1,18 @@
+"""What the machine's matrix products reach, to which a run's arithmetic is compared."""
+
+from __future__ import annotations
+
+import torch
+
+from onepass.runtime.ceilings import clock_for, matmul_tflops
+
+_CPU_SIZE = 1024
+
+
+def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large product, by cuBLAS in bf16 where there is a GPU."""
+    clock = clock_for(device)
+    if device.type == "cuda":
+        return matmul_tflops(clock) * 1e12
+    a, b = (torch.randn(_CPU_SIZE, _CPU_SIZE, dtype=dtype) for _ in range(2))
+    return 2 * _CPU_SIZE**3 / clock.median(lambda _: torch.mm(a, b), budget_ms=50.0, rounds=3) * 1e3

@@ -1,0 +1,55 @@
+"""A model with what trains it, for this rank: fused, or by PyTorch's own operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from onepass.gpt import Config, Model
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+from onepass.train.stages import Stages, check
+from onepass.train.steps import GraphedSteps, Steps
+from onepass.train.updates import FsdpUpdate, MainGradUpdate, PlainUpdate, Update
+
+
+@dataclass
+class Trained:
+    model: nn.Module  # a `Model`, or this rank's `Stages` of one
+    update: Update
+    steps: Steps
+
+
+def make(config: Config, options: Options, layout: Layout, plain: bool = False) -> Trained:
+    """plain: what is trained without onepass. On one rank fp32 weights and PyTorch's AdamW, under autocast where config's are
+    narrower; on several the same gradients' sums as onepass', of PyTorch's operators."""
+    alone = plain and layout.ranks == 1
+    used = config.reference() if plain else config
+    autocast = config.dtype if alone and config.dtype != torch.float32 else None
+    used = used.replace(params_dtype="fp32") if alone else used
+    check(used, options, layout.data.size)
+    if layout.pipeline.size > 1:
+        return _pipelined(used, options, layout)
+    model = Model(used, tp_group=layout.tensor.group, device=layout.device, seed=options.seed)
+    update = _update(model, options, layout, alone)
+    kind: Any = GraphedSteps if options.cuda_graphs and not plain else Steps
+    return Trained(model, update, kind(model, used, options, update, autocast))
+
+
+def _pipelined(config: Config, options: Options, layout: Layout) -> Trained:
+    from onepass.train.pipeline import PipelinedSteps  # torch's takes a second to import
+
+    stages = Stages(config, layout, options.seed)
+    update = MainGradUpdate(stages, options, layout)
+    return Trained(stages, update, PipelinedSteps(stages, config, options, layout, update))
+
+
+def _update(model: Model, options: Options, layout: Layout, alone: bool) -> Update:
+    if alone:
+        return PlainUpdate(model, options, layout)
+    if options.use_fsdp and layout.data.group is not None:
+        return FsdpUpdate(model, options, layout)
+    return MainGradUpdate(model, options, layout)

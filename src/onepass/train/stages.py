@@ -1,0 +1,154 @@
+"""How a model is divided into the stages of a pipeline, and what can't be.
+
+Rank r of p ranks has stage r, or of several the stages r, r + p, r + 2 p, ...: the last rank has the last stage, and the loss.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.gpt import Config, Model
+from onepass.runtime.refused import Refused
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+
+
+class Stages(nn.Module):
+    """This rank's stages as one module: their parts under the names that they have in the whole model.
+
+    A call is the whole model's without gradients: each rank makes its part, and all get the loss or the logits.
+    """
+
+    def __init__(self, config: Config, layout: Layout, seed: int) -> None:
+        super().__init__()
+        self.config, self.pipeline = config, layout.pipeline
+        self.division = divided(config)
+        self.last = len(self.division) - 1
+        numbers = range(self.pipeline.rank, self.last + 1, self.pipeline.size)
+        self.own = {number: self._made(number, layout, seed) for number in numbers}
+        parts = [*self.own.values()]
+        self.embedding = parts[0].embedding
+        self.layers = nn.ModuleDict({n: block for part in parts for n, block in part.layers.items()})
+        self.final_layernorm, self.output_layer = parts[-1].final_layernorm, parts[-1].output_layer
+
+    def _made(self, number: int, layout: Layout, seed: int) -> Model:
+        return Model(
+            self.config,
+            tp_group=layout.tensor.group,
+            layers=self.division[number],
+            first=number == 0,
+            last=number == self.last,
+            device=layout.device,
+            seed=seed,
+        )
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As `Model.forward`'s."""
+        x = tokens
+        for number in range(self.last + 1):
+            if number in self.own:
+                x = self._received(tokens) if number else tokens
+                x = self.own[number](x, labels)
+                if number != self.last:
+                    dist.send(x, group=self.pipeline.group, group_dst=(number + 1) % self.pipeline.size)
+        shape = () if labels is not None else (*tokens.shape, self.config.vocab_size)
+        dtype = torch.float32 if labels is not None else self.config.dtype
+        return self.told(x if self.last in self.own else None, shape, dtype, tokens.device)
+
+    def _received(self, tokens: Tensor) -> Tensor:
+        """Hidden states of the stage before."""
+        x = torch.empty(self.hidden_shape(*tokens.shape), dtype=self.config.dtype, device=tokens.device)
+        dist.recv(x, group=self.pipeline.group, group_src=(self.pipeline.rank - 1) % self.pipeline.size)
+        return x
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
+        """What a stage hands on, of sequences of this length."""
+        c = self.config
+        return batch, length // (c.tensor_model_parallel_size if c.sequence_parallel else 1), c.hidden_size
+
+    def told(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the rank of the last stage has, on all of the pipeline."""
+        said = torch.empty(shape, dtype=dtype, device=device) if value is None else value.contiguous()
+        dist.broadcast(said, group=self.pipeline.group, group_src=self.pipeline.size - 1)
+        return said
+
+
+def divided(config: Config) -> list[range]:
+    """The blocks of each stage. Where they don't come out even the first stages have one more: the last has the head."""
+    each = config.num_layers_per_virtual_pipeline_stage
+    stages = config.pipeline_model_parallel_size if each is None else config.num_layers // each
+    least, more = divmod(config.num_layers, stages)
+    starts = [number * least + min(number, more) for number in range(stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def sequences(config: Config, options: Options, data_ranks: int) -> int:
+    """Of a step, on all ranks: as many as are asked for, or one microbatch for each stage of the pipeline."""
+    return options.global_batch_size or options.micro_batch_size * data_ranks * config.pipeline_model_parallel_size
+
+
+def microbatches(config: Config, options: Options, data_ranks: int) -> int:
+    """Of a step, on one rank."""
+    return sequences(config, options, data_ranks) // (options.micro_batch_size * data_ranks)
+
+
+def check(config: Config, options: Options, data_ranks: int) -> None:
+    """Refuse what a pipeline can't do."""
+    ranks, schedule = config.pipeline_model_parallel_size, options.pipeline_schedule
+    at_once, size = options.micro_batch_size * data_ranks, sequences(config, options, data_ranks)
+    if size % at_once:
+        raise Refused(
+            f"global_batch_size must be a multiple of micro_batch_size {options.micro_batch_size} x {data_ranks} data-parallel "
+            f"ranks, but is {size}"
+        )
+    if ranks == 1:
+        if schedule != "1f1b":
+            raise Refused(
+                f"pipeline_schedule must be '1f1b' with pipeline_model_parallel_size 1, where there is no pipeline, "
+                f"but is {schedule!r}"
+            )
+        return
+    _check_schedule(config, schedule)
+    for name, why in (
+        ("use_fsdp", "stages gather gradients in main_grad; use_distributed_optimizer divides the optimizer's state"),
+        ("cuda_graphs", "a graph's replay would not wait for other stages"),
+    ):
+        if getattr(options, name):
+            raise Refused(f"{name} must be false with pipeline_model_parallel_size {ranks}, but is true: {why}")
+    _check_microbatches(config, options, data_ranks)
+
+
+def _check_schedule(config: Config, schedule: str) -> None:
+    ranks, each = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
+    several = len(divided(config)) > ranks
+    if schedule == "1f1b" and several:
+        raise Refused(
+            "num_layers_per_virtual_pipeline_stage must be None with pipeline_schedule '1f1b', for which a rank has one stage, "
+            f"but is {each}: 'interleaved' and 'zero-bubble' take several"
+        )
+    if schedule == "interleaved" and not several:
+        raise Refused(
+            "num_layers_per_virtual_pipeline_stage must be given with pipeline_schedule 'interleaved', and leave each of "
+            f"{ranks} ranks several stages of num_layers {config.num_layers}, but is {each}"
+        )
+
+
+def _check_microbatches(config: Config, options: Options, data_ranks: int) -> None:
+    ranks, at_once = config.pipeline_model_parallel_size, options.micro_batch_size * data_ranks
+    number = microbatches(config, options, data_ranks)
+    size = f"but is {options.global_batch_size}: that is {number} of {at_once} sequences, micro_batch_size x data-parallel ranks"
+    if number < ranks:
+        raise Refused(
+            f"global_batch_size must have at least {ranks} microbatches with pipeline_model_parallel_size {ranks}, {size}"
+        )
+    rounds = number // ranks
+    if options.pipeline_schedule != "1f1b" and number % rounds:
+        raise Refused(
+            f"global_batch_size must have a multiple of {rounds} microbatches with pipeline_schedule "
+            f"{options.pipeline_schedule!r}, which runs them in so many rounds on {ranks} ranks, {size}"
+        )

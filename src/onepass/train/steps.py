@@ -1,0 +1,115 @@
+"""Forward and backward of a step's microbatches, one after another or as replays of a CUDA graph."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.gpt import Config
+from onepass.train.batches import Batch
+from onepass.train.options import Options
+from onepass.train.updates import Update
+
+_WARM = 2  # microbatches before a graph is captured
+
+
+class Steps:
+    """Runs a model's microbatches and leaves gradients to an update.
+
+    Args:
+        autocast: the type that PyTorch's operators are to multiply in, where the parameters' is wider; None is the parameters'.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, options: Options, update: Update, autocast: torch.dtype | None = None
+    ) -> None:
+        self.model, self.config, self.options, self.update, self.autocast = model, config, options, update, autocast
+        self._known = _takes_grad_scale(config)
+
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss of the batch, and the norm of its gradient, which is ready to be stepped by."""
+        self.update.begin()
+        parts = _parts(batch, self.options.micro_batch_size)
+        total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
+        for at, part in enumerate(parts):
+            last = at == len(parts) - 1
+            with nullcontext() if last else self.update.accumulate():
+                total += self._micro(part, 1.0 / len(parts))
+        return total / len(parts), self.update.finish()
+
+    def _micro(self, part: Batch, share: float) -> Tensor:
+        """Forward and backward of a microbatch, whose gradient counts as much as share says."""
+        options: dict[str, Any] = {"grad_scale": share} if self._known else {}
+        with self._wide():
+            loss: Tensor = self.model(part.tokens, part.labels, **options)
+        (loss * share).backward()
+        return loss.detach()
+
+    def _wide(self) -> Any:
+        device = next(self.model.parameters()).device
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Of what comes after each row of tokens: [rows, vocabulary]."""
+        c, length = self.config, tokens.shape[1]
+        ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
+        with self._wide():
+            found: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # ranks share the sequence evenly
+        return found[:, length - 1]
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss without training."""
+        parts = _parts(batch, self.options.micro_batch_size)
+        with self._wide():
+            return torch.stack([self.model(part.tokens, part.labels).float() for part in parts]).mean()
+
+
+class GraphedSteps(Steps):
+    """The same, each microbatch a replay of one CUDA graph. Shapes are fixed."""
+
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.update.begin()
+        parts = _parts(batch, self.options.micro_batch_size)
+        total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
+        with self.update.accumulate():  # a replay calls no hooks: the reductions start in finish
+            if self._graph is None:
+                self._capture(parts[0], 1.0 / len(parts))
+            assert self._graph is not None
+            for part in parts:
+                self._tokens.copy_(part.tokens)
+                self._labels.copy_(part.labels)
+                self._graph.replay()
+                total += self._loss
+        return total / len(parts), self.update.finish()
+
+    def _capture(self, part: Batch, share: float) -> None:
+        self._tokens, self._labels = part.tokens.clone(), part.labels.clone()
+        static, graph = Batch(self._tokens, self._labels), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM):
+                self._micro(static, share)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            self._loss = self._micro(static, share)
+        self._graph = graph
+        self.update.begin()  # what warming up added is no gradient of this step
+
+
+def _takes_grad_scale(config: Config) -> bool:
+    """Whether the head may add its gradient in forward: into main_grad, by an op whose loss goes straight to backward."""
+    linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
+    return linear and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute
+
+
+def _parts(batch: Batch, size: int) -> list[Batch]:
+    return [Batch(*part) for part in zip(batch.tokens.split(size), batch.labels.split(size), strict=True)]

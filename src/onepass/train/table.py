@@ -1,0 +1,116 @@
+"""Fused against reference for this very run: some steps of each from the same start, on the same text."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from onepass.gpt import Config, Model
+from onepass.parallel import MainGrads
+from onepass.profiling.record import profile
+from onepass.train.batches import Batches
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+from onepass.train.setup import make
+from onepass.train.updates import learning_rate
+
+_STEPS = 6
+
+
+@dataclass
+class Side:
+    """What one of the two does."""
+
+    step_ms: float
+    memory_gib: float | None  # of the GPU, at most
+    launches: float  # kernels of a step, on a CPU operators
+    losses: list[float]
+    loss_mib: float = 0.0  # that final norm, head and loss take at most, forward and backward
+
+
+def compare(config: Config, options: Options, layout: Layout, batches: Batches) -> tuple[Side, Side]:
+    """As the run was, and by PyTorch's operators."""
+    fused, plain = (_measured(config, options, layout, batches, plain) for plain in (False, True))
+    return fused, plain
+
+
+def _measured(config: Config, options: Options, layout: Layout, batches: Batches, plain: bool) -> Side:
+    _forget(layout.device)
+    found = _steps(config, options, layout, batches, plain)
+    _forget(layout.device)
+    found.loss_mib = _loss_mib(config, options, layout, plain)
+    return found
+
+
+def _steps(config: Config, options: Options, layout: Layout, batches: Batches, plain: bool) -> Side:
+    trained = make(config, options, layout, plain=plain)
+
+    def step(number: int, lr: float) -> torch.Tensor:
+        loss, _ = trained.steps.run(batches.of_step(number))
+        trained.update.step(lr)
+        return loss
+
+    losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
+    memory = torch.cuda.max_memory_allocated(layout.device) / 2**30 if layout.device.type == "cuda" else None
+    found = profile(step, 0, 0.0, warmup=0, steps=1)
+    return Side(found.wall_us / 1e3, memory, sum(found.kernel_names().values()), losses)
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+# ---- the memory of the loss ----
+
+
+def _loss_mib(config: Config, options: Options, layout: Layout, plain: bool) -> float:
+    """Of a last stage without blocks, for one microbatch."""
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    used = config.reference() if plain else config
+    used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False)
+    device = layout.device
+    head = Model(used, tp_group=layout.tensor.group, layers=range(0), first=False, device=device, seed=0)
+    shape = options.micro_batch_size, options.seq_length // ranks
+    hidden = torch.randn(*shape, config.hidden_size, device=device, dtype=used.dtype, requires_grad=True)
+    labels = torch.randint(config.vocab_size, (options.micro_batch_size, options.seq_length), device=device)
+    grads = None if plain else MainGrads(head)
+
+    def call() -> None:
+        if grads is not None:
+            grads.zero_()
+        head(hidden, labels).backward()
+        head.zero_grad()
+        hidden.grad = None
+
+    peak = profile(call, warmup=1, steps=1).peak_bytes or 0
+    if grads is not None:
+        grads.close()
+    return peak / 2**20
+
+
+# ---- the table ----
+
+
+def table(fused: Side, plain: Side, on_gpu: bool) -> Table:
+    made = Table("", "onepass", "PyTorch", "", title="this run, fused and by PyTorch's operators", title_justify="left")
+    made.add_row("a step, ms", f"{fused.step_ms:,.1f}", f"{plain.step_ms:,.1f}", _faster(fused.step_ms, plain.step_ms))
+    rows = [("memory of the loss, MiB", fused.loss_mib, plain.loss_mib, 1)]
+    if fused.memory_gib is not None and plain.memory_gib is not None:
+        rows.append(("memory at most, GiB", fused.memory_gib, plain.memory_gib, 2))
+    rows.append((f"{'kernels' if on_gpu else 'operators'} of a step", fused.launches, plain.launches, 0))
+    for name, ours, theirs, digits in rows:
+        made.add_row(name, f"{ours:,.{digits}f}", f"{theirs:,.{digits}f}", f"{ours / theirs:.2f} of that")
+    apart = max(abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=True))
+    steps = len(fused.losses)
+    made.add_row(f"loss, {steps} steps", f"{fused.losses[-1]:.4f}", f"{plain.losses[-1]:.4f}", f"at most {apart:.1e} apart")
+    return made
+
+
+def _faster(ours: float, theirs: float) -> str:
+    return f"{theirs / ours:.2f} x faster" if theirs >= ours else f"{ours / theirs:.2f} x slower"

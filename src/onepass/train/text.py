@@ -1,0 +1,164 @@
+"""From text files to tokens on disk: a byte-pair tokenizer trained on them, and two files of token numbers, mapped into memory.
+
+A folder of tokens has `tokenizer.json`, `train.bin` and `valid.bin` (the last part of the shuffled documents), and `tokens.json`,
+which says what was read and is written last: a folder without it was not finished and is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onepass.runtime.refused import Refused
+
+END = "<|endoftext|>"  # between documents
+SMALLEST = 257  # vocabulary: the bytes and END
+_VALID = 0.05  # of the text
+_NOT_LIBRARY = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "turtledemo"}
+_AT_ONCE = 128  # documents
+_TRAINED_ON = 4 << 20  # characters: the pairs that are frequent in more of them are the same
+
+Told = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A folder of tokens."""
+
+    folder: Path
+    train: Any  # numpy arrays over the files
+    valid: Any
+    tokenizer: Any
+    vocab_size: int
+
+
+def python_library() -> list[Path]:
+    """The sources of the standard library on this machine, without its tests."""
+    top = Path(sysconfig.get_paths()["stdlib"])
+    return [path for path in sorted(top.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(top).parts)]
+
+
+def find_files(named: Sequence[str]) -> list[Path]:
+    """The files that are named, and those in the folders that are."""
+    if not named:
+        return python_library()
+    found: list[Path] = []
+    for name in named:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts[1:]))
+            if not inside:
+                raise Refused(f"--data {name} has no files in it")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise Refused(f"--data {name} is no file and no folder")
+    return found
+
+
+def prepare(folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told) -> Tokens:
+    """The tokens of these texts, made where the folder hasn't got them yet."""
+    files = find_files(named)
+    key = _key(files, vocab_size)
+    said = folder / "tokens.json"
+    if not said.exists() or json.loads(said.read_text()).get("key") != key:
+        _make(folder, files, vocab_size, seq_length, told)
+        said.write_text(json.dumps({"key": key, "files": len(files), "vocab_size": vocab_size}, indent=1) + "\n")
+    return load(folder, vocab_size)
+
+
+def load(folder: Path, vocab_size: int) -> Tokens:
+    import numpy
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    kind = _number_type(vocab_size)
+    train, valid = (numpy.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name in ("train", "valid"))
+    return Tokens(folder, train, valid, tokenizer, tokenizer.get_vocab_size())
+
+
+def _key(files: Sequence[Path], vocab_size: int) -> str:
+    """Says whether the same files were read before."""
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([stats, vocab_size]).encode()).hexdigest()
+
+
+def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int, told: Told) -> None:
+    files = list(files)
+    random.Random(0).shuffle(files)
+    documents = [_read(path) for path in files]
+    total = sum(map(len, documents))
+    if not total:
+        raise Refused(f"the text is empty: {len(files)} files hold no characters")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokens.json").unlink(missing_ok=True)
+    tokenizer = _trained(documents, vocab_size, told)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    numbers = _encoded(tokenizer, documents, vocab_size, told)
+    cut = int(len(numbers) * (1 - _VALID))
+    for name, part in (("train", numbers[:cut]), ("valid", numbers[cut:])):
+        if len(part) <= seq_length:
+            raise Refused(
+                f"the text is too short: its part for {'training' if name == 'train' else 'evaluation, a twentieth,'} has "
+                f"{len(part)} tokens, and a sequence is {seq_length} and one; give more with --data, or a smaller --seq-length"
+            )
+        part.tofile(folder / f"{name}.bin")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise Refused(f"{path} can't be read: {why}") from None
+
+
+def _trained(documents: Sequence[str], vocab_size: int, told: Told) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    told("training the tokenizer", 0, 1)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_as_much(documents, _TRAINED_ON), trainer)
+    told("training the tokenizer", 1, 1)
+    return tokenizer
+
+
+def _as_much(documents: Iterable[str], most: int) -> Iterator[str]:
+    for document in documents:
+        if most <= 0:
+            return
+        yield document[:most]
+        most -= len(document)
+
+
+def _encoded(tokenizer: Any, documents: Sequence[str], vocab_size: int, told: Told) -> Any:
+    import numpy
+
+    end, pieces = tokenizer.token_to_id(END), []
+    for first in range(0, len(documents), _AT_ONCE):
+        told("encoding the text", first, len(documents))
+        for encoded in tokenizer.encode_batch(documents[first : first + _AT_ONCE], add_special_tokens=False):
+            pieces.append(numpy.asarray([*encoded.ids, end], dtype=_number_type(vocab_size)))
+    told("encoding the text", len(documents), len(documents))
+    return numpy.concatenate(pieces)
+
+
+def _number_type(vocab_size: int) -> str:
+    order = "<" if sys.byteorder == "little" else ">"
+    return f"{order}u2" if vocab_size <= 1 << 16 else f"{order}u4"

@@ -1,0 +1,180 @@
+"""From gradients to new weights, in three ways: by main_grad and fp32 masters, sharded by FSDP2, and as PyTorch has it.
+
+Each has microbatches run in `accumulate()` but the last, then `finish` and `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.parallel import MainGrads, MasterWeights, reduce_sequence_parallel_grads
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+
+Groups = list[dict[str, Any]]
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Of the step with this number, from 0: rising from near 0 to lr, then falling to min_lr at the last."""
+    if step < options.lr_warmup_iters:
+        return options.lr * (step + 1) / options.lr_warmup_iters
+    if options.lr_decay_style == "constant":
+        return options.lr
+    through = (step - options.lr_warmup_iters) / max(1, options.train_iters - 1 - options.lr_warmup_iters)
+    left = (1 + math.cos(math.pi * through)) / 2 if options.lr_decay_style == "cosine" else 1 - through
+    return options.lowest_lr + (options.lr - options.lowest_lr) * left
+
+
+def parameter_groups(model: nn.Module, options: Options) -> Groups:
+    """Matrices, whose weights decay, and the rest."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(options: Options) -> Callable[[Groups], torch.optim.Optimizer]:
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        betas = options.adam_beta1, options.adam_beta2
+        return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+
+    return make
+
+
+class Update(ABC):
+    """Gradients of one model, and its optimizer."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+        self.model, self.options, self.layout = model, options, layout
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before a step's first forward: no gradient is there."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A backward in it is not the step's last."""
+        return nullcontext()
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """After the step's last backward: the norm of the whole gradient, which is clipped."""
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._step()
+
+    def _step(self) -> None:
+        self.optimizer.step()
+
+
+def _data_group(layout: Layout) -> dist.ProcessGroup | None:
+    """For MainGrads, which takes None for all ranks: one that is alone needs a group of its own, over which nothing is sent."""
+    if layout.ranks == 1 or layout.data.group is not None:
+        return layout.data.group
+    alone: dist.ProcessGroup = dist.new_group([layout.rank], backend="gloo", use_local_synchronization=True)
+    return alone
+
+
+class MainGradUpdate(Update):
+    """Flat fp32 gradient buffers, reduced under backward, and fp32 masters of the weights."""
+
+    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+        super().__init__(model, options, layout)
+        self.main_grads = MainGrads(
+            model,
+            group=_data_group(layout),
+            shard=options.use_distributed_optimizer,
+            tp_group=layout.tensor.group,
+            pp_group=layout.pipeline.group,
+        )
+        self.weights = MasterWeights(self.main_grads, adamw(options), parameter_groups(model, options))
+        self.optimizer = self.weights.optimizer
+
+    def begin(self) -> None:
+        self.main_grads.zero_()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self.main_grads.accumulate()
+
+    def finish(self) -> Tensor:
+        self.main_grads.finish()
+        if self.layout.tensor.group is not None:
+            reduce_sequence_parallel_grads(self.model, self.layout.tensor.group)
+        return self.main_grads.clip_(self.options.clip_grad or math.inf)
+
+    def _step(self) -> None:
+        self.weights.step()
+
+
+class PlainUpdate(Update):
+    """torch.optim's AdamW on the parameters, gradients in .grad: one rank, as code is written without onepass."""
+
+    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+        super().__init__(model, options, layout)
+        self.optimizer = adamw(options)(parameter_groups(model, options))
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad()
+
+    def finish(self) -> Tensor:
+        most = self.options.clip_grad or math.inf
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), most, foreach=True)
+
+
+class FsdpUpdate(PlainUpdate):
+    """PyTorch's fully_shard: each data-parallel rank has a part of every block's weights, gradients and state."""
+
+    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        assert layout.data.group is not None
+        mesh = DeviceMesh.from_group(layout.data.group, layout.device.type)
+        dtype = next(model.parameters()).dtype
+        model.float()  # the masters; what is gathered and multiplied has the model's type
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        blocks: Any = model.layers
+        for block in blocks.values():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        super().__init__(model, options, layout)
+
+    def begin(self) -> None:
+        super().begin()
+        self._last(True)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return _Deferring(self)
+
+    def _last(self, last: bool) -> None:
+        model: Any = self.model
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+    def finish(self) -> Tensor:
+        norm: Any = super().finish()
+        return norm.full_tensor()  # type: ignore[no-any-return]
+
+
+class _Deferring(AbstractContextManager[None]):
+    """fully_shard's gradients stay where they are until the last microbatch."""
+
+    def __init__(self, update: FsdpUpdate) -> None:
+        self.update = update
+
+    def __enter__(self) -> None:
+        self.update._last(False)
+
+    def __exit__(self, *raised: object) -> None:
+        self.update._last(True)

@@ -1,0 +1,223 @@
+"""Small runs whose checkpoints are looked at, on one rank and on several, and a reader of them that is not the trainer's."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import join
+from safetensors.torch import load_file
+
+import onepass
+from onepass.gpt import Config
+from onepass.nn.sharding import part_of
+from onepass.runtime.refused import Refused
+from onepass.train import checkpoint
+from onepass.train.batches import Batch
+from onepass.train.layout import Layout, _groups
+from onepass.train.options import Options
+from onepass.train.setup import make
+
+SHAPE = {
+    "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 33,
+    "max_position_embeddings": 16, "add_qkv_bias": True, "normalization": "LayerNorm",
+}  # fmt: skip
+KINDS = {
+    "llama": {"untie_embeddings_and_output_weights": True},
+    "gpt-2": {"position_embedding_type": "learned_absolute", "add_bias_linear": True, "gated_linear_unit": False},
+    "experts": {  # where data-parallel ranks' parts of what tensor-parallel ones have alike end in different places
+        "num_moe_experts": 3, "moe_ffn_hidden_size": 10, "position_embedding_type": "learned_absolute",
+        "max_position_embeddings": 200,
+    },
+}  # fmt: skip
+TENSOR, PIPELINE, ZERO, FSDP, NARROW = (
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "global_batch_size": 4},
+    {"use_distributed_optimizer": True},
+    {"use_fsdp": True},
+    {"params_dtype": "bf16"},
+)
+LAYOUTS = {  # one after the other, each from what the one before it has saved
+    2: {
+        "tensor": TENSOR,
+        "pipeline": PIPELINE,
+        "zero": ZERO,
+        "data": {},
+        "fsdp": FSDP,
+        "zero, bf16": ZERO | NARROW,
+        "fsdp, bf16": FSDP | NARROW,
+    },
+    4: {"tensor, zero": TENSOR | ZERO, "zero": ZERO, "tensor, fsdp": TENSOR | FSDP, "tensor, data": TENSOR | NARROW},
+}
+KIND = {2: "llama", 4: "experts"}  # of the model on so many ranks
+B, S = 4, 8
+
+
+def configured(kind="llama", **settings):
+    names = Options.names()
+    config = Config(**SHAPE | KINDS[kind] | {name: value for name, value in settings.items() if name not in names})
+    given = {"micro_batch_size": 2, "seq_length": S, "weight_decay": 0.3}
+    return config, Options(**given | {name: value for name, value in settings.items() if name in names})
+
+
+def alone():
+    return Layout(torch.device("cpu"))
+
+
+def batch(step, layout):
+    tokens = torch.randint(SHAPE["vocab_size"], (B, S + 1), generator=torch.Generator().manual_seed(step))
+    own = tokens.chunk(layout.data.size)[layout.data.rank]
+    return Batch(own[:, :-1], own[:, 1:])
+
+
+def go(trained, layout, first, last):
+    """The losses and gradient norms of these steps."""
+    found = []
+    for step in range(first, last):
+        loss, norm = trained.steps.run(batch(step, layout))
+        trained.update.step(0.01 / (step + 1))
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def saved(folder, step, trained, config, options, layout):
+    checkpoint.save(folder / "checkpoints", step, trained, config, options, layout)
+    return checkpoint.find(folder)
+
+
+def started(folder, kind="llama", steps=2, **settings):
+    """A run of so many steps on one rank, and its checkpoint."""
+    config, options = configured(kind, **settings)
+    trained = make(config, options, alone())
+    go(trained, alone(), 0, steps)
+    return trained, saved(folder, steps, trained, config, options, alone())
+
+
+def whole(path):
+    """All tensors of a checkpoint, put together by what the files say of themselves."""
+    shapes = {name: said["shape"] for name, said in json.loads((path / "checkpoint.json").read_text())["tensors"].items()}
+    found = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for file in path.glob("*.safetensors"):
+        for key, part in load_file(file).items():
+            name, where = re.fullmatch(r"([^[]+)(?:\[(.*)\])?", key).groups()
+            ranges = [slice(*map(int, each.split(":"))) for each in where.split(", ")] if where else []
+            assert found[name][tuple(ranges)].isnan().all(), key  # once
+            found[name][tuple(ranges)] = part
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+# ---- on several ranks ----
+
+
+def run(rank, ranks, folder, backend):
+    """Each layout loads what the one before has saved, saves it again, goes on, saves, and goes on from that once more."""
+    join(rank, ranks, folder, backend)
+    folder, found = Path(folder), {}
+    path = checkpoint.find(folder / "one")
+    with onepass.use_backend("torch"):
+        for at, (name, settings) in enumerate(LAYOUTS[ranks].items()):
+            path, found[name] = case(folder / name, path, 2 + 2 * at, KIND[ranks], settings)
+        found["full"] = full(folder / "full", rank)
+        found["damaged"] = damaged(folder / "damaged", rank)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def case(folder, path, step, kind, settings):
+    config, options = configured(kind, **settings)
+    layout = _groups(config, torch.device("cpu"))
+    trained = make(config, options.replace(seed=5), layout)
+    assert checkpoint.load(path, trained, config, layout) == step
+    apart = [name for name, mine, theirs in own(trained, layout, whole(path), config) if not torch.equal(mine, theirs)]
+    again = saved(folder / "again", step, trained, config, options, layout)
+    lines = go(trained, layout, step, step + 1)
+    trained.steps.loss(batch(99, layout))  # after which FSDP keeps some weights gathered
+    half = saved(folder / "half", step + 1, trained, config, options, layout)
+    lines += go(trained, layout, step + 1, step + 2)
+    after = saved(folder / "after", step + 2, trained, config, options, layout)
+    other = make(config, options.replace(seed=6), layout)
+    checkpoint.load(half, other, config, layout)
+    resumed = go(other, layout, step + 1, step + 2)
+    paths = {"from": str(path), "again": str(again), "after": str(after)}
+    return after, {**paths, "apart": apart, "lines": lines, "resumed": resumed}
+
+
+def own(trained, layout, tensors, config):
+    """Of each of this rank's parameters and its moments: the name, what it is, and what it is to be."""
+    divisions = {
+        f"{path}.{name}": division
+        for path, module in trained.model.named_modules()
+        for name, division in getattr(module, "_divisions", {}).items()
+    }
+    where = stretches(trained)
+    for name, parameter in trained.model.named_parameters():
+        for prefix in ("", "exp_avg.", "exp_avg_sq."):
+            part = tensors[prefix + name]
+            if name in divisions:
+                part = part_of(part, divisions[name], layout.tensor.rank, layout.tensor.size)
+            if not prefix:
+                mine = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                yield name, mine, part.to(mine.dtype)
+            weight, stretch = where.get(id(parameter), (None, None)) if where is not None else (parameter, slice(None))
+            if weight is None:
+                continue
+            mine = trained.update.optimizer.state[weight][prefix.rstrip(".")] if prefix else weight
+            mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+            yield prefix + name, mine.flatten(), part.flatten()[stretch]
+
+
+def stretches(trained):
+    """What MasterWeights steps of each parameter, by its buckets; None where there is none."""
+    weights = getattr(trained.update, "weights", None)
+    if weights is None:
+        return None
+    pieces = {id(parameter): weight for parameter, weight, _ in weights.pieces()}
+    buckets = trained.update.main_grads.buckets
+    return {
+        id(place.parameter): (pieces[id(place.parameter)], slice(start - place.start, stop - place.start))
+        for bucket in buckets
+        for place, start, stop in bucket.parts()
+    }
+
+
+def full(folder, rank):
+    """What is said where the last rank's file grows too large, and what is left."""
+    import resource
+
+    config, options = configured(KIND[dist.get_world_size()], **ZERO)
+    layout = _groups(config, torch.device("cpu"))
+    trained = make(config, options, layout)
+    before = saved(folder, 1, trained, config, options, layout)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == layout.ranks - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    said = refused(lambda: saved(folder, 2, trained, config, options, layout))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    layout.wait_for_all()
+    left = sorted(each.name for each in (folder / "checkpoints").iterdir())
+    return said, left, checkpoint.find(folder) == before
+
+
+def damaged(folder, rank):
+    """What is said where the last rank has no such checkpoint, and where one has to read a file that is cut short."""
+    config, options = configured(KIND[dist.get_world_size()], **ZERO)
+    layout = _groups(config, torch.device("cpu"))
+    trained = make(config, options, layout)
+    saved(folder, 1, trained, config, options, layout)
+    place = folder / "checkpoints" / "step-00000001" / "0.safetensors"
+    path = folder / "nowhere" if rank == layout.ranks - 1 else place.parent
+    gone = refused(lambda: checkpoint.load(path, trained, config, layout))
+    if rank == 0:
+        place.write_bytes(place.read_bytes()[:-4])
+    layout.wait_for_all()
+    return gone, refused(lambda: checkpoint.load(place.parent, trained, config, layout))
+
+
+def refused(act):
+    try:
+        act()
+    except Refused as error:
+        return str(error)
+    return None

@@ -1,0 +1,139 @@
+"""Training of a tiny model whose stages are divided over processes; what they found is saved for the test that asked."""
+
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+from parallel.meeting import join
+
+import onepass
+from onepass.gpt import Config, Model
+from onepass.parallel import DeferredWgrad, MainGrads
+from onepass.train import layout
+from onepass.train.batches import Batches
+from onepass.train.options import Options
+from onepass.train.setup import make
+
+LENGTH, STEPS = 12, 3
+SHAPE = {
+    "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 37,
+    "max_position_embeddings": 16, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+OPTIONS = {"micro_batch_size": 2, "global_batch_size": 8, "seq_length": LENGTH, "seed": 5, "train_iters": STEPS}
+GPT2 = {
+    "add_bias_linear": True, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
+    "gated_linear_unit": False, "activation_func": "gelu",
+}  # fmt: skip
+LATER = {"defer_embedding_wgrad_compute": True}
+EACH = {"num_layers_per_virtual_pipeline_stage": 1}
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SHARDED = {"use_distributed_optimizer": True}
+INTERLEAVED, ZERO_BUBBLE = {"pipeline_schedule": "interleaved"}, {"pipeline_schedule": "zero-bubble"}
+# by ranks: of the model, and of its training
+CASES = {
+    2: {
+        "1f1b": ({}, {}),
+        "uneven": ({"num_layers": 3} | GPT2, {}),
+        "seven microbatches": ({}, {"micro_batch_size": 1, "global_batch_size": 7}),
+        "bf16": ({"params_dtype": "bf16"}, {}),
+        "recomputed": ({"recompute_granularity": "full"}, {}),
+        "experts": ({"num_moe_experts": 3, "moe_ffn_hidden_size": 8}, {}),
+        "interleaved": (EACH, INTERLEAVED),
+        "interleaved, three microbatches": (EACH, INTERLEAVED | {"global_batch_size": 6}),
+        "interleaved, plain": (EACH | {"plain": True}, INTERLEAVED),
+        "zero-bubble": (EACH, ZERO_BUBBLE),
+        "zero-bubble, a stage each": (GPT2, ZERO_BUBBLE),
+        "zero-bubble, three microbatches": (EACH, ZERO_BUBBLE | {"global_batch_size": 6}),
+        "zero-bubble, plain": (EACH | {"plain": True}, ZERO_BUBBLE),
+        "head later": (LATER, {}),
+        "head later, one": (LATER | {"wgrad_deferral_limit": 1}, {}),
+        "head later, interleaved": (LATER | EACH, INTERLEAVED),
+        "head later, zero-bubble": (LATER | EACH, ZERO_BUBBLE),
+    },
+    4: {
+        "four stages": ({}, {}),
+        "four stages, zero-bubble": ({}, ZERO_BUBBLE | {"global_batch_size": 10}),
+        "tensor, sequence": (SEQUENCE | LATER, {}),
+        "tensor": ({"tensor_model_parallel_size": 2} | GPT2, {}),
+        "tensor, sequence, zero-bubble": (SEQUENCE | EACH, ZERO_BUBBLE),
+        "data": ({}, {}),
+        "data, sharded": (LATER, SHARDED),
+        "data, sharded, interleaved": (EACH, SHARDED | INTERLEAVED),
+        "data, sharded, zero-bubble": (EACH | LATER, SHARDED | ZERO_BUBBLE),
+    },
+}
+
+
+def settings(name, ranks):
+    """Config, options, and whether it is by PyTorch's operators: of a case, or of what one rank does in its place."""
+    model, training = next(cases[name] for cases in CASES.values() if name in cases)
+    model, plain = SHAPE | model, model.get("plain", False)
+    model.pop("plain", None)
+    if ranks == 1:
+        for key in [*SEQUENCE, *LATER, *EACH, "wgrad_deferral_limit"]:
+            model.pop(key, None)
+        training = {key: value for key, value in training.items() if key.endswith("batch_size")}
+    else:
+        stages = 4 if "four stages" in name else 2
+        model["pipeline_model_parallel_size"] = stages
+    return Config(**model), Options(**(OPTIONS | training)), plain
+
+
+def text():
+    return numpy.random.default_rng(3).integers(0, SHAPE["vocab_size"], 400).astype(numpy.uint16)
+
+
+def trained(name, divided):
+    """Losses, norms, and what is seen of the model afterwards."""
+    config, options, plain = settings(name, divided.ranks)
+    made = make(config, options, divided, plain and divided.ranks > 1)
+    data = divided.data
+    batches = Batches(text(), options.global_batch_size, LENGTH, 5, data.rank, data.size, divided.device)
+    before = divided.average(made.steps.loss(batches.of_step(7)))
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss, norm = made.steps.run(batches.of_step(step))
+        made.update.step(3e-3)
+        losses.append(divided.average(loss))
+        norms.append(norm)
+    made.model.eval()
+    tokens = torch.from_numpy(text()[:20].astype(numpy.int64)).view(2, 10).to(divided.device)
+    return {
+        "losses": torch.stack(losses), "norms": torch.stack(norms), "before": before,
+        "after": divided.average(made.steps.loss(batches.of_step(7))), "logits": made.steps.logits(tokens),
+        "names": sorted(name for name, _ in made.model.named_parameters()),
+    }  # fmt: skip
+
+
+def run(rank, ranks, folder, backend):
+    join(rank, ranks, folder, backend)
+    device = torch.get_default_device()
+    torch.set_default_device("cpu")  # batches are drawn there, as in a run
+    onepass.use_backend("torch")
+    found = {name: watched(name, layout._groups(settings(name, ranks)[0], device)) for name in CASES[ranks]}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def watched(name, divided):
+    """What a case finds, and what happens on the way."""
+    seen = {"flushed": [], "handed": [], "begun": [], "forwards": []}
+    with (
+        looked_at(DeferredWgrad, "flush", lambda deferred: seen["flushed"].append(len(deferred))),
+        looked_at(DeferredWgrad, "dw_builder", lambda deferred: seen["handed"].append(len(deferred._kept))),
+        looked_at(MainGrads, "finish", lambda grads: seen["begun"].append(grads._next)),
+        looked_at(Model, "forward", lambda model: seen["forwards"].append(1)),
+    ):
+        return trained(name, divided) | seen
+
+
+def looked_at(kind, name, look):
+    """Look at an object whenever its method is called."""
+    method = getattr(kind, name)
+
+    def looked(self, *args, **options):
+        look(self)
+        return method(self, *args, **options)
+
+    return mock.patch.object(kind, name, looked)

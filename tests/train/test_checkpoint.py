@@ -1,0 +1,417 @@
+"""Checkpoints: exact, whole or not there, under any layout, harmless. Processes run checkpoint_runs.py, checkpoint_killed.py."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel import worlds
+from train import checkpoint_killed, checkpoint_runs
+from train.checkpoint_runs import KIND, LAYOUTS, alone, configured, go, saved, started, whole
+
+import onepass
+from onepass.runtime.refused import Refused
+from onepass.train import checkpoint
+from onepass.train.setup import make
+
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_pytorch():
+    with onepass.use_backend("torch"):
+        yield
+
+
+def same(path, other):
+    one, two = whole(path), whole(other)
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+# ---- one rank ----
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["onepass", "plain"])
+@pytest.mark.parametrize("settings", [{}, {"params_dtype": "bf16"}, {"hidden_dropout": 0.1}], ids=["fp32", "bf16", "dropout"])
+@pytest.mark.parametrize("kind", checkpoint_runs.KINDS)
+def test_a_resumed_run_is_the_run(kind, settings, plain, tmp_path):
+    config, options = configured(kind, **settings)
+    first, second = (make(config, options.replace(seed=seed), alone(), plain) for seed in (1, 2))
+    go(first, alone(), 0, 2)
+    path = saved(tmp_path, 2, first, config, options, alone())
+    torch.manual_seed(3)
+    lines = go(first, alone(), 2, 5)
+    assert checkpoint.load(path, second, config, alone()) == 2
+    torch.manual_seed(3)
+    assert go(second, alone(), 2, 5) == lines
+    paths = [saved(tmp_path / name, 5, each, config, options, alone()) for name, each in (("first", first), ("second", second))]
+    same(*paths)
+
+
+def test_what_is_in_it(tmp_path):
+    trained, path = started(tmp_path, params_dtype="bf16")
+    tensors = whole(path)
+    masters = {id(parameter): master for parameter, master, _ in trained.update.weights.pieces()}
+    names = [name for name, _ in trained.model.named_parameters()]
+    assert set(tensors) == {prefix + name for name in names for prefix in ("", "exp_avg.", "exp_avg_sq.")}
+    for name, parameter in trained.model.named_parameters():
+        master = masters[id(parameter)]
+        assert torch.equal(tensors[name], master)
+        assert not torch.equal(tensors[name], parameter.float()) or parameter.dim() == 1
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(tensors[f"{moment}.{name}"], trained.update.optimizer.state[master][moment])
+    index = json.loads((path / "checkpoint.json").read_text())
+    assert index["step"] == 2 and index["config"]["hidden_size"] == 16 and index["options"]["weight_decay"] == 0.3
+    assert sorted(each.name for each in path.iterdir()) == ["0.safetensors", "checkpoint.json"]
+
+
+def test_the_steps_of_the_optimizer_go_on(tmp_path):
+    config, options = configured()
+    _, path = started(tmp_path, steps=3)
+    trained = make(config, options, alone())
+    checkpoint.load(path, trained, config, alone())
+    state = trained.update.optimizer.state
+    assert len(state) == len(list(trained.model.parameters())) and all(float(each["step"]) == 3 for each in state.values())
+
+
+# ---- several ranks ----
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(request, tmp_path_factory):
+    """The checkpoint of one rank, what each of several has found, and the name of their model's kind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    started(folder / "one", KIND[request.param])
+    return worlds.found_by(checkpoint_runs.run, ("gloo", request.param), folder)
+
+
+@needs_gloo
+def test_each_layout_has_what_was_saved(found):
+    for rank in found:
+        assert {name: rank[name]["apart"] for name in LAYOUTS[len(found)]} == {name: [] for name in LAYOUTS[len(found)]}
+
+
+@needs_gloo
+def test_and_saves_the_same(found):
+    for name in LAYOUTS[len(found)]:
+        again = Path(found[0][name]["again"])
+        same(Path(found[0][name]["from"]), again)
+        assert len(list(again.glob("*.safetensors"))) == len(found), name  # each rank writes a part
+
+
+@needs_gloo
+def test_each_layout_goes_on_bit_for_bit(found):
+    for rank in found:
+        for name in LAYOUTS[len(found)]:
+            assert rank[name]["resumed"] == rank[name]["lines"][1:], name
+
+
+@needs_gloo
+def test_each_layout_goes_on_as_one_rank_would(found):
+    for name, settings in LAYOUTS[len(found)].items():
+        config, options = configured(KIND[len(found)], **{k: v for k, v in settings.items() if k == "params_dtype"})
+        trained = make(config, options, alone())
+        step = checkpoint.load(Path(found[0][name]["from"]), trained, config, alone())
+        for at, (loss, _) in enumerate(go(trained, alone(), step, step + 2)):
+            mean = sum(rank[name]["lines"][at][0] for rank in found) / len(found)
+            assert mean == pytest.approx(loss, rel=3e-3 if "params_dtype" in settings else 1e-5), (name, at)
+
+
+@needs_gloo
+def test_one_rank_takes_what_several_saved(found, tmp_path):
+    config, options = configured(KIND[len(found)])
+    for name in LAYOUTS[len(found)]:
+        path = Path(found[0][name]["after"])
+        trained = make(config, options, alone())
+        step = checkpoint.load(path, trained, config, alone())
+        same(path, saved(tmp_path / name, step, trained, config, options, alone()))
+        tensors = whole(path)
+        for key, parameter in trained.model.named_parameters():
+            assert torch.equal(tensors[key], parameter), key
+
+
+@needs_gloo
+def test_a_rank_with_a_full_disk_stops_all(found):
+    said, left, good = zip(*(rank["full"] for rank in found), strict=True)
+    assert all(each.startswith("the checkpoint of step 2 needs 0.1 MB in ") for each in said), said
+    assert left == (["step-00000001"],) * len(found) and all(good)
+
+
+@needs_gloo
+def test_what_one_rank_cannot_read_stops_all(found):
+    assert len({rank["damaged"] for rank in found}) == 1
+    gone, damaged = found[0]["damaged"]
+    assert gone.endswith("nowhere/checkpoint.json can't be read: No such file or directory")
+    assert "is damaged: 0.safetensors must be of" in damaged
+
+
+# ---- whole or not there ----
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new one", "one of the same step"])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_at_any_moment_leaves_one_that_is_whole(again, tmp_path):
+    worlds.started(checkpoint_killed.run, (str(tmp_path), again), 1)
+    found = torch.load(tmp_path / "found.pt")
+    assert len(found) > 60 and [each["signal"] for each in found] == [9] * (len(found) - 1) + [0]
+    for each in found:
+        assert len(each["same"]) == 1 and each["step"] == (3 if each["same"] == ["after"] and not again else 2)
+        assert each["left"] == ["step-00000004"]
+    order = [each["same"][0] for each in found]
+    assert order == sorted(order, reverse=True) and order[0] == "before" and order[-1] == "after"
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    config, options = configured()
+    trained, folder = make(config, options, alone()), tmp_path / "checkpoints"
+    done, sync, rename = [], os.fsync, Path.rename
+
+    def fsync(number):
+        sync(number)
+        inode = os.fstat(number).st_ino
+        done.append(next(path.name for path in (folder, *folder.rglob("*")) if path.stat().st_ino == inode))
+
+    def renamed(path, target):
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    saved(tmp_path, 2, trained, config, options, alone())
+    assert done[:2] == ["0.safetensors", "checkpoint.json"] and done[-3:] == ["step-00000002.part", "renamed", "checkpoints"]
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path):
+    config, options = configured()
+    trained, before = started(tmp_path)
+    kept = whole(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
+    try:
+        with pytest.raises(Refused) as refused:
+            saved(tmp_path, 3, trained, config, options, alone())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(refused.value).startswith(f"the checkpoint of step 3 needs 0.1 MB in {tmp_path}/checkpoints, where ")
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in whole(checkpoint.find(tmp_path)).items())
+    saved(tmp_path, 3, trained, config, options, alone())
+    assert checkpoint.find(tmp_path).name == "step-00000003"
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    config, options = configured()
+    trained = make(config, options, alone())
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(Refused, match=r"^the checkpoint of step 2 can't be written to .*checkpoints: File exists$"):
+        saved(tmp_path, 2, trained, config, options, alone())
+
+
+@pytest.mark.parametrize(("most", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_the_newest_are_kept(most, left, tmp_path):
+    config, options = configured(keep_checkpoints=most)
+    trained = make(config, options, alone())
+    for step in range(1, 5):
+        saved(tmp_path, step, trained, config, options, alone())
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:08}" for step in left]
+
+
+def test_a_run_that_went_back_has_its_own_newest(tmp_path):
+    """Those of the steps that it left are the older ones, and go first."""
+    config, options = configured(keep_checkpoints=3)
+    trained = make(config, options, alone())
+    for step in (2, 4, 6, 3, 4):
+        saved(tmp_path, step, trained, config, options, alone())
+        assert checkpoint.find(tmp_path).name == f"step-{step:08}"
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:08}" for step in (3, 4, 6)]
+
+
+def test_what_was_to_be_replaced_comes_back_where_the_other_never_came(tmp_path):
+    config, options = configured()
+    trained, path = started(tmp_path)
+    tensors = whole(path)
+    path.rename(path.with_name("step-00000002.replaced"))
+    assert checkpoint.find(tmp_path).name == "step-00000002.replaced"
+    saved(tmp_path, 4, trained, config, options, alone())
+    assert sorted(each.name for each in path.parent.iterdir()) == ["step-00000002", "step-00000004"]
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in whole(path).items())
+
+
+# ---- which one ----
+
+
+def test_found_by_the_run_or_by_itself(tmp_path, monkeypatch):
+    _, path = started(tmp_path / "run")
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert checkpoint.find(path) == path and checkpoint.run_of(path) == tmp_path / "run"
+    monkeypatch.chdir(path.parent)
+    for here in ("step-00000002", "../checkpoints/step-00000002", "../../run"):
+        found = checkpoint.find(Path(here))
+        assert found.samefile(path) and checkpoint.run_of(found).samefile(tmp_path / "run")
+    monkeypatch.chdir(path)
+    assert checkpoint.run_of(checkpoint.find(Path("."))).samefile(tmp_path / "run")
+    shutil.copytree(path, tmp_path / "elsewhere")
+    assert checkpoint.find(tmp_path / "elsewhere") == tmp_path / "elsewhere"
+    with pytest.raises(Refused, match=r"elsewhere is in no run's folder: give --config with its settings and --run with a"):
+        checkpoint.run_of(tmp_path / "elsewhere")
+
+
+def test_where_there_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "checkpoints" / "step-00000003.part").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "notes").mkdir()
+    for name, said in {
+        "nothing": "is not there",
+        "file": "is a file",
+        "run": "has no checkpoint in it",
+        "run/checkpoints/step-00000003.part": "is half a checkpoint: writing or removing it was cut short",
+    }.items():
+        with pytest.raises(Refused) as refused:
+            checkpoint.find(tmp_path / name)
+        assert str(refused.value) == f"--resume {tmp_path / name} must be the folder of a run or of a checkpoint, but {said}"
+
+
+def test_half_a_checkpoint_is_left_alone_until_the_next_is_saved(tmp_path):
+    config, options = configured()
+    trained, path = started(tmp_path)
+    half = path.with_name("step-00000003.part")
+    shutil.copytree(path, half)
+    assert checkpoint.find(tmp_path) == path and half.exists()
+    saved(tmp_path, 4, trained, config, options, alone())
+    assert not half.exists()
+
+
+# ---- another model ----
+
+
+OTHERS = {
+    "num_layers is 2 there and 3 here": {"num_layers": 3},
+    "ffn_hidden_size is 24 there and 256 here": {"ffn_hidden_size": None},
+    "normalization is 'LayerNorm' there and 'RMSNorm' here": {"normalization": "RMSNorm"},
+    "rotary_base is 10000.0 there and 500000.0 here, num_query_groups is 2 there and 4 here": {
+        "num_query_groups": 4, "rotary_base": 5e5,
+    },
+    "position_embedding_type is 'rope' there and 'none' here, rotary_base is 10000.0 there and None here, "
+    "rotary_percent is 1.0 there and None here, and 2 more": {"position_embedding_type": "none"},
+    "num_moe_experts is None there and 2 here, moe_router_topk is None there and 2 here, "
+    "moe_ffn_hidden_size is None there and 24 here, and 1 more": {"num_moe_experts": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_another_model_is_refused_before_anything_is_changed(said, tmp_path):
+    _, path = started(tmp_path)
+    config, options = configured(**OTHERS[said])
+    trained = make(config, options, alone())
+    before = [parameter.clone() for parameter in trained.model.parameters()]
+    for act in (lambda: checkpoint.load(path, trained, config, alone()), lambda: checkpoint.check(path, config)):
+        with pytest.raises(Refused) as refused:
+            act()
+        assert str(refused.value) == f"the checkpoint {path} must be of this model, but is of another: {said}"
+    assert all(map(torch.equal, before, trained.model.parameters())) and not trained.update.optimizer.state
+
+
+def test_the_same_model_by_other_means_is_not_another(tmp_path):
+    _, path = started(tmp_path, kv_channels=4)
+    changes = {"hidden_dropout": 0.1, "params_dtype": "bf16", "max_position_embeddings": 64, "norm_linear_fusion": False}
+    config, options = configured(recompute_granularity="full", z_loss=0.1, **changes)
+    trained = make(config, options, alone())
+    assert checkpoint.load(path, trained, config, alone()) == 2
+    tensors = whole(path)
+    for name, parameter in trained.model.named_parameters():
+        assert torch.equal(parameter, tensors[name].bfloat16())
+
+
+# ---- nothing in it is run, and nothing wrong is taken ----
+
+
+class Bomb:
+    """What leaves a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def load_into_a_new_one(path):
+    config, options = configured()
+    checkpoint.load(path, make(config, options, alone()), config, alone())
+
+
+def test_a_pickle_is_never_read(tmp_path):
+    _, path = started(tmp_path)
+    gone_off, data = tmp_path / "gone off", path / "0.safetensors"
+    bomb = pickle.dumps(Bomb(gone_off))
+    (path / ".metadata").write_bytes(bomb)
+    load_into_a_new_one(path)
+    size = data.stat().st_size
+    torch.save(Bomb(gone_off), data)
+    with pytest.raises(Refused, match=r"step-00000002 is damaged: 0\.safetensors must be of \d+ bytes, but is of \d+$"):
+        load_into_a_new_one(path)
+    data.write_bytes(bomb.ljust(size, b"."))
+    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is no file of it$"):
+        load_into_a_new_one(path)
+    (path / "checkpoint.json").write_bytes(bomb)
+    for act in (load_into_a_new_one, lambda path: checkpoint.find(path.parents[1])):
+        with pytest.raises(Refused, match=r"checkpoint\.json can't be read: it is no JSON$"):
+            act(path)
+    assert not gone_off.exists()
+    pickle.loads(bomb)
+    assert gone_off.exists()
+
+
+def test_files_of_another_save_are_not_taken(tmp_path):
+    config, options = configured()
+    trained, path = started(tmp_path)
+    other = saved(tmp_path, 3, trained, config, options, alone())
+    shutil.copy(other / "0.safetensors", path)
+    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is no file of it$"):
+        load_into_a_new_one(path)
+    (path / "0.safetensors").unlink()
+    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is not there$"):
+        load_into_a_new_one(path)
+
+
+NORM = "final_layernorm.weight"
+WRONG = {
+    "must have step, of type int, but has None": lambda index, norm: index.pop("step"),
+    "must be of format 1, but is of another: it may be of another version of onepass": lambda index, norm: index.update(format=2),
+    f"must have a tensor {NORM} of [16], but has none": lambda index, norm: index["tensors"].pop(NORM),
+    f"must have a tensor {NORM} of [16], but has one of [20]": lambda index, norm: norm.update(shape=[20]),
+    f"must have all of {NORM}, but has a part": lambda index, norm: norm["chunks"][0].__setitem__(1, [8]),
+    "has a part [[0], [17], '0.safetensors', ": lambda index, norm: norm["chunks"][0].__setitem__(1, [17]),
+    "has a part [[0], [16], 5, ": lambda index, norm: norm["chunks"][0].__setitem__(2, 5),
+    "is not as it was written": lambda index, norm: norm.pop("chunks"),
+    "names a file elsewhere, '../0.safetensors'": lambda index, norm: norm["chunks"][0].__setitem__(2, "../0.safetensors"),
+    "a file of it ends early": lambda index, norm: norm["chunks"][0].__setitem__(3, 10**9),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_an_index_that_was_changed_is_refused(said, tmp_path):
+    _, path = started(tmp_path)
+    index = json.loads((path / "checkpoint.json").read_text())
+    WRONG[said](index, index["tensors"][NORM])
+    (path / "checkpoint.json").write_text(json.dumps(index))
+    with pytest.raises(Refused) as refused:
+        load_into_a_new_one(path)
+    assert said in str(refused.value)
+
+
+def test_a_damaged_one_stops_no_save(tmp_path):
+    config, options = configured(keep_checkpoints=1)
+    trained, path = started(tmp_path)
+    (path / "checkpoint.json").write_text("")
+    saved_at = tmp_path / "checkpoints" / "step-00000004"
+    checkpoint.save(tmp_path / "checkpoints", 4, trained, config, options, alone())
+    assert path.exists() and checkpoint.find(saved_at) == saved_at
+    with pytest.raises(Refused, match=r"step-00000002/checkpoint\.json can't be read"):
+        checkpoint.find(tmp_path)

@@ -1,0 +1,108 @@
+"""The trainer's settings: types, contradictions, the learning rate, where settings come from."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from onepass.cli import main
+from onepass.gpt import Config
+from onepass.train.options import TRAINING, Options
+from onepass.train.updates import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"seq_length": 0}, "seq_length must be at least 1, but is 0"),
+        ({"train_iters": 0}, "train_iters must be at least 1"),
+        ({"lr": -1.0}, "lr must be at least 0, but is -1.0"),
+        ({"clip_grad": -0.5}, "clip_grad must be at least 0"),
+        ({"adam_beta2": 1.0}, "adam_beta2 must be from 0 to below 1, but is 1.0"),
+        ({"global_batch_size": 7}, "global_batch_size must be a multiple of micro_batch_size, 16, but is 7"),
+        ({"min_lr": 1.0}, "min_lr must be at most lr, 0.003, but is 1"),
+        ({"use_fsdp": True, "use_distributed_optimizer": True}, "must not both be true"),
+        ({"use_fsdp": True, "cuda_graphs": True}, "cuda_graphs must be false with use_fsdp"),
+        ({"seq_length": "long"}, "seq_length must be a whole number, but is 'long'"),
+        ({"train_iters": True}, "train_iters must be a whole number, but is True"),
+        ({"lr_decay_style": "cosin"}, "lr_decay_style must be 'cosine' or 'linear' or 'constant', but is 'cosin'"),
+        ({"data": "a.txt"}, "data must be a list of texts, but is 'a.txt'"),
+        ({"train_itters": 5}, "'train_itters' is no setting; did you mean 'train_iters'?"),
+        ({"zzz": 5}, "'zzz' is no setting"),
+    ],
+)
+def test_what_cannot_be_raises(values, said):
+    with pytest.raises(ValueError) as raised:
+        Options.from_dict(values)
+    assert said in str(raised.value)
+
+
+def test_values_that_are_as_good():
+    assert Options(lr=1, data=["a", "b"]) == Options(lr=1.0, data=("a", "b"))
+    assert Options(lr=1.0).lowest_lr == 0.1
+    assert Options.from_dict(Options(lr=2.0).to_dict()) == Options(lr=2.0)
+
+
+def test_presets_of_model_and_training_are_settings():
+    for values in TRAINING.values():
+        Options.from_dict(values)
+    assert not set(Config.names()) & set(Options.names())  # one file has both
+
+
+def test_the_learning_rate():
+    options = Options(lr=1.0, min_lr=0.2, lr_warmup_iters=4, train_iters=15)
+    rates = [learning_rate(step, options) for step in range(15)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and rates[14] == pytest.approx(0.2) and rates[9] == pytest.approx(0.6)
+    assert all(a >= b for a, b in pairwise(rates[3:]))
+    line = Options(lr=1.0, min_lr=0.0, lr_warmup_iters=0, train_iters=11, lr_decay_style="linear")
+    assert [learning_rate(step, line) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    flat = Options(lr=1.0, lr_warmup_iters=0, lr_decay_style="constant")
+    assert {learning_rate(step, flat) for step in range(500)} == {1.0}
+    assert learning_rate(0, Options(train_iters=1, lr_warmup_iters=0)) == Options().lr
+    assert all(math.isfinite(learning_rate(s, Options(train_iters=3, lr_warmup_iters=50))) for s in range(3))
+
+
+# ---- the command line ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hiden-size", "64"], "did you mean --hidden-size?"),
+        (["--num-attention-heads", "3"], "num_attention_heads"),
+        (["--preset", "tin"], "--preset must be one of tiny, 124M, 350M, 1B, 7B, but is 'tin'; did you mean 'tiny'?"),
+        (["--config", "/nowhere/x.yaml"], "--config /nowhere/x.yaml can't be read: No such file or directory"),
+        (["--data", "/nowhere/x.txt"], "--data /nowhere/x.txt is no file and no folder"),
+        (["--resume", "/nowhere"], "/nowhere"),
+        (["--params-dtype", "fp16"], "params_dtype must be bf16 or fp32 in training, but is fp16"),
+        (["--seq-length", "4096"], "seq_length must be at most max_position_embeddings, 1024, but is 4096"),
+        (["--tensor-model-parallel-size", "2"], "torchrun --nproc-per-node 2 -m onepass train"),
+        (["--vocab-size", "100"], "--vocab-size must be at least 257"),
+        (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
+        (["--lr-decay-style", "none"], "invalid choice: 'none'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["train", "--device", "cpu", *arguments])
+    except SystemExit as ended:  # argparse's own
+        status = ended.code
+    written = capsys.readouterr().err.strip()
+    assert status == 2 and said in written and "\n" not in written
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_file_of_settings_with_a_wrong_name(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    for text, said in (
+        ("hidden_sise: 64\n", "'hidden_sise' is no setting; did you mean 'hidden_size'?"),
+        ("[1, 2]\n", "must hold settings"),
+        ("hidden_size: [\n", "is no YAML of settings"),
+        ("hidden_size: many\n", "hidden_size must be a whole number, but is 'many'"),
+    ):
+        path.write_text(text)
+        assert main(["train", "--device", "cpu", "--config", str(path)]) == 2
+        written = capsys.readouterr().err.strip()
+        assert said in written and "\n" not in written
