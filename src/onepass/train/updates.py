@@ -57,9 +57,8 @@ class Update(ABC):
     def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
         self.model, self.options, self.layout = model, options, layout
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Before a step's first forward: no gradient is there."""
+    def begin(self) -> None:  # noqa: B027  # most have nothing to do
+        """Before a step's first forward."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A backward in it is not the step's last."""
@@ -124,12 +123,13 @@ class PlainUpdate(Update):
         super().__init__(model, options, layout)
         self.optimizer = adamw(options)(parameter_groups(model, options))
 
-    def begin(self) -> None:
-        self.optimizer.zero_grad()
-
     def finish(self) -> Tensor:
         most = self.options.clip_grad or math.inf
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), most, foreach=True)
+
+    def _step(self) -> None:
+        super()._step()
+        self.optimizer.zero_grad()
 
 
 class FsdpUpdate(PlainUpdate):
@@ -151,7 +151,6 @@ class FsdpUpdate(PlainUpdate):
         super().__init__(model, options, layout)
 
     def begin(self) -> None:
-        super().begin()
         self._last(True)
 
     def accumulate(self) -> AbstractContextManager[None]:

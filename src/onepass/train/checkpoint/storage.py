@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from onepass.train.checkpoint.folders import INDEX, sync
+from onepass.train.checkpoint.folders import INDEX
 from onepass.train.checkpoint.parts import Chunk
 
 T = TypeVar("T")
@@ -185,7 +185,6 @@ class _Writer(StorageWriter):
             json.dump({**self.facts, "files": ends, "tensors": tensors}, file)
             file.flush()
             os.fsync(file.fileno())
-        sync(self.folder)
 
     # what DCP asks of its own writers
     def reset(self, checkpoint_id: Any = None) -> None: ...

@@ -1,0 +1,143 @@
+"""`onepass train` from the text to the table, on a model of a few thousand parameters."""
+
+import csv
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import onepass
+from onepass.cli import main
+from onepass.gpt import Config
+from onepass.gpt.settings import read_yaml
+
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
+    "--micro-batch-size 4 --train-iters 6 --eval-interval 3 --eval-iters 2 --lr-warmup-iters 2 --samples 2 --sample-tokens 5"
+)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_cpu():
+    """Not in the interpreter, in which these tests would take minutes."""
+    with onepass.use_backend("torch"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
+    return path
+
+
+def train(corpus, *more):
+    status = main(["train", "--device", "cpu", "--data", str(corpus), *SMALL, *map(str, more)])
+    torch.use_deterministic_algorithms(False)
+    return status
+
+
+def log(folder):
+    with (folder / "log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    return [row["loss"] for row in log(folder)]
+
+
+def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
+    folder = tmp_path / "run"
+    assert train(corpus, "--run-dir", folder) == 0
+    names = {path.name.split(".")[0] for path in folder.iterdir()}
+    assert names == {"config", "log", "loss", "events", "tokens", "checkpoints", "samples"}
+    rows = log(folder)
+    assert [int(row["step"]) for row in rows] == list(range(6))
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+    assert [row["step"] for row in rows if row["eval_loss"]] == ["2", "5"]
+    assert all(float(row["grad_norm"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
+    said = capsys.readouterr().out
+    for words in ("step 6/6", "a step, ms", "memory of the loss, MiB", "operators of a step", "at most"):
+        assert words in said
+    assert len((folder / "samples.txt").read_text().split("|||")) == 3
+    settings = read_yaml(folder / "config.yaml")
+    assert settings["hidden_size"] == 32 and settings["data"] == [str(corpus)]
+    assert Config.from_dict({k: v for k, v in settings.items() if k in Config.names()}).num_layers == 2
+
+
+def test_a_file_gives_the_same_run_and_flags_count_more(tmp_path, corpus):
+    first, second, third = (tmp_path / name for name in "abc")
+    assert train(corpus, "--run-dir", first, "--no-table", "--samples", 0) == 0
+    config = first / "config.yaml"
+    assert main(["train", "--device", "cpu", "--config", str(config), "--run-dir", str(second)]) == 0
+    assert losses(second) == losses(first)
+    assert main(["train", "--device", "cpu", "--config", str(config), "--run-dir", str(third), "--seed", "7"]) == 0
+    assert losses(third) != losses(first)
+
+
+def test_a_folder_that_has_a_run_is_left_alone(tmp_path, corpus, capsys):
+    assert train(corpus, "--run-dir", tmp_path, "--no-table", "--samples", 0) == 0
+    before = (tmp_path / "log.csv").read_text()
+    assert train(corpus, "--run-dir", tmp_path) == 2
+    assert "has a run already" in capsys.readouterr().err
+    assert (tmp_path / "log.csv").read_text() == before
+
+
+@pytest.mark.parametrize("more", [(), ("--params-dtype", "bf16"), ("--hidden-dropout", 0.1)], ids=["fp32", "bf16", "dropout"])
+def test_a_resumed_run_goes_on_exactly(tmp_path, corpus, more):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    options = "--no-table", "--samples", 0, "--save-interval", 3, "--keep-checkpoints", 0, *more
+    assert train(corpus, "--run-dir", whole, *options) == 0
+    assert train(corpus, "--run-dir", half, *options) == 0
+    assert losses(half) == losses(whole)
+    (half / "checkpoints" / "step-00000006").rename(half / "gone")
+    rows = (half / "log.csv").read_text().splitlines()
+    (half / "log.csv").write_text("\n".join([*rows[:5], rows[5][:9]]))  # as a run that was killed leaves it
+    assert main(["train", "--device", "cpu", "--resume", str(half), "--no-table", "--samples", "0"]) == 0
+    assert [row["step"] for row in log(half)] == list("012345")
+    assert losses(half) == losses(whole)
+    assert [row["eval_loss"] for row in log(half)] == [row["eval_loss"] for row in log(whole)]
+
+
+def test_both_curves(tmp_path, corpus, capsys):
+    assert train(corpus, "--run-dir", tmp_path / "run", "--compare", "--no-table", "--samples", 0) == 0
+    ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "run" / "reference")
+    assert [float(a) for a in ours] == pytest.approx([float(b) for b in theirs], abs=1e-4)
+    assert "the two losses are at most" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path, corpus, capsys):
+    assert train(corpus, "--run-dir", tmp_path / "run", "--lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0) == 1
+    assert "a lower --lr" in capsys.readouterr().err
+
+
+def test_sigterm_saves_and_ends_well(tmp_path, corpus):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "onepass", "train", "--device", "cpu", "--data", str(corpus), *SMALL]
+    source = str(Path(__file__).parents[2] / "src")
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ONEPASS_BACKEND": "torch"}
+    with subprocess.Popen(
+        [*command, "--train-iters", "100000", "--run-dir", str(folder)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        _until(lambda: (folder / "log.csv").exists() and len((folder / "log.csv").read_text().splitlines()) > 4)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    done = len(log(folder))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{done:08d}"]
+    assert f"stopped after step {done}; go on with --resume" in out.replace("\n", " ")
+
+
+def _until(true, seconds=90):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
