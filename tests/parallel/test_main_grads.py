@@ -254,6 +254,19 @@ def test_masters_keep_what_bf16_would_lose_and_take_no_copy_of_fp32():
     assert narrow.tolist() == [3.0] * 4
 
 
+def test_pieces_are_what_is_stepped_and_publish_takes_what_is_written_there():
+    narrow, wide = nn.Parameter(torch.ones(2, 2, dtype=BF16)), nn.Parameter(torch.ones(4))
+    weights = MasterWeights(MainGrads([narrow, wide]), lambda groups: torch.optim.SGD(groups, lr=1.0))
+    pieces = {id(parameter): (weight, start) for parameter, weight, start in weights.pieces()}
+    assert pieces[id(wide)][0] is wide and pieces[id(narrow)][0] is weights.optimizer.param_groups[0]["params"][0]
+    assert pieces[id(narrow)][0].shape == (2, 2) and pieces[id(narrow)][0].dtype == FP32
+    assert [start for _, start in pieces.values()] == [0, 0]
+    with torch.no_grad():
+        pieces[id(narrow)][0].fill_(3.0)
+    weights.publish()
+    assert narrow.tolist() == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_groups_keep_their_options(dtype):
     one, two, three = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(3))

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     resume = None if args.resume is None else checkpoint.find(args.resume)
     config, options = _settings(args, device, resume)
     _check(config, options)
+    if resume is not None:
+        checkpoint.check(resume, config)
     _settle(options, device)
     from onepass.train.loop import Diverged
 
