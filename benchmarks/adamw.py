@@ -1,0 +1,192 @@
+"""A whole optimizer step over fp32 gradients, in one pass and in five.
+
+    python benchmarks/adamw.py [--json FILE] [--dtype bf16] [--tiles CHUNK,BLOCK,WARPS ...] [--small]
+
+Weights of the shapes of Llama 1B (16 layers, hidden 2048, MLP 8192, vocabulary 128256, tied: 1.24 billion), gradients as
+MainGrads has them. Milliseconds, medians over the rounds; peak MiB above what was there before the step:
+
+    onepass            AdamW.step(zero=True), and zero_(), which then writes nothing
+    onepass, clipped   the same with max_norm=1, whose norm reads the gradient once more
+    masters            MasterWeights over torch.optim.AdamW(fused=True), and zero_()
+    masters, clipped   the same with clip_(1) before
+    apex               the same with Apex's FusedAdam, where it is installed
+
+"of copy" is the bandwidth that 32 bytes a parameter (34 of fp16; 4 more where clipped) make of the time, as a part of what a copy
+reaches in the same run. The bar is .85. --small is a size for a CPU, by the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from onepass.bench.record import commit, device_name, versions
+from onepass.kernels import adamw as kernels
+from onepass.parallel import AdamW, MainGrads, MasterWeights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CLIP = 1.0
+
+
+def shapes(layers: int, hidden: int, inner: int, vocabulary: int) -> Iterator[tuple[int, ...]]:
+    yield vocabulary, hidden
+    for _ in range(layers):
+        yield from ((hidden,), (hidden + hidden // 2, hidden), (hidden, hidden), (hidden,), (2 * inner, hidden), (hidden, inner))
+    yield (hidden,)
+
+
+def _torchs(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+
+def _apexs(groups: Any) -> torch.optim.Optimizer:
+    from apex.optimizers import FusedAdam
+
+    return FusedAdam(groups, lr=1e-4, adam_w_mode=True)  # type: ignore[no-any-return]
+
+
+def onepass_step(main_grads: MainGrads, clip: float | None) -> Callable[[], object]:
+    optimizer = AdamW(main_grads, lr=1e-4)
+
+    def step() -> None:
+        main_grads.finish()
+        optimizer.step(clip, zero=True)
+        main_grads.zero_()
+
+    return step
+
+
+def masters_step(make: Callable[[Any], torch.optim.Optimizer], main_grads: MainGrads, clip: float | None) -> Callable[[], object]:
+    weights = MasterWeights(main_grads, make)
+
+    def step() -> None:
+        main_grads.finish()
+        if clip is not None:
+            main_grads.clip_(clip)
+        weights.step()
+        main_grads.zero_()
+
+    return step
+
+
+class Bench:
+    def __init__(self, sizes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, rounds: int) -> None:
+        self.sizes, self.dtype, self.device, self.rounds = sizes, dtype, device, rounds
+        self.parameters = sum(torch.Size(size).numel() for size in sizes)
+        self.copy = self.copy_bandwidth()
+
+    def copy_bandwidth(self) -> float:
+        x = torch.empty(min(1 << 30, 4 * self.parameters), dtype=torch.uint8, device=self.device)
+        y = torch.empty_like(x)
+        return 2 * x.numel() / self.seconds(lambda: y.copy_(x))
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        step()
+        times = []
+        for _ in range(self.rounds):
+            if self.device.type == "cpu":
+                start = perf_counter()
+                step()
+                times.append(perf_counter() - start)
+                continue
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            step()
+            last.record()
+            torch.cuda.synchronize()
+            times.append(first.elapsed_time(last) / 1e3)
+        return median(times)
+
+    def row(
+        self, name: str, make: Callable[[MainGrads, float | None], Callable[[], object]], clip: float | None
+    ) -> dict[str, Any]:
+        torch.manual_seed(0)
+        weights = [nn.Parameter((torch.randn(size, device=self.device) * 0.02).to(self.dtype)) for size in self.sizes]
+        main_grads = MainGrads(weights)
+        for buffer in main_grads.buffers:
+            buffer.normal_()
+        step = make(main_grads, clip)
+        step()  # state is made
+        found = {"name": name + (", clipped" if clip is not None else ""), "ms": 1e3 * self.seconds(step)}
+        floor = (34 if self.dtype is torch.float16 else 32) + 4 * (clip is not None)
+        found["of_copy"] = floor * self.parameters / (found["ms"] / 1e3) / self.copy
+        if self.device.type == "cuda":
+            found["kept_mib"] = torch.cuda.memory_allocated() / 2**20
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            found["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20 - found["kept_mib"]
+        main_grads.close()
+        return found
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        makes: dict[str, Callable[[MainGrads, float | None], Callable[[], object]]] = {
+            "onepass": onepass_step,
+            "masters": lambda main_grads, clip: masters_step(_torchs, main_grads, clip),
+        }
+        if self.device.type == "cuda" and importlib.util.find_spec("apex"):
+            makes["apex"] = lambda main_grads, clip: masters_step(_apexs, main_grads, clip)
+        for name, make in makes.items():
+            for clip in (None, CLIP):
+                yield self.row(name, make, clip)
+
+    def tiled(self, tiles: list[str]) -> Iterator[dict[str, Any]]:
+        for each in tiles:
+            with _tiles(each):
+                yield self.row(f"onepass {each}", onepass_step, None)
+
+
+@contextmanager
+def _tiles(said: str) -> Iterator[None]:
+    names = ("_CHUNK", "_BLOCK", "_WARPS")
+    before = [getattr(kernels, name) for name in names]
+    try:
+        for name, value in zip(names, map(int, said.split(",")), strict=True):
+            setattr(kernels, name, value)
+        kernels._bind_adamw.cache_clear()
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(kernels, name, value)
+        kernels._bind_adamw.cache_clear()
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    made = Table("", "ms", "of copy", "kept MiB", "peak MiB above", title=title)
+    for row in rows:
+        memory = [f"{row[key]:.0f}" if key in row else "" for key in ("kept_mib", "peak_mib")]
+        made.add_row(row["name"], f"{row['ms']:.2f}", f"{row['of_copy']:.2f}", *memory)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--tiles", nargs="*", default=[], metavar="CHUNK,BLOCK,WARPS", help="others to try")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.small else "cuda")
+    sizes = [*shapes(2, 512, 2048, 8192)] if args.small else [*shapes(16, 2048, 8192, 128256)]
+    bench = Bench(sizes, DTYPES[args.dtype], device, 7 if args.small else 20)
+    rows = [*bench.rows(), *bench.tiled(args.tiles)]
+    title = f"{bench.parameters / 1e9:.3f} billion {args.dtype} weights, copy {bench.copy / 1e12:.2f} TB/s"
+    Console(width=130).print(table(rows, title))
+    if args.json:
+        machine = {"commit": commit(), "gpu": device_name(device), "versions": versions()}
+        args.json.write_text(json.dumps(machine | {"dtype": args.dtype, "copy": bench.copy, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A step of AdamW in PyTorch's operators, and fp32 masters that are a bf16 weight and 16 bits more.
+
+    weight = the bits of master + 2^15, without the lower 16       low = the lower 16, as a signed number
+    master = the bits of weight, 16 up, + low
+
+The weight is the bf16 that is nearest to the master, and of two that are as near the one away from zero: so 2^16 masters round to
+each weight, and low tells all of them. To even there would be 2^16 + 1 of every other weight, and one would be lost. NaN is
+kept as one number, as what kernels make of it would be rounded to -0. A carry past the largest bf16 makes inf of a weight, as
+rounding does, and the master stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_A_THREADS = 1 << 16  # values of a block: what is between two operators stays in a processor's cache
+
+
+class Stretch(NamedTuple):
+    """What lies in one piece of a parameter and of all that goes with it. Each is one-dimensional and contiguous."""
+
+    weight: Tensor
+    grad: Tensor  # this and what follows but low: fp32
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: weight is fp32
+    group: int
+
+    def part(self, start: int, stop: int) -> Stretch:
+        weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
+        return Stretch(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.group)
+
+
+def joined(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Tensor:
+    """The fp32 masters of bf16 weights; `into` int32 memory."""
+    bits = weight.new_empty(weight.shape, dtype=torch.int32) if into is None else into
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32)
+
+
+def put(stretch: Stretch, master: Tensor) -> None:
+    """Write weights by their fp32 masters, and what is kept beside them."""
+    if stretch.rest is None or stretch.rest.dtype is torch.float32:
+        for out in (stretch.weight, stretch.rest):
+            if out is not None and out is not master:
+                out.copy_(master)
+    else:
+        _split_(stretch.weight, stretch.rest, master.clone())
+
+
+def _split_(weight: Tensor, low: Tensor, master: Tensor) -> None:
+    """`joined`'s other way; of master nothing is left."""
+    if not master.is_cpu or not master.sum().isfinite():  # to look for NaN takes longer than all else
+        master.masked_fill_(master.isnan(), torch.nan)
+    bits = master.view(torch.int32)
+    low.copy_(bits)  # without the upper ones
+    weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+def master_of(stretch: Stretch) -> Tensor:
+    """The fp32 masters: where they are kept as such, or a copy."""
+    if stretch.rest is None:
+        return stretch.weight
+    return stretch.rest if stretch.rest.dtype is torch.float32 else joined(stretch.weight, stretch.rest)
+
+
+def step_formula(stretches: Iterable[Stretch], step: Tensor, factor: Tensor | None, **options: Any) -> None:
+    """A step of all that is in one group, by torch's fused AdamW, gradients times factor. `step` counts this one already."""
+    whole, blocks = [], []
+    for stretch in stretches:
+        if stretch.rest is None and factor is None:
+            whole.append(stretch)
+        else:
+            size = _A_THREADS * torch.get_num_threads()
+            blocks += [stretch.part(start, start + size) for start in range(0, stretch.weight.numel(), size)]
+    if whole:
+        _fused(whole, step, options)
+    if not blocks:
+        return
+    # one memory for all blocks: new pages cost more than the arithmetic
+    most = max(block.weight.numel() for block in blocks)
+    grads, bits = step.new_empty(most), step.new_empty(most, dtype=torch.int32)
+    for block in blocks:
+        size = block.weight.numel()
+        grad = block.grad if factor is None else torch.mul(block.grad, factor, out=grads[:size])
+        split = block.rest is not None and block.rest.dtype is torch.int16
+        master = joined(block.weight, block.rest, bits[:size]) if split else master_of(block)  # type: ignore[arg-type]
+        _fused([block._replace(weight=master, grad=grad)], step, options)
+        if split:
+            _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
+        elif block.rest is not None:
+            block.weight.copy_(master)
+
+
+def _fused(stretches: list[Stretch], step: Tensor, options: dict[str, Any]) -> None:
+    weights, grads, exp_avgs, exp_avg_sqs, _, _ = map(list, zip(*stretches, strict=True))
+    steps = [step] * len(stretches)
+    torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **options)
