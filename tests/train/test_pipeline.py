@@ -111,7 +111,7 @@ VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
         ),
         ({}, {"use_fsdp": True}, 2, "use_fsdp must be false with pipeline_model_parallel_size 2"),
         ({}, {"cuda_graphs": True}, 2, "cuda_graphs must be false with pipeline_model_parallel_size 2"),
-        ({}, {"global_batch_size": None}, 2, "global_batch_size must have at least 2 microbatches.*but is None: that is 1 of 2 "),
+        ({}, {"global_batch_size": 2}, 2, "global_batch_size must have at least 2 microbatches.*but is 2: that is 1 of 2 "),
         ({}, {"global_batch_size": 6}, 4, "global_batch_size must have at least 4 microbatches.*but is 6: that is 3 of 2 "),
         (VIRTUAL, {"global_batch_size": 10, "pipeline_schedule": "interleaved"}, 2, "a multiple of 2 microbatches.*but is 10"),
         ({}, {"global_batch_size": 10, "pipeline_schedule": "zero-bubble"}, 2, "a multiple of 2 microbatches.*but is 10"),
