@@ -7,15 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
+from onepass.train.command import _say_where
+from onepass.train.layout import Layout
+from onepass.train.record import Line
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -112,6 +117,13 @@ def test_both_curves(tmp_path, corpus, capsys):
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "run" / "reference")
     assert [float(a) for a in ours] == pytest.approx([float(b) for b in theirs], abs=1e-4)
     assert "the two losses are at most" in capsys.readouterr().out
+
+
+def test_a_curve_that_was_stopped_is_compared_as_far_as_it_goes(tmp_path, capsys):
+    lines = [Line(step, 4.0 - step, 0.1, 1.0, 10.0, 1.0) for step in range(4)]
+    other = [replace(line, loss=line.loss + 0.25) for line in lines[:2]]
+    _say_where(tmp_path, lines, {"onepass": lines, "PyTorch": other}, Console(), Layout(torch.device("cpu")))
+    assert "the two losses are at most 0.25 apart" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path, corpus, capsys):

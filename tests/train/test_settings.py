@@ -79,6 +79,8 @@ def test_the_learning_rate():
         (["--seq-length", "4096"], "seq_length must be at most max_position_embeddings, 1024, but is 4096"),
         (["--tensor-model-parallel-size", "2"], "torchrun --nproc-per-node 2 -m onepass train"),
         (["--vocab-size", "100"], "--vocab-size must be at least 257"),
+        (["--cuda-graphs"], "cuda_graphs must be false on a CPU"),
+        (["--use-fsdp"], "use_fsdp must be false with one data-parallel rank"),
         (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
         (["--lr-decay-style", "none"], "invalid choice: 'none'"),
     ],
@@ -92,6 +94,21 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys, tmp_path, m
     written = capsys.readouterr().err.strip()
     assert status == 2 and said in written and "\n" not in written
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "the text is empty"), (b"\xff\xfe\x00", "it is not UTF-8 text"), (b"too few words", "the text is too short")],
+)
+def test_a_text_that_is_none_leaves_nothing(content, said, capsys, tmp_path, monkeypatch):
+    text, folder = tmp_path / "text", tmp_path / "folder"
+    text.write_bytes(content)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert main(["train", "--device", "cpu", "--data", str(text)]) == 2
+    written = capsys.readouterr().err.strip()
+    assert said in written and "\n" not in written
+    assert list(folder.iterdir()) == []
 
 
 def test_a_file_of_settings_with_a_wrong_name(tmp_path, capsys):

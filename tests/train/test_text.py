@@ -77,6 +77,12 @@ def test_text_that_is_none(tmp_path, make, said):
     assert not (tmp_path / "out" / "tokens.json").exists()
 
 
+def test_a_text_that_was_long_enough_for_shorter_sequences(tmp_path, corpus):
+    prepared(tmp_path / "t", [corpus])
+    with pytest.raises(Refused, match="the text is too short: its part for evaluation"):
+        prepared(tmp_path / "t", [corpus], seq_length=1000)
+
+
 def write(path, data):
     path.write_bytes(data)
     return path

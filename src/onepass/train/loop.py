@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from onepass.gpt import Config
+from onepass.gpt.settings import written_yaml
 from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
 from onepass.train.layout import Layout
@@ -58,6 +59,7 @@ class Run:
         flops = self.config.flops_per_token(options.seq_length)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             self.tokens = self._text()
+            self._write_settings()
             self.trained = make(self.config, options, layout, self.plain)
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout)
             self.record = Record(self.folder, first) if layout.first else None
@@ -68,12 +70,21 @@ class Run:
                     self.record.close()
         return [] if self.record is None else self.record.lines
 
+    def let_go(self) -> None:
+        """Of the model and what trains it: their memory is another's."""
+        del self.trained
+
     def _text(self) -> text.Tokens:
         """Made by the first rank, read by all."""
         if self.layout.first:
             text.prepare(self._tokens, self.options.data, self.config.vocab_size, self.options.seq_length, self.live.told)
         self.layout.wait_for_all()
         return text.load(self._tokens, self.config.vocab_size)
+
+    def _write_settings(self) -> None:
+        """Once there is a text to train on: a run that can't be leaves nothing."""
+        if self.layout.first and not self.plain:
+            (self.folder / "config.yaml").write_text(written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
 
     def batches(self, what: str = "train") -> Batches:
         options, data = self.options, self.layout.data

@@ -13,7 +13,7 @@ runs/2026-11-22_14-05-33/
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _line(row: dict[str, str]) -> Line:
     return Line(**values | {"step": int(row["step"])})
 
 
-def draw(path: Path, curves: dict[str, Sequence[Line]]) -> None:
+def draw(path: Path, curves: Mapping[str, Sequence[Line]]) -> None:
     """Loss by step, of one run or of several by name."""
     import matplotlib
 

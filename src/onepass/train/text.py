@@ -72,7 +72,9 @@ def prepare(folder: Path, named: Sequence[str], vocab_size: int, seq_length: int
     if not said.exists() or json.loads(said.read_text()).get("key") != key:
         _make(folder, files, vocab_size, seq_length, told)
         said.write_text(json.dumps({"key": key, "files": len(files), "vocab_size": vocab_size}, indent=1) + "\n")
-    return load(folder, vocab_size)
+    tokens = load(folder, vocab_size)
+    _check_length(tokens.train, tokens.valid, seq_length)
+    return tokens
 
 
 def load(folder: Path, vocab_size: int) -> Tokens:
@@ -98,19 +100,28 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
     total = sum(map(len, documents))
     if not total:
         raise Refused(f"the text is empty: {len(files)} files hold no characters")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokens.json").unlink(missing_ok=True)
     tokenizer = _trained(documents, vocab_size, told)
-    tokenizer.save(str(folder / "tokenizer.json"))
     numbers = _encoded(tokenizer, documents, vocab_size, told)
     cut = int(len(numbers) * (1 - _VALID))
-    for name, part in (("train", numbers[:cut]), ("valid", numbers[cut:])):
+    train, valid = numbers[:cut], numbers[cut:]
+    _check_length(train, valid, seq_length)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{folder} can't be written: {error.strerror}") from None
+    (folder / "tokens.json").unlink(missing_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    train.tofile(folder / "train.bin")
+    valid.tofile(folder / "valid.bin")
+
+
+def _check_length(train: Any, valid: Any, seq_length: int) -> None:
+    for part, what in ((train, "training"), (valid, "evaluation, a twentieth,")):
         if len(part) <= seq_length:
             raise Refused(
-                f"the text is too short: its part for {'training' if name == 'train' else 'evaluation, a twentieth,'} has "
-                f"{len(part)} tokens, and a sequence is {seq_length} and one; give more with --data, or a smaller --seq-length"
+                f"the text is too short: its part for {what} has {len(part)} tokens, and a sequence is {seq_length} and one; "
+                "give more with --data, or a smaller --seq-length"
             )
-        part.tofile(folder / f"{name}.bin")
 
 
 def _read(path: Path) -> str:
