@@ -3,11 +3,11 @@
 import pytest
 import torch
 from gpu.calls import captured, deterministic_algorithms, memory_goes_back, needs_60_gib, nobody_waits, taken
-from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, gradients_of, judge, kept, parameters_of
+from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gradients_of, judge, kept, named, parameters_of
 from torch import nn
 
 import onepass
-from onepass.parallel import AdamW, MainGrads
+from onepass.parallel import AdamW
 from onepass.parallel import adamw as room
 
 __all__ = ["memory_goes_back"]
@@ -19,17 +19,6 @@ def _on_the_gpu():
     torch.set_default_device("cuda")
     yield
     torch.set_default_device(None)
-
-
-def named(parameters):
-    return MainGrads({f"p{place}": parameter for place, parameter in enumerate(parameters)}.items())
-
-
-def fed(main_grads, grads):
-    main_grads.zero_()
-    for (_, parameter), grad in zip(main_grads.named, grads, strict=True):
-        parameter.main_grad.copy_(grad)
-    main_grads.finish()
 
 
 def made(dtype=BF16, shapes=SHAPES, **options):

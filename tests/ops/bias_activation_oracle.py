@@ -126,12 +126,12 @@ def small_tiles(room):
 
     def forward(M, H, fp8):
         block_h = 64 if fp8 or H > 32 else names["power_of_two"](H)
-        return names["_Tiles"](16, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, 16), 16, 4)
+        return names["Tiles"](16, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, 16), 16, 4)
 
     def backward(M, H, *_):
         block_h = min(names["power_of_two"](H), 64)
         rows = 12 if M > 12 else names["ceil_div"](M, 4) * 4  # three blocks of 4
-        return names["_Tiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
+        return names["Tiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
 
     # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)

@@ -123,7 +123,7 @@ def replaced(names, changes, caches=()):
 @contextlib.contextmanager
 def small_tiles(room):
     names = room.dropout_add_forward.__globals__
-    ceil_div, Tiles = names["ceil_div"], names["_Tiles"]
+    ceil_div, Tiles = names["ceil_div"], names["Tiles"]
 
     def width(H):
         return max(8, min(names["power_of_two"](H), 32))

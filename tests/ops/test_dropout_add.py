@@ -171,7 +171,7 @@ def test_tiles_strides_and_types_do_not_matter():
     assert all(torch.equal(op(0.4)(other, residual.detach()) == residual, expected) for other in others)
     torch.manual_seed(11)
     assert torch.equal(dropped(x.bfloat16(), residual.bfloat16(), 0.4), expected)
-    wide = {"forward_tiles": lambda M, H: kernels._Tiles(2, 256, 1, -(-M // 2), 0, 4)}
+    wide = {"forward_tiles": lambda M, H: kernels.Tiles(2, 256, 1, -(-M // 2), 0, 4)}
     with replaced(vars(kernels), wide, ("_forward_plan",)):
         assert torch.equal(op(0.4)(x.detach(), residual.detach()) == residual, expected)
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from onepass.parallel import MainGrads
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 EPS = 2.0**-24  # half a unit in the last place of fp32, relative
 
@@ -17,6 +19,19 @@ def adamw_reference(weight, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, wei
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     deviation = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + eps
     return weight * (1 - lr * weight_decay) - lr / (1 - beta1**step) * exp_avg / deviation, exp_avg, exp_avg_sq
+
+
+def named(parameters):
+    """A MainGrads over them, called p0, p1, ..."""
+    return MainGrads({f"p{place}": parameter for place, parameter in enumerate(parameters)}.items())
+
+
+def fed(main_grads, grads):
+    """A step's gradients, as a backward leaves them."""
+    main_grads.zero_()
+    for (_, parameter), grad in zip(main_grads.named, grads, strict=True):
+        parameter.main_grad.copy_(grad)
+    main_grads.finish()
 
 
 class Case(NamedTuple):

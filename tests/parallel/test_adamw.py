@@ -15,10 +15,12 @@ from parallel.adamw_oracle import (
     OPTIONS,
     SHAPES,
     Case,
+    fed,
     gradients_of,
     groups_of,
     judge,
     kept,
+    named,
     parameters_of,
     rounded,
 )
@@ -39,17 +41,6 @@ BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(triton is N
 def backend(request):
     with onepass.use_backend(request.param):
         yield request.param
-
-
-def named(parameters):
-    return MainGrads({f"p{place}": parameter for place, parameter in enumerate(parameters)}.items())
-
-
-def fed(main_grads, grads):
-    main_grads.zero_()
-    for (_, parameter), grad in zip(main_grads.named, grads, strict=True):
-        parameter.main_grad.copy_(grad)
-    main_grads.finish()
 
 
 # ---- a step ----

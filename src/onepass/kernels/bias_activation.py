@@ -7,7 +7,7 @@ keeps x only.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from onepass.kernels.activations import Activation, activation_of, find_activati
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.random import GROUP, Seed, dropout_options, dropped, load_seed, probability, seed_and_sizes
 from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
-from onepass.kernels.strips import arrive, sum_strips
+from onepass.kernels.strips import Tiles, arrive, sum_strips
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
 from onepass.runtime.dispatch import registered, transformed, watched
 from onepass.runtime.lang import device_function, no_triton, tl
@@ -151,26 +151,16 @@ def _backward_kernel(
 # ---- tiles: from the shape and the device, never by trial ----
 
 
-class _Tiles(NamedTuple):
-    block_m: int
-    block_h: int
-    across: int  # column tiles
-    down: int  # blocks of rows in forward, strips of rows in backward
-    rows: int  # of a strip, in backward
-    num_warps: int
-    stages: int = 1
-
-
-def _forward_tiles(M: int, H: int, fp8: bool) -> _Tiles:
+def _forward_tiles(M: int, H: int, fp8: bool) -> Tiles:
     """Eight values a thread where tiles are full or rows short; sixteen where the last tile of each row is partly idle."""
     block_h = min(power_of_two(H), 512)
     values = 1024 if H <= 64 or H % 512 == 0 or fp8 else 2048
     if fp8 and H <= FP8_RUN:  # encoding takes registers, and whole runs
         block_h, values = FP8_RUN, 512
-    return _Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
+    return Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
 
 
-def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int) -> _Tiles:
+def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int) -> Tiles:
     """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
     if H <= 64:
         block_h = FP8_RUN if fp8 else power_of_two(H)
@@ -184,10 +174,10 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
+    return Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
-def _whole_groups(t: _Tiles, threshold: int) -> _Tiles:
+def _whole_groups(t: Tiles, threshold: int) -> Tiles:
     """Tiles of rows shorter than what shares random bits, made as wide as that: as many values, of fewer rows at a time."""
     if not threshold or t.block_h >= GROUP:
         return t
@@ -233,7 +223,7 @@ def _bind_backward(
 def _backward_plan(
     act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool, threshold: int,
     clamp: float | None, offset: float | None, add: bool, device: torch.device,
-) -> tuple[_Tiles, Bound]:  # fmt: skip
+) -> tuple[Tiles, Bound]:  # fmt: skip
     t = _whole_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
     return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, threshold, add, t.block_m, t.block_h, t.num_warps, t.stages)
 
@@ -312,7 +302,7 @@ def activation_backward(
     return dx, dbias, dweight, y
 
 
-def _read_once(tiles: _Tiles) -> bool:
+def _read_once(tiles: Tiles) -> bool:
     """Whether each value of a block has one thread. Of several, one could read a value of dy after another put y there."""
     return tiles.block_m * tiles.block_h >= 32 * tiles.num_warps
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.kernels.random import GROUP, Seed, dropped, load_seed, probability, seed_and_sizes
 from onepass.kernels.rows import aligned, known_align, load_block, load_vector
-from onepass.kernels.strips import arrive, sum_strips
+from onepass.kernels.strips import Tiles, arrive, sum_strips
 from onepass.runtime.dispatch import registered, watched
 from onepass.runtime.lang import tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
@@ -81,24 +81,14 @@ def _dropout_backward_kernel(
 # ---- tiles: from the shape and the device, never by trial ----
 
 
-class _Tiles(NamedTuple):
-    block_m: int
-    block_h: int
-    across: int  # column tiles
-    down: int  # blocks of rows in forward, strips of rows in backward
-    rows: int  # of a strip, in backward
-    num_warps: int
-    stages: int = 1
-
-
-def forward_tiles(M: int, H: int) -> _Tiles:
+def forward_tiles(M: int, H: int) -> Tiles:
     """Sixteen values a thread, of two rows: their random numbers have a column's work in common. Short rows take eight."""
     block_h = max(GROUP, min(power_of_two(H), 512 if H % 1024 else 1024))
     values = 1024 if H <= 64 else 2048
-    return _Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
+    return Tiles(values // block_h, block_h, ceil_div(H, block_h), ceil_div(M, values // block_h), 0, 4)
 
 
-def backward_tiles(M: int, H: int, multiprocessors: int) -> _Tiles:
+def backward_tiles(M: int, H: int, multiprocessors: int) -> Tiles:
     """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
     if H <= 64:
         block_h = max(GROUP, power_of_two(H))
@@ -108,7 +98,7 @@ def backward_tiles(M: int, H: int, multiprocessors: int) -> _Tiles:
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m
-    return _Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
+    return Tiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
 @lru_cache(1024)
@@ -139,7 +129,7 @@ def _bind_backward(
 
 
 @lru_cache(4096)
-def _backward_plan(M: int, H: int, dy_row: int, threshold: int, add: bool, device: torch.device) -> tuple[_Tiles, Bound]:
+def _backward_plan(M: int, H: int, dy_row: int, threshold: int, add: bool, device: torch.device) -> tuple[Tiles, Bound]:
     t = backward_tiles(M, H, processors(device))
     return t, _bind_backward(H, dy_row, threshold, add, t.block_m, t.block_h, t.num_warps, t.stages)
 

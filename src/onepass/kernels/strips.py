@@ -7,8 +7,22 @@ wait are few enough (`some_helpers`) that there is room on the GPU for the ones 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from onepass.kernels import meeting
 from onepass.runtime.lang import device_function, tl
+
+
+class Tiles(NamedTuple):
+    """How a pass over rows is cut, in tiles of block_m rows and block_h columns; in backward a program goes down a strip."""
+
+    block_m: int
+    block_h: int
+    across: int  # column tiles
+    down: int  # blocks of rows in forward, strips of rows in backward
+    rows: int  # of a strip, in backward
+    num_warps: int
+    stages: int = 1
 
 
 @device_function
