@@ -86,7 +86,7 @@ def test_explain_for_a_gpu_that_is_not_here():
     ("options", "message"),
     [
         ("", "required: OP, --shape"),
-        ("nope --shape 3", "op must be one of activation_linear, bias_activation"),
+        ("nope --shape 3", "op must be one of activation_linear, attention, bias_activation"),
         ("bias_activation --shape 3,a", "invalid shape value: '3,a'"),
         ("bias_activation --shape 3,-1", "invalid shape value"),
         ("bias_activation --shape 3,5 --activation swiglu", "x must have an even last dimension"),

@@ -7,6 +7,7 @@ from onepass.fusion.fused import fuse
 from onepass.integrations import norm_backends as _norm_backends
 from onepass.kernels.activations import register_activation
 from onepass.ops.activation_linear import activation_linear
+from onepass.ops.attention import attention
 from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
 from onepass.ops.cross_entropy import cross_entropy
 from onepass.ops.dropout_add import dropout_add
@@ -26,6 +27,7 @@ _norm_backends.register()  # by name, never by "auto"; loads none of those packa
 __version__ = _version("onepass")
 __all__ = [
     "activation_linear",
+    "attention",
     "bias_activation",
     "bias_geglu",
     "bias_gelu",

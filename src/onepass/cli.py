@@ -149,8 +149,9 @@ def _add_options(group: Any, function: Callable[..., Any]) -> None:
             default = bool(parameter.default)
             group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="whether it is given")
         else:
-            shown = "" if parameter.default is None else f"default: {parameter.default}"
-            group.add_argument(option, type=kind, default=parameter.default, metavar=kind.__name__.upper(), help=shown)
+            value = None if required else parameter.default
+            shown = "" if value is None else f"default: {value}"
+            group.add_argument(option, type=kind, required=required, default=value, metavar=kind.__name__.upper(), help=shown)
 
 
 def _run_explain(args: argparse.Namespace) -> int:
@@ -201,6 +202,9 @@ def _fake(x: Tensor, name: str, value: bool | tuple[int, ...], args: argparse.Na
     if not value:
         return None
     shapes: dict[str, Sequence[int]] = {"token_weight": x.shape[:-1], "residual": x.shape}
+    if name in ("cos", "sin"):  # of attention: a number a token and pair of a head's numbers
+        every = args.heads + 2 * (args.heads if args.groups is None else args.groups)
+        shapes[name] = *x.shape[1:2], x.shape[-1] // every // 2
     weight = getattr(args, "weight", None)
     if isinstance(weight, tuple):  # a linear layer's [out, in]
         shapes["bias"] = weight[:1]

@@ -342,6 +342,7 @@ def test_every_field_is_a_flag_with_a_help_text():
         ("persist_layer_norm", "--persist-layer-norm", "--no-persist-layer-norm", bool),
         ("add_bias_linear", "--add-bias-linear", "--disable-bias-linear", bool),
         ("apply_rope_fusion", "--rope-fusion", "--no-rope-fusion", bool),
+        ("attention_fusion", "--attention-fusion", "--no-attention-fusion", bool),
         ("num_moe_experts", "--num-experts", None, int),
         ("normalization", "--normalization", None, str),
     ],

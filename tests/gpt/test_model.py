@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.calls import relative
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.gpt import Config, Model, preset
@@ -54,6 +55,7 @@ VARIANTS = {
 FUSIONS = [  # each switched off alone
     {"persist_layer_norm": False, "norm_linear_fusion": False}, {"persist_layer_norm": False}, {"norm_linear_fusion": False},
     {"bias_activation_fusion": False}, {"bias_dropout_fusion": False}, {"apply_rope_fusion": False},
+    {"attention_fusion": False}, {"attention_fusion": False, "apply_rope_fusion": False},
     {"cross_entropy_loss_fusion": False}, {"cross_entropy_fusion_impl": "native"}, {"gradient_accumulation_fusion": False},
 ]  # fmt: skip
 
@@ -147,7 +149,7 @@ def test_a_flag_switches_its_own_op_and_no_other(flag, op, monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
     tokens, labels, _ = given()
-    config = Config(**SHAPE | GPT2 | {"position_embedding_type": "rope"})
+    config = Config(**SHAPE | GPT2 | {"position_embedding_type": "rope", "attention_fusion": False})  # which has rope's in it
     Model(config, seed=0)(tokens, labels)
     assert called == {place for _, place in SWITCHES}
     called.clear()
@@ -432,6 +434,57 @@ def test_norm_and_linear_as_one_keep_less():
 
     alone, one = (kept(Config(**SHAPE, norm_linear_fusion=each)) for each in (False, True))
     assert alone - one >= 2 * SHAPE["num_layers"] * 22 * SHAPE["hidden_size"]  # a tensor of the stream's size at each norm
+
+
+# ---- the residual stream ----
+
+STREAMS = {  # its settings, and how many additions are passes of their own in backward
+    "llama": ({}, 0),
+    "gpt-2": (GPT2, 0),
+    "experts": ({"num_moe_experts": 2}, 0),
+    "norms alone": ({"norm_linear_fusion": False}, 1),  # the first norm has nothing to add, and does not give h back
+}
+
+
+def of_the_streams_size(t):
+    return t.shape == (2, 11, SHAPE["hidden_size"])
+
+
+def test_each_norm_keeps_one_tensor_of_the_streams_size():
+    """What a norm and its linear layer keep: h; the last norm keeps h and the head's loss its result."""
+    kept = {}
+    model, (tokens, labels, _) = started(Config(**SHAPE)), given()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t) is None or t, lambda t: t):
+        model(tokens, labels)
+    expected = 2 * SHAPE["num_layers"] + 2
+    assert sum(of_the_streams_size(t) for t in kept.values()) == expected
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_sums_of_the_stream_are_made_in_other_passes(name):
+    pytest.importorskip("triton")
+    settings, expected = STREAMS[name]
+    model = started(Config(**SHAPE | settings), torch.float32).to(DEVICE)
+    tokens, labels, _ = (t.to(DEVICE) for t in given())
+    with onepass.use_backend("triton"):
+        with Additions() as forward:
+            loss = model(tokens, labels)
+        with Additions() as backward:
+            loss.backward()
+    assert (forward.count, backward.count) == (0, expected)
+
+
+class Additions(TorchDispatchMode):
+    """Counts the operators that do nothing but add two tensors of the residual stream's size."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        both = args[:2] if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) else ()
+        self.count += len(both) == 2 and all(isinstance(t, torch.Tensor) and of_the_streams_size(t) for t in both)
+        return func(*args, **(kwargs or {}))
 
 
 # ---- dropout ----

@@ -78,6 +78,8 @@ def test_nobody_waits_and_few_kernels_run():
     with nobody_waits():
         optimizer.step(1.0, zero=True)
         main_grads.zero_()
+    fed(main_grads, gradients_of(case, 2))
+    optimizer.step(zero=True)  # no longer clipped, which is told the device once
     fed(main_grads, gradients_of(case, 3))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         optimizer.step(zero=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import onepass
 from onepass.ops.norm_linear import norm_linear_reference
 from onepass.testing.budget import compare, run
+from onepass.testing.poison import saved_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -50,6 +51,81 @@ def test_within_the_budget(layer, returns):
     ours = run(op(layer, backend="triton", return_norm_output=returns), given, dys)
     report = compare([(ours, run(reference, given, dys), run(reference, given, dys, torch.float64))], BF16)
     assert report, report
+
+
+def with_h(layer, seed=0):
+    """The inputs and a residual, and the gradients of y and of h."""
+    leaves, dys = inputs(layer, seed=seed)
+    generator = torch.Generator("cuda").manual_seed(seed + 1)
+    return [*leaves, torch.randn(M, K, device="cuda", generator=generator).to(BF16).requires_grad_()], dys
+
+
+@kinds
+@pytest.mark.parametrize("added", (True, False), ids=("residual", "input"))
+def test_with_h_within_the_budget(layer, added):
+    leaves, dys = with_h(layer)
+    names = ("x", "norm_weight", "weight", "bias", "norm_bias", "residual")
+    given = dict(zip(names, leaves if added else [*leaves[:5], None], strict=True))
+
+    def of(function, **options):
+        return lambda *t: op(layer, function, residual=t[5], return_input=True, **options)(*t[:5])
+
+    reference = of(norm_linear_reference, stored=BF16)
+    ours, exact = run(of(onepass.norm_linear, backend="triton"), given, dys), run(reference, given, dys, torch.float64)
+    report = compare([(ours, run(reference, given, dys), exact)], BF16)
+    assert report, report
+    again = run(of(onepass.norm_linear, backend="triton"), given, dys)
+    assert equal(list(ours.values()), list(again.values()))
+
+
+@kinds
+def test_no_kernel_but_the_norms_adds(layer):
+    leaves, dys = with_h(layer)
+    asked = [t for t in leaves if t is not None]
+
+    def kernels(call):
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            call()
+            torch.cuda.synchronize()
+        return [event.name for event in profile.events() if "Functor_add" in event.name]
+
+    def together():
+        ys = op(layer, residual=leaves[5], backend="triton")(*leaves[:5])
+        torch.autograd.grad(ys, asked, dys)
+
+    def apart():
+        h = leaves[0] + leaves[5]
+        torch.autograd.grad([op(layer, backend="triton")(h, *leaves[1:5]), h * 1], asked, dys)
+
+    assert len(kernels(apart)) == len(kernels(together)) + 2
+
+
+@kinds
+@pytest.mark.parametrize("added", (True, False), ids=("residual", "input"))
+def test_keeps_h_alone(layer, added):
+    leaves, _ = with_h(layer)
+    with saved_tensors() as kept:
+        _, h = op(layer, residual=leaves[5] if added else None, return_input=True, backend="triton")(*leaves[:5])
+    assert {t.data_ptr() for t in kept if t.numel() == h.numel()} == {h.data_ptr()}
+
+
+@kinds
+def test_graphs_replay_with_a_residual(layer):
+    leaves, dys = with_h(layer)
+
+    def step():
+        fresh = [t if t is None else t.detach().requires_grad_() for t in leaves]
+        ys = op(layer, residual=fresh[5], backend="triton")(*fresh[:5])
+        return [*(y.detach() for y in ys), *torch.autograd.grad(ys, [t for t in fresh if t is not None], dys)]
+
+    expected = [t.clone() for t in step()]
+    results, graph = captured(step)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(results[1], expected[1])  # h
+    for a, b in zip(results, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())  # cuBLAS may choose anew
 
 
 @kinds

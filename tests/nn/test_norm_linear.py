@@ -36,13 +36,25 @@ def test_it_is_the_norm_and_then_the_linear_layer(norm, bias, centered):
 
 
 @NORMS
+def test_with_a_residual_it_gives_the_sum_back(norm):
+    layer, plain = (randomised(NormLinear(12, 7, norm=norm, return_norm_output=each)) for each in (True, False))
+    x, residual = torch.randn(3, 5, 12), torch.randn(3, 5, 12)
+    y, normalised, h = layer(x, residual)
+    assert torch.equal(h, x + residual)
+    torch.testing.assert_close((y, normalised), layer(h))
+    torch.testing.assert_close(plain(x, residual), (plain(h), h))
+    plain.return_input = True
+    torch.testing.assert_close(plain(x), (plain(x)[0], x))
+
+
+@NORMS
 def test_the_op_gets_every_option(norm, monkeypatch):
     seen = []
     monkeypatch.setattr("onepass.nn.norm_linear.norm_linear", lambda *args, **options: seen.append((args, options)))
-    layer, x = NormLinear(8, 4, norm=norm, eps=1e-3, zero_centered_gamma=True, return_norm_output=True), torch.randn(2, 8)
-    layer(x)
-    options = {"norm": norm, "norm_bias": layer.layer_norm_bias, "eps": 1e-3}
-    options |= {"zero_centered_gamma": True, "return_norm_output": True, "deferred": None}
+    told = {"eps": 1e-3, "zero_centered_gamma": True, "return_norm_output": True, "return_input": True}
+    layer, x, residual = NormLinear(8, 4, norm=norm, **told), torch.randn(2, 8), torch.randn(2, 8)
+    layer(x, residual)
+    options = told | {"norm": norm, "norm_bias": layer.layer_norm_bias, "residual": residual, "deferred": None}
     assert seen == [((x, layer.layer_norm_weight, layer.weight, layer.bias), options)]
 
 
@@ -126,5 +138,6 @@ def test_bad_arguments_are_named_at_once(arguments, options, words):
 
 
 def test_repr():
-    said = repr(NormLinear(8, 4, norm="layer_norm", norm_bias=False, sequence_parallel=True))
-    assert said == "NormLinear(8, 4, norm='layer_norm', bias=True, eps=1e-05, norm_bias=False, sequence_parallel=True)"
+    said = repr(NormLinear(8, 4, norm="layer_norm", norm_bias=False, return_input=True, sequence_parallel=True))
+    options = "norm='layer_norm', bias=True, eps=1e-05, norm_bias=False, return_input=True, sequence_parallel=True"
+    assert said == f"NormLinear(8, 4, {options})"

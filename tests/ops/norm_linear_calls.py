@@ -22,8 +22,8 @@ def tensors(lead=(3, 5), K=40, N=24, dtype=FP32, layer=True, with_bias=True, par
 
 
 def op(layer=True, function=None, **options):
-    def call(x, norm_weight, weight, bias=None, norm_bias=None):
-        norm = "layer_norm" if layer else "rms_norm"
-        return (function or onepass.norm_linear)(x, norm_weight, weight, bias, norm_bias=norm_bias, norm=norm, **options)
+    def call(x, norm_weight, weight, bias=None, norm_bias=None, residual=None):
+        kind = {"norm_bias": norm_bias, "norm": "layer_norm" if layer else "rms_norm"}
+        return (function or onepass.norm_linear)(x, norm_weight, weight, bias, residual=residual, **kind, **options)
 
     return call

@@ -373,17 +373,17 @@ def test_explain(layer):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "no norm_bias": ("x, None, norm_weight, norm_bias, eps, layer", "x, None, norm_weight, None, eps, layer", "values"),
+    "no norm_bias": ("x, residual, norm_weight, norm_bias, eps, layer", "x, residual, norm_weight, None, eps, layer", "values"),
     "the weight's gradient of x itself": (
         "weight_gradient(rows, rows_of(normed)",
-        "weight_gradient(rows, rows_of(x)",
+        "weight_gradient(rows, rows_of(h)",
         "values",
     ),
     "d norm(x) forgotten": (
         "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values"
     ),
-    "dx over the caller's gradient": ("into_dy = rows is not None and x.dtype == ctx.product", "into_dy = True", "writes"),
-    "norm(x) kept in the place of x": ("save_for_backward(x, norm_weight", "save_for_backward(normed, norm_weight", "values"),
+    "dx over the caller's gradient": ("ours=rows is not None", "ours=True", "writes"),
+    "norm(x) kept in the place of x": ("save_for_backward(h, norm_weight", "save_for_backward(normed, norm_weight", "values"),
 }
 
 

@@ -265,6 +265,40 @@ def test_tiles_are_full_and_not_too_large(HQ, HK, D):
         assert used > 0.6
 
 
+@needs_triton
+@kinds
+@pytest.mark.parametrize("back", (False, True), ids=("there", "back"))
+@pytest.mark.parametrize("R", (12, 8))
+def test_results_may_lie_in_their_place_or_anywhere(R, back, interleaved, launched):
+    """Of parts of a projection, which are the same as contiguous ones' bit for bit; what is beside them stays."""
+    wide = torch.randn(3, 5, 4 + 2 + 2, 12, device=DEVICE).bfloat16()
+    cos, sin = tensors((3, 5), R=R)[2:]
+    q, k, v = wide.split((4, 2, 2), 2)
+    expected = kernels.rotate(q, k, cos, sin, interleaved, back)
+    elsewhere = torch.full_like(wide, math.nan)
+    into = elsewhere.split((4, 2, 2), 2)[:2]
+    rest, before = v.clone(), [x.clone() for x in (q, k)]
+    for small in (False, True):
+        for x, was in zip((q, k), before, strict=True):
+            x.copy_(was)
+        with small_tiles(room, small), poisoned() as allocations:
+            assert equal(kernels.rotate(q, k, cos, sin, interleaved, back, into), expected)
+            assert equal((q, k), before)
+            assert kernels.rotate(q, k, cos, sin, interleaved, back, (q, k)) == (q, k)
+        assert equal((q, k), expected) and not any(size for _, size, _ in allocations.made)
+    assert torch.equal(v, rest) and elsewhere[:, :, 6:].isnan().all()
+
+
+@kinds
+def test_pytorch_turns_in_place_too(interleaved):
+    from onepass.kernels.rope_formula import rope_blocks
+
+    q, _, cos, sin = tensors()
+    for x in (q.detach(), q.detach().bfloat16()):
+        expected = rope_blocks(x, cos, sin, interleaved, True)
+        assert rope_blocks(x, cos, sin, interleaved, True, x) is x and torch.equal(x, expected)
+
+
 # ---- autograd ----
 
 

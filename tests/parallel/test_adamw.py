@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 from itertools import pairwise
 
 import parallel.adamw_ranks as world
@@ -26,6 +27,7 @@ from parallel.adamw_oracle import (
 )
 from parallel.worlds import PAIRS, found_by
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import onepass
 from onepass.kernels import adamw_formula
@@ -408,6 +410,110 @@ def test_masters_in_parts_and_hooks():
         two.set_master("p0", "master", torch.zeros(961), 0, 961)
     with pytest.raises(ValueError, match="values must be 2 numbers, but are 3"):
         two.set_master("p0", "master", torch.zeros(3), 0, 2)
+
+
+# ---- masters in the gradients' memory ----
+
+
+def stepped(dtype, steps=2):
+    """Parameters after some steps, whose gradients are not cleared."""
+    case = Case(SHAPES, dtype, OPTIONS)
+    parameters = parameters_of(case)
+    main_grads = named(parameters)
+    optimizer = AdamW(main_grads, groups_of(case, parameters))
+    with onepass.use_backend("torch"):
+        for step in range(steps):
+            fed(main_grads, gradients_of(case, step))
+            optimizer.step(1.0)
+    return parameters, main_grads, optimizer
+
+
+def clear(main_grads):
+    return not any(buffer.any() for buffer in main_grads.buffers)
+
+
+def all_equal(ones, others):
+    return all(torch.equal(a, b) for one, two in zip(ones, others, strict=True) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_masters_lie_in_the_gradients_and_leave_zeros(dtype, monkeypatch):
+    monkeypatch.setattr(adamw_formula, "_A_THREADS", 1000 // torch.get_num_threads())  # several blocks
+    parameters, main_grads, optimizer = stepped(dtype)
+    before, weights = kept(optimizer, parameters), [p.clone() for p in parameters]
+    expected = [(name, kind, tensor.clone(), start, stop) for name, kind, tensor, start, stop in optimizer.masters()]
+    with optimizer.masters_in_gradients() as states:
+        assert [(name, kind, *at) for name, kind, _, *at in states] == [(name, kind, *at) for name, kind, _, *at in expected]
+        assert all(torch.equal(mine[2], theirs[2]) for mine, theirs in zip(states, expected, strict=True))
+        for name, kind, tensor, *_ in states:
+            parameter = dict(main_grads.named)[name]
+            of_weights = {BF16: parameter.main_grad, FP16: optimizer.state[parameter].get("master"), FP32: parameter}[dtype]
+            there = of_weights if kind == "master" else optimizer.state[parameter][kind]
+            assert tensor.data_ptr() == there.data_ptr() and tensor.dtype == FP32
+    assert clear(main_grads)
+    assert all(torch.equal(mine, weight) for mine, weight in zip(parameters, weights, strict=True))
+    assert all_equal(before, kept(optimizer, parameters))
+
+
+def test_masters_in_gradients_take_the_memory_of_a_block(monkeypatch):
+    monkeypatch.setattr(adamw_formula, "_A_THREADS", 1000 // torch.get_num_threads())
+    _, _, optimizer = stepped(BF16)
+    optimizer.set_master("p3", "master", torch.full((16400,), float("nan")), 0, 16400)  # which are looked for
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced, optimizer.masters_in_gradients():
+        pass
+    assert 1000 <= max(event.cpu_memory_usage for event in traced.events()) <= 4000  # SHAPES' largest has 16400 values
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_is_written_in_the_gradients_is_taken(failing, dtype):
+    parameters, main_grads, optimizer = stepped(dtype)
+    others, _, another = stepped(dtype, 5)
+    theirs = {(name, kind): tensor.clone() for name, kind, tensor, *_ in another.masters()}
+    with pytest.raises(OSError, match="torn") if failing else nullcontext(), optimizer.masters_in_gradients() as states:
+        for name, kind, tensor, *_ in states:
+            tensor.copy_(theirs[name, kind])
+        if failing:
+            raise OSError("torn")
+    assert clear(main_grads) and all(torch.equal(mine, other) for mine, other in zip(parameters, others, strict=True))
+    assert all(torch.equal(tensor, theirs[name, kind]) for name, kind, tensor, *_ in optimizer.masters())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_an_interrupt_while_masters_are_joined_changes_no_weight(dtype, monkeypatch):
+    parameters, main_grads, optimizer = stepped(dtype)
+    before, joined, left = kept(optimizer, parameters), room.master_in_gradient, [3]
+
+    def interrupted(stretch):
+        left[0] -= 1
+        if not left[0]:
+            joined(stretch.part(0, stretch.weight.numel() // 2))
+            raise KeyboardInterrupt
+        return joined(stretch)
+
+    monkeypatch.setattr(room, "master_in_gradient", interrupted)
+    with pytest.raises(KeyboardInterrupt), optimizer.masters_in_gradients():
+        pytest.fail("it is not to be entered")
+    assert clear(main_grads)
+    assert all_equal(before, kept(optimizer, parameters))
+
+
+def test_gradients_that_are_deferred_are_not_lost_to_masters():
+    parameters, main_grads, optimizer = stepped(BF16)
+    main_grads.zero_()
+    parameters[0].main_grad.fill_(1.0)
+    main_grads.hold(parameters[0])
+    with pytest.raises(RuntimeError, match="p0's are deferred"), optimizer.masters_in_gradients():
+        pytest.fail("it is not to be entered")
+    assert (parameters[0].main_grad == 1.0).all()
+
+
+def test_masters_of_weights_that_were_given_other_memory():
+    parameters, _, optimizer = stepped(BF16)
+    parameters[0].data = parameters[0].data.clone()
+    with optimizer.masters_in_gradients() as states:
+        states[[name for name, *_ in states].index("p0")][2].fill_(2.0)
+    assert (parameters[0] == 2.0).all()
 
 
 def test_states_that_do_not_fit_change_nothing():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parallel.adamw_oracle import rounded
 from parallel.meeting import join
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ from onepass.train.batches import Batch
 from onepass.train.layout import Layout, _groups
 from onepass.train.options import Options
 from onepass.train.setup import make
+from onepass.train.updates import MainGradUpdate
 
 SHAPE = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 33,
@@ -151,7 +153,7 @@ def own(trained, layout, tensors, config):
         for path, module in trained.model.named_modules()
         for name, division in getattr(module, "_divisions", {}).items()
     }
-    where = stretches(trained)
+    kept = stretches(trained)
     for name, parameter in trained.model.named_parameters():
         for prefix in ("", "exp_avg.", "exp_avg_sq."):
             part = tensors[prefix + name]
@@ -159,27 +161,29 @@ def own(trained, layout, tensors, config):
                 part = part_of(part, divisions[name], layout.tensor.rank, layout.tensor.size)
             if not prefix:
                 mine = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-                yield name, mine, part.to(mine.dtype)
-            weight, stretch = where.get(id(parameter), (None, None)) if where is not None else (parameter, slice(None))
-            if weight is None:
-                continue
-            mine = trained.update.optimizer.state[weight][prefix.rstrip(".")] if prefix else weight
-            mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-            yield prefix + name, mine.flatten(), part.flatten()[stretch]
+                yield name, mine, rounded(part.contiguous(), mine.dtype)
+            if kept is None:
+                mine = trained.update.optimizer.state[parameter][prefix.rstrip(".")] if prefix else parameter
+                mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+                yield prefix + name, mine.flatten(), part.flatten()
+            elif name in kept:
+                yield prefix + name, kept[name][prefix.rstrip(".") or "master"], part.flatten()[stretch_of(trained, name)]
 
 
 def stretches(trained):
-    """What MasterWeights steps of each parameter, by its buckets; None where there is none."""
-    weights = getattr(trained.update, "weights", None)
-    if weights is None:
+    """By the parameter's name, then by the kind, what onepass' AdamW has of it; None where PyTorch's steps."""
+    if not isinstance(trained.update, MainGradUpdate):
         return None
-    pieces = {id(parameter): weight for parameter, weight, _ in weights.pieces()}
-    buckets = trained.update.main_grads.buckets
-    return {
-        id(place.parameter): (pieces[id(place.parameter)], slice(start - place.start, stop - place.start))
-        for bucket in buckets
-        for place, start, stop in bucket.parts()
-    }
+    kept = {}
+    for name, kind, tensor, *_ in trained.update.optimizer.masters():
+        kept.setdefault(name, {})[kind] = tensor
+    return kept
+
+
+def stretch_of(trained, name):
+    """Where in the flattened parameter this rank's part of it is, by its buckets."""
+    parts = [part for bucket in trained.update.main_grads.buckets for part in bucket.parts()]
+    return next(slice(start - place.start, stop - place.start) for place, start, stop in parts if place.name == name)
 
 
 def full(folder, rank):

@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
+from parallel.adamw_oracle import rounded
+from torch.distributed.checkpoint.api import CheckpointException
 from train import checkpoint_killed, checkpoint_runs
 from train.checkpoint_runs import KIND, LAYOUTS, alone, configured, go, saved, started, whole
 
 import onepass
 from onepass.runtime.refused import Refused
 from onepass.train import checkpoint
+from onepass.train.checkpoint import storage
 from onepass.train.setup import make
 
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
@@ -57,15 +60,16 @@ def test_a_resumed_run_is_the_run(kind, settings, plain, tmp_path):
 def test_what_is_in_it(tmp_path):
     trained, path = started(tmp_path, params_dtype="bf16")
     tensors = whole(path)
-    masters = {id(parameter): master for parameter, master, _ in trained.update.weights.pieces()}
+    masters = {(name, kind): tensor for name, kind, tensor, *_ in trained.update.optimizer.masters()}
     names = [name for name, _ in trained.model.named_parameters()]
     assert set(tensors) == {prefix + name for name in names for prefix in ("", "exp_avg.", "exp_avg_sq.")}
     for name, parameter in trained.model.named_parameters():
-        master = masters[id(parameter)]
-        assert torch.equal(tensors[name], master)
+        assert torch.equal(tensors[name].flatten(), masters[name, "master"])
         assert not torch.equal(tensors[name], parameter.float()) or parameter.dim() == 1
+        assert torch.equal(parameter, rounded(tensors[name], torch.bfloat16))
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(tensors[f"{moment}.{name}"], trained.update.optimizer.state[master][moment])
+            assert tensors[f"{moment}.{name}"].any()
+            assert torch.equal(tensors[f"{moment}.{name}"].flatten(), masters[name, moment])
     index = json.loads((path / "checkpoint.json").read_text())
     assert index["step"] == 2 and index["config"]["hidden_size"] == 16 and index["options"]["weight_decay"] == 0.3
     assert sorted(each.name for each in path.iterdir()) == ["0.safetensors", "checkpoint.json"]
@@ -78,6 +82,43 @@ def test_the_steps_of_the_optimizer_go_on(tmp_path):
     checkpoint.load(path, trained, config, alone())
     state = trained.update.optimizer.state
     assert len(state) == len(list(trained.model.parameters())) and all(float(each["step"]) == 3 for each in state.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"params_dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_an_interrupted_save_leaves_weights_and_gradients_as_they_were(settings, tmp_path, monkeypatch):
+    config, options = configured(**settings)
+    straight, interrupted = (make(config, options, alone()) for _ in range(2))
+    lines = go(straight, alone(), 0, 4)
+    assert go(interrupted, alone(), 0, 2) == lines[:2]
+    before = [parameter.clone() for parameter in interrupted.model.parameters()]
+    write, left = storage._write_all, [4]
+
+    def interrupting(file, data):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        write(file, data)
+
+    monkeypatch.setattr(storage, "_write_all", interrupting)
+    with pytest.raises((KeyboardInterrupt, CheckpointException)):
+        saved(tmp_path, 2, interrupted, config, options, alone())
+    monkeypatch.undo()
+    assert all(map(torch.equal, before, interrupted.model.parameters()))
+    assert not any(buffer.any() for buffer in interrupted.update.main_grads.buffers)
+    assert go(interrupted, alone(), 2, 4) == lines[2:]
+    same(*(saved(tmp_path / str(at), 4, each, config, options, alone()) for at, each in enumerate((straight, interrupted))))
+
+
+def test_bf16_masters_are_written_from_the_gradients_memory(tmp_path, monkeypatch):
+    config, options = configured(params_dtype="bf16")
+    trained, found = make(config, options, alone()), []
+    go(trained, alone(), 0, 1)
+    write = storage.write
+    monkeypatch.setattr(storage, "write", lambda part, own, *rest: found.extend(own) or write(part, own, *rest))
+    saved(tmp_path, 1, trained, config, options, alone())
+    memories = {buffer.untyped_storage().data_ptr() for buffer in trained.update.main_grads.buffers}
+    weights = [chunk for chunk in found if not chunk.name.startswith("exp_avg")]
+    assert weights and all(chunk.tensor.untyped_storage().data_ptr() in memories for chunk in weights)
 
 
 # ---- several ranks ----
@@ -314,7 +355,8 @@ def test_another_model_is_refused_before_anything_is_changed(said, tmp_path):
         with pytest.raises(Refused) as refused:
             act()
         assert str(refused.value) == f"the checkpoint {path} must be of this model, but is of another: {said}"
-    assert all(map(torch.equal, before, trained.model.parameters())) and not trained.update.optimizer.state
+    assert all(map(torch.equal, before, trained.model.parameters()))
+    assert not any(tensor.any() for _, kind, tensor, *_ in trained.update.optimizer.masters() if kind != "master")
 
 
 def test_the_same_model_by_other_means_is_not_another(tmp_path):
@@ -325,7 +367,7 @@ def test_the_same_model_by_other_means_is_not_another(tmp_path):
     assert checkpoint.load(path, trained, config, alone()) == 2
     tensors = whole(path)
     for name, parameter in trained.model.named_parameters():
-        assert torch.equal(parameter, tensors[name].bfloat16())
+        assert torch.equal(parameter, rounded(tensors[name], torch.bfloat16))
 
 
 # ---- nothing in it is run, and nothing wrong is taken ----

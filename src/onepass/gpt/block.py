@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from onepass.gpt.moe import MoE
 from onepass.gpt.parts import PlainMLP, Residual, make_norm
 from onepass.gpt.positions import Tables, rotated
 from onepass.gpt.start import Start
+from onepass.kernels.attention_formula import parts_of
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
+from onepass.ops.attention import attention, unsupported
 
 
 class Attention(nn.Module):
@@ -26,19 +29,20 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         size, ranks = config.head_size, config.tensor_model_parallel_size
-        self.sizes = [heads * size for heads in (config.num_attention_heads, config.query_groups, config.query_groups)]
+        sizes = [heads * size for heads in (config.num_attention_heads, config.query_groups, config.query_groups)]
+        self.heads = config.num_attention_heads // ranks, config.query_groups // ranks  # this rank's: of queries, of keys
         spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
         options = spread | {"device": device, "dtype": config.dtype}
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            sum(self.sizes),
+            sum(sizes),
             bias=config.qkv_bias,
-            stride=self.sizes,
+            stride=sizes,
             init_method=start.of("linear_qkv.weight"),
             **options,
         )
         self.linear_proj = RowParallelLinear(
-            self.sizes[0],
+            sizes[0],
             config.hidden_size,
             bias=config.add_bias_linear,
             skip_bias_add=True,
@@ -59,11 +63,34 @@ class Attention(nn.Module):
 
     def mixed(self, qkv: Tensor, tables: Tables | None) -> Tensor:
         """Each token's mix of the values up to it, of this rank's heads: of qkv's shape, but for the last dimension."""
-        c, ranks = self.config, self.config.tensor_model_parallel_size
-        rows = sequences(qkv, c)
-        q, k, v = (
-            part.unflatten(-1, (-1, c.head_size)) for part in rows.split([size // ranks for size in self.sizes], -1)
-        )  # [B, S, heads, size]
+        rows = sequences(qkv, self.config)
+        as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
+        y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
+        return y.reshape(*qkv.shape[:-1], -1)
+
+    def _drops(self) -> bool:
+        return self.training and self.config.attention_dropout > 0
+
+    def _as_one_op(self, rows: Tensor, tables: Tables | None) -> Tensor:
+        """What linear_qkv made is nobody's afterwards, and holds q and k turned, unless it is what is computed from again."""
+        c = self.config
+        if tables is not None and not c.apply_rope_fusion:
+            q, k, v = parts_of(rows, *self.heads)
+            rows, tables = torch.cat([*rotated(q, k, tables, c), v], 2).flatten(2), None
+        cos, sin = tables or (None, None)
+        return attention(
+            rows,
+            *self.heads,
+            cos=cos,
+            sin=sin,
+            interleaved=c.rotary_interleaved,
+            overwrite=c.recompute_granularity != "selective",
+            backend=None if unsupported(rows, *self.heads) is None else "torch",  # also where "triton" is in force
+        )
+
+    def _by_pytorch(self, rows: Tensor, tables: Tables | None) -> Tensor:
+        c = self.config
+        q, k, v = parts_of(rows, *self.heads)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if tables is not None:
@@ -72,11 +99,11 @@ class Attention(nn.Module):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            dropout_p=c.attention_dropout if self.training else 0.0,
+            dropout_p=c.attention_dropout if self._drops() else 0.0,
             is_causal=True,
             enable_gqa=c.query_groups != c.num_attention_heads,
         )
-        return y.transpose(1, 2).reshape(*qkv.shape[:-1], -1)
+        return y.transpose(1, 2)
 
 
 def sequences(x: Tensor, config: Config) -> Tensor:

@@ -126,7 +126,7 @@ class Model(nn.Module):
             uneven += [] if own is None else [own]
         if self.output_layer is None or self.final_layernorm is None:
             return settled(h, late)
-        h = self.final_layernorm(h) if late is None else self.final_layernorm(late, h)[0]
+        h = self.final_layernorm(h) if late is None else self.final_layernorm(h, late)[0]
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
         loss = self._loss(h, labels, loss_mask, reduction, grad_scale)

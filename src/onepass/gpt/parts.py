@@ -104,46 +104,52 @@ class PlainMLP(MLP):
 class Residual:
     """How a block takes from the residual stream h and gives back to it. What is one op with what is decided here, and only here.
 
-    - norm_linear_fusion: norm and linear layer are one op, which keeps nothing but h, and what a block gives is added to h at
-      once. Two tensors of h's size a block fewer are kept than otherwise, for a pass more over h.
-    - Otherwise, with persist_layer_norm, what a block gives is `late`: the next norm adds it in its own pass.
+    - What a block gives is `late`: the next norm adds it to h in its own pass, by persist_layer_norm or norm_linear_fusion.
+    - norm_linear_fusion: norm and linear layer are one op, which keeps nothing but the new h: two tensors of h's size a block
+      fewer are kept than otherwise. h comes back from it, so that all its gradients are added in the norm's pass too.
     - Where there is a bias or dropout, dropout_add does both with the addition in one pass, and nothing is late. (The bias is
       never the linear layer's to add, which would be a pass of its own after a sum over ranks.)
+
+    Everywhere h is the x, and what is late the residual, of the op that adds them: under autocast h may be the wider.
     """
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
-        self.adds_late = config.persist_layer_norm and not config.norm_linear_fusion
+        self.adds_late = config.persist_layer_norm or config.norm_linear_fusion
 
     def take(
         self, h: Tensor, late: Tensor | None, norm: Norm, linear: ColumnParallelLinear
     ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
         """What linear returns of the normalised h, and h."""
         if self.config.norm_linear_fusion:
-            return self._at_once(settled(h, late), norm, linear), h
+            return self._at_once(h, late, norm, linear)
         normed, h = self.normed(h, late, norm)
         return linear(normed), h
 
-    def _at_once(self, h: Tensor, norm: Norm, linear: ColumnParallelLinear) -> tuple[Tensor, Tensor | None]:
+    def _at_once(
+        self, h: Tensor, late: Tensor | None, norm: Norm, linear: ColumnParallelLinear
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
         bias = linear.given(linear.bias)
-        y = norm_linear(
+        y, h = norm_linear(
             h,
             norm.given(norm.weight),
             linear.given(linear.weight),
             None if linear.skip_bias_add else bias,
+            residual=late,
             norm="layer_norm" if isinstance(norm, LayerNorm) else "rms_norm",
             norm_bias=norm.given(norm.bias) if isinstance(norm, LayerNorm) else None,
             eps=self.config.layernorm_epsilon,
             zero_centered_gamma=norm.zero_centered_gamma,
+            return_input=True,
             deferred=linear.deferred,
             **self.spread,
         )
-        return y, bias if linear.skip_bias_add else None
+        return (y, bias if linear.skip_bias_add else None), h
 
     def normed(self, h: Tensor, late: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """The norm of h, and h, with what is late in both."""
-        return (norm(h), h) if late is None else norm(late, h)
+        return (norm(h), h) if late is None else norm(h, late)
 
     def give(self, h: Tensor, made: tuple[Tensor, Tensor | None], training: bool) -> tuple[Tensor, Tensor | None]:
         """h with what a part made, or h and what is late."""

@@ -11,7 +11,7 @@ rounding does, and the master stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,11 @@ class Stretch(NamedTuple):
         weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
         return Stretch(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.group)
 
+    @property
+    def split(self) -> bool:
+        """Whether the masters are in two: the weight, and bits beside it."""
+        return self.rest is not None and self.rest.dtype is torch.int16
+
 
 def joined(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Tensor:
     """The fp32 masters of bf16 weights; `into` int32 memory."""
@@ -44,12 +49,12 @@ def joined(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Tensor:
 
 def put(stretch: Stretch, master: Tensor) -> None:
     """Write weights by their fp32 masters, and what is kept beside them."""
-    if stretch.rest is None or stretch.rest.dtype is torch.float32:
-        for out in (stretch.weight, stretch.rest):
-            if out is not None and out is not master:
-                out.copy_(master)
-    else:
-        _split_(stretch.weight, stretch.rest, master.clone())
+    if stretch.split:
+        _split_(stretch.weight, stretch.rest, master.clone())  # type: ignore[arg-type]
+        return
+    for out in (stretch.weight, stretch.rest):
+        if out is not None and out is not master:
+            out.copy_(master)
 
 
 def _split_(weight: Tensor, low: Tensor, master: Tensor) -> None:
@@ -68,15 +73,39 @@ def master_of(stretch: Stretch) -> Tensor:
     return stretch.rest if stretch.rest.dtype is torch.float32 else joined(stretch.weight, stretch.rest)
 
 
+def master_in_gradient(stretch: Stretch) -> Tensor:
+    """The fp32 masters, to be written: where they are kept as such, or in the gradient's place."""
+    if not stretch.split:
+        return master_of(stretch)
+    for block in _blocks(stretch):
+        joined(block.weight, block.rest, block.grad.view(torch.int32))  # type: ignore[arg-type]
+    return stretch.grad
+
+
+def put_from_gradient(stretch: Stretch) -> None:
+    """Weights follow what `master_in_gradient` gave, of which nothing is left in the gradient's place."""
+    if not stretch.split:
+        put(stretch, master_of(stretch))
+        return
+    for block in _blocks(stretch):
+        _split_(block.weight, block.rest, block.grad)  # type: ignore[arg-type]
+
+
+def _blocks(stretch: Stretch) -> Iterator[Stretch]:
+    size = _A_THREADS * torch.get_num_threads()
+    for start in range(0, stretch.weight.numel(), size):
+        yield stretch.part(start, start + size)
+
+
 def step_formula(stretches: Iterable[Stretch], step: Tensor, factor: Tensor | None, **options: Any) -> None:
     """A step of all that is in one group, by torch's fused AdamW, gradients times factor. `step` counts this one already."""
-    whole, blocks = [], []
+    whole: list[Stretch] = []
+    blocks: list[Stretch] = []
     for stretch in stretches:
         if stretch.rest is None and factor is None:
             whole.append(stretch)
         else:
-            size = _A_THREADS * torch.get_num_threads()
-            blocks += [stretch.part(start, start + size) for start in range(0, stretch.weight.numel(), size)]
+            blocks += _blocks(stretch)
     if whole:
         _fused(whole, step, options)
     if not blocks:
@@ -87,10 +116,9 @@ def step_formula(stretches: Iterable[Stretch], step: Tensor, factor: Tensor | No
     for block in blocks:
         size = block.weight.numel()
         grad = block.grad if factor is None else torch.mul(block.grad, factor, out=grads[:size])
-        split = block.rest is not None and block.rest.dtype is torch.int16
-        master = joined(block.weight, block.rest, bits[:size]) if split else master_of(block)  # type: ignore[arg-type]
+        master = joined(block.weight, block.rest, bits[:size]) if block.split else master_of(block)  # type: ignore[arg-type]
         _fused([block._replace(weight=master, grad=grad)], step, options)
-        if split:
+        if block.split:
             _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
         elif block.rest is not None:
             block.weight.copy_(master)

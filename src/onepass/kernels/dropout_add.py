@@ -89,12 +89,12 @@ def forward_tiles(M: int, H: int) -> Tiles:
 
 
 def backward_tiles(M: int, H: int, multiprocessors: int) -> Tiles:
-    """As many strips as the GPU holds programs at a time, each with the loads of three blocks in flight."""
+    """Few strips, each with the loads of several blocks in flight: of twice as many the sums cost a tenth of the time."""
     if H <= 64:
         block_h = max(GROUP, power_of_two(H))
-        block_m, num_warps, resident, stages = 1024 // block_h, 4, 4, 4
+        block_m, num_warps, resident, stages = 2048 // block_h, 8, 4, 3
     else:
-        block_m, block_h, num_warps, resident, stages = 8, 128, 2, 12, 3
+        block_m, block_h, num_warps, resident, stages = 8, 128, 2, 6, 4
     across = ceil_div(H, block_h)
     strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
     rows = ceil_div(ceil_div(M, strips), block_m) * block_m

@@ -3,18 +3,21 @@
 A program owns some tokens and all their heads, of q and k alike, so it reads their angles once and holds them in registers.
 Tensors are read where they lie: each has a stride for sequences (M of them), for their tokens (S) and for heads. Leading
 dimensions merge where all tensors allow it. Where more than two are left, or a last dimension is not contiguous, there are
-copies.
+copies. Results may lie in the place of q and k: what a pair's two numbers become depends on those two, which are read first.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.kernels.rows import aligned, inside_row, known_align
+from onepass.runtime.checks import check_device
+from onepass.runtime.dispatch import needs_grad
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, Grid, grid_of, kernel
 from onepass.runtime.sizes import ceil_div, power_of_two
@@ -47,18 +50,18 @@ def _turn(x1, x2, cos, sin, BACK: tl.constexpr):
 
 @device_function
 def _turn_heads(
-    x_ptr, y_ptr, sequence, tokens, real, cos, sin, S, X_M, X_S, X_H,
+    x_ptr, y_ptr, sequence, tokens, real, cos, sin, X_M, X_S, X_H, Y_M, Y_S, Y_H,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """All heads of some tokens, BLOCK_H at a time."""
     x_token = (x_ptr + sequence * X_M + tokens * X_S)[:, None, None]
-    y_token = (y_ptr + (sequence * S + tokens) * (HEADS * D))[:, None, None]
+    y_token = (y_ptr + sequence * Y_M + tokens * Y_S)[:, None, None]
     for first in range(0, HEADS, BLOCK_H):
         heads = first + tl.arange(0, BLOCK_H)
         there = real[:, None, None] & inside_row(heads, HEADS, HEADS % BLOCK_H == 0)[None, :, None]
         x_head = x_token + (heads.to(tl.int64) * X_H)[None, :, None]
-        y_head = y_token + (heads * D)[None, :, None]
+        y_head = y_token + (heads.to(tl.int64) * Y_H)[None, :, None]
         if INTERLEAVED:
             columns = tl.arange(0, 2 * BLOCK_P)[None, None, :]
             inside = there & inside_row(columns, 2 * P, P == BLOCK_P)
@@ -85,7 +88,7 @@ def _turn_heads(
 @kernel
 def _rope_kernel(
     cos_ptr, sin_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr, M, S,
-    COS_M, COS_S, SIN_M, SIN_S, Q_M, Q_S, Q_H, K_M, K_S, K_H,
+    COS_M, COS_S, SIN_M, SIN_S, Q_M, Q_S, Q_H, K_M, K_S, K_H, Q_OUT_M, Q_OUT_S, Q_OUT_H, K_OUT_M, K_OUT_S, K_OUT_H,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -99,14 +102,16 @@ def _rope_kernel(
     sin = _angles(sin_ptr, sequence, tokens, real, SIN_M, SIN_S, P, BLOCK_P)
     if q_ptr is not None:
         Q_M, Q_S, Q_H = aligned(Q_M, ALIGN), aligned(Q_S, ALIGN), aligned(Q_H, ALIGN)
+        Q_OUT_M, Q_OUT_S, Q_OUT_H = aligned(Q_OUT_M, ALIGN), aligned(Q_OUT_S, ALIGN), aligned(Q_OUT_H, ALIGN)
         _turn_heads(
-            q_ptr, q_out_ptr, sequence, tokens, real, cos, sin, S, Q_M, Q_S, Q_H,
+            q_ptr, q_out_ptr, sequence, tokens, real, cos, sin, Q_M, Q_S, Q_H, Q_OUT_M, Q_OUT_S, Q_OUT_H,
             HQ, D, P, INTERLEAVED, BACK, BLOCK_S, BLOCK_HQ, BLOCK_P, BLOCK_R,
         )  # fmt: skip
     if k_ptr is not None:
         K_M, K_S, K_H = aligned(K_M, ALIGN), aligned(K_S, ALIGN), aligned(K_H, ALIGN)
+        K_OUT_M, K_OUT_S, K_OUT_H = aligned(K_OUT_M, ALIGN), aligned(K_OUT_S, ALIGN), aligned(K_OUT_H, ALIGN)
         _turn_heads(
-            k_ptr, k_out_ptr, sequence, tokens, real, cos, sin, S, K_M, K_S, K_H,
+            k_ptr, k_out_ptr, sequence, tokens, real, cos, sin, K_M, K_S, K_H, K_OUT_M, K_OUT_S, K_OUT_H,
             HK, D, P, INTERLEAVED, BACK, BLOCK_S, BLOCK_HK, BLOCK_P, BLOCK_R,
         )  # fmt: skip
 
@@ -174,33 +179,52 @@ class _Plan(NamedTuple):
     S: int
 
 
-def _planned(q: Maybe, k: Maybe, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> _Plan | None:
-    """The launch for tensors that lie as these do, or None where they can't be read in place."""
-    q_lies = None if q is None else (q.shape, q.stride())
-    k_lies = None if k is None else (k.shape, k.stride())
-    return _plan(q_lies, k_lies, (cos.shape, cos.stride()), (sin.shape, sin.stride()), interleaved, back)
+def _planned(
+    q: Maybe, k: Maybe, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, q_out: Maybe = None, k_out: Maybe = None
+) -> _Plan | None:
+    """The launch for tensors that lie as these do, or None where they can't be read in place. No q_out: it is contiguous."""
+    outs = None if q_out is None and k_out is None else (_lies(q_out), _lies(k_out), q_out is q and k_out is k)
+    return _plan(_lies(q), _lies(k), (cos.shape, cos.stride()), (sin.shape, sin.stride()), interleaved, back, outs)
+
+
+def _lies(x: Maybe) -> _Lies | None:
+    return None if x is None else (x.shape, x.stride())
 
 
 @lru_cache(4096)
-def _plan(q: _Lies | None, k: _Lies | None, cos: _Lies, sin: _Lies, interleaved: bool, back: bool) -> _Plan | None:
+def _plan(
+    q: _Lies | None, k: _Lies | None, cos: _Lies, sin: _Lies, interleaved: bool, back: bool,
+    outs: tuple[_Lies | None, _Lies | None, bool] | None = None,
+) -> _Plan | None:  # fmt: skip
+    """outs: how the results lie, and whether that is q and k themselves, where what is not turned stays as it is."""
     given = [x for x in (q, k) if x is not None]
     shape = given[0][0]
     tokens, D, P = shape[:-2], shape[-1], cos[0][-1]
     if any(stride[-1] != 1 for _, stride in given) or (P > 1 and cos[1][-1] * sin[1][-1] != 1):
         return None
-    strides = [_token_strides(table, tokens) for table in (cos, sin)] + [stride[:-2] for _, stride in given]
+    of_outs = [_contiguous(size) for size, _ in given] if outs is None else [x[1] for x in outs[:2] if x is not None]
+    all_heads = [*(stride for _, stride in given), *of_outs]
+    strides = [_token_strides(table, tokens) for table in (cos, sin)] + [stride[:-2] for stride in all_heads]
     left = _merged(tokens, strides)
     if len(left) > 2:
         return None
     (M, by_sequence), (S, by_token) = [(1, (0,) * len(strides))] * (2 - len(left)) + left
     table_strides = by_sequence[0], by_token[0], by_sequence[1], by_token[1]
-    of_heads = [(*each, stride[-2]) for *each, (_, stride) in zip(by_sequence[2:], by_token[2:], given, strict=True)]
-    q_strides, k_strides = (of_heads.pop(0) if x is not None else (0, 0, 0) for x in (q, k))
+    of_heads = [(*each, stride[-2]) for *each, stride in zip(by_sequence[2:], by_token[2:], all_heads, strict=True)]
+    head_strides = [of_heads.pop(0) if x is not None else (0, 0, 0) for x in (q, k) * 2]
     HQ, HK = (x[0][-2] if x is not None else 0 for x in (q, k))
-    align = known_align(*q_strides, *k_strides), known_align(*table_strides)
+    flat = tuple(stride for each in head_strides for stride in each)
+    align = known_align(*flat), known_align(*table_strides)
     tiles = _tiles(HQ, HK, D, P)
-    launch = _bind((*table_strides, *q_strides, *k_strides), HQ, HK, D, P, interleaved, back, align, tiles)
+    if outs is not None and outs[2]:
+        tiles = tiles._replace(block_r=0)
+    launch = _bind((*table_strides, *flat), HQ, HK, D, P, interleaved, back, align, tiles)
     return _Plan(grid_of(ceil_div(S, tiles.block_s), M), launch, M, S)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @lru_cache(1024)
@@ -215,17 +239,24 @@ def _bind(
 # ---- calls ----
 
 
-def rotate(q: Maybe, k: Maybe, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Maybe, Maybe]:
-    """q and k turned, or back; contiguous. What is None or has no numbers costs nothing."""
-    q_out, k_out = _new(q), _new(k)
+def rotate(
+    q: Maybe, k: Maybe, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, out: tuple[Maybe, Maybe] | None = None
+) -> tuple[Maybe, Maybe]:
+    """q and k turned, or back; contiguous. What is None or has no numbers costs nothing.
+
+    out: where they go instead, [B, S, heads, D] each, of any strides but the last, which is 1; q and k themselves will do.
+    """
+    q_out, k_out = (_new(q), _new(k)) if out is None else out
     some_q = q if q is not None and q.numel() else None
     some_k = k if k is not None and k.numel() else None
     if some_q is None and some_k is None:
         return q_out, k_out
-    while (plan := _planned(some_q, some_k, cos, sin, interleaved, back)) is None:
+    outs = None if some_q is None else q_out, None if some_k is None else k_out
+    lie = () if out is None else outs
+    while (plan := _planned(some_q, some_k, cos, sin, interleaved, back, *lie)) is None:
         some_q, some_k, cos, sin = _in_line(some_q, some_k, cos, sin)
     grid, launch, M, S = plan
-    launch(grid, cos, sin, some_q, some_k, None if some_q is None else q_out, None if some_k is None else k_out, M, S)
+    launch(grid, cos, sin, some_q, some_k, *outs, M, S)
     return q_out, k_out
 
 
@@ -262,3 +293,33 @@ def rope_variant(q: Maybe, k: Maybe, cos: Tensor, sin: Tensor, interleaved: bool
     said = f"one kernel, {tokens} a program, {heads} heads at a time"
     in_place = _planned(q, k, cos, sin, interleaved, False) is not None
     return said if in_place else f"{said}, after copies of what can't be read where it lies"
+
+
+# ---- what tables must be ----
+
+
+def check_tables(cos: Tensor, sin: Tensor, x: Tensor, tokens: tuple[int, ...], D: int, name: str) -> None:
+    """Tables for x, named so: tokens are its dimensions down to its tokens, D is the width of a head."""
+    _check_shape(tuple(cos.shape), tokens, D, name)
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have cos's shape {tuple(cos.shape)}, but has {tuple(sin.shape)}")
+    check_device("cos", cos, x, name)
+    check_device("sin", sin, x, name)
+    if needs_grad(cos, sin):
+        table = "cos" if cos.requires_grad else "sin"
+        raise ValueError(f"{table} must not require grad, as it gets none, but does: detach it")
+
+
+def _check_shape(shape: tuple[int, ...], tokens: tuple[int, ...], D: int, name: str) -> None:
+    if len(shape) < 2 or shape[-2] != tokens[-1]:
+        raise ValueError(f"cos must have shape [..., {tokens[-1]}, R/2], a row for each of {name}'s tokens, but has {shape}")
+    if not 1 <= shape[-1] <= D // 2:
+        what = f"from 1 to {D // 2} numbers a token, one for each pair of a head's {D}"
+        raise ValueError(f"cos must have {what} (a table with each number twice: one half of it), but has shape {shape}")
+    lead = shape[:-2]
+    if not lead:
+        return
+    against = tokens[len(tokens) - 1 - len(lead) : -1]
+    if len(lead) >= len(tokens) or any(size not in (1, whole) for size, whole in zip(lead, against, strict=True)):
+        what = f"leading dimensions that broadcast against {name}'s {tuple(tokens[:-1])}"
+        raise ValueError(f"cos must have {what}, but has shape {shape}")

@@ -27,22 +27,25 @@ def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def rope_blocks(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """x's heads turned, or back, with nothing of x's size made but the result."""
+def rope_blocks(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """x's heads turned, or back, with nothing of x's size made but the result, or that in `out`, which may be x itself."""
     wide = torch.promote_types(x.dtype, torch.float32)
     R = 2 * cos.shape[-1]
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if out is None else out
     S = x.shape[-3] if x.numel() else 0
     step = max(1, _BLOCK * S // x.numel()) if S and x.device.type == "cpu" else max(1, S)
     for first in range(0, S, step):
         count = min(step, S - first)
-        block, out = x.narrow(-3, first, count), y.narrow(-3, first, count)
+        block, turned = x.narrow(-3, first, count), y.narrow(-3, first, count)
         c, s = (table.narrow(-2, first, count).to(wide).unsqueeze(-2) for table in (cos, sin))
         x1, x2 = (half.to(wide) for half in _pairs(block, R, interleaved))
-        y1, y2 = _pairs(out, R, interleaved)
-        y1.copy_((x1 * c).addcmul_(x2, s, value=1 if back else -1))
+        y1, y2 = _pairs(turned, R, interleaved)
+        first_of_each = (x1 * c).addcmul_(x2, s, value=1 if back else -1)
         y2.copy_((x2 * c).addcmul_(x1, s, value=-1 if back else 1))
+        y1.copy_(first_of_each)  # not before x1, which may lie there, has been read twice
         rest = x.shape[-1] - R
-        if rest:
-            out.narrow(-1, R, rest).copy_(block.narrow(-1, R, rest))
+        if rest and y is not x:
+            turned.narrow(-1, R, rest).copy_(block.narrow(-1, R, rest))
     return y

@@ -17,7 +17,7 @@ _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
 
 class NormLinear(MarkedParameters):
-    """`norm_linear` with its parameters: a norm over the last dimension and a linear layer; backward keeps x alone.
+    """`norm_linear` with its parameters: a norm over the last dimension and a linear layer; backward keeps the norm's input.
 
     The state dict has the keys of Transformer Engine's LayerNormLinear, whose own loads here; an `_extra_state` in it is passed
     over. Ours has none: load it there with strict=False.
@@ -29,7 +29,8 @@ class NormLinear(MarkedParameters):
         eps: the norm's; 1e-6 for ``rms_norm`` and 1e-5 for ``layer_norm`` where it isn't given.
         norm_bias: False leaves ``layer_norm``'s bias away; ``rms_norm`` has none.
         zero_centered_gamma: keep the norm's weight as its distance from 1: it starts at 0.
-        return_norm_output: return (y, the normalised x).
+        return_norm_output, return_input: return (y, the normalised h), (y, h) or (y, the normalised h, h). With a residual
+            h = x + residual, and is returned in any case.
         sequence_parallel: mark the norm's parameters as Megatron does: their gradients are parts, to be summed over the ranks of
             a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
@@ -52,6 +53,7 @@ class NormLinear(MarkedParameters):
         norm_bias: bool = True,
         zero_centered_gamma: bool = False,
         return_norm_output: bool = False,
+        return_input: bool = False,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -64,8 +66,8 @@ class NormLinear(MarkedParameters):
                 raise ValueError(f"{name} must be a size of at least 1, but is {size!r}")
         self.in_features, self.out_features, self.norm = in_features, out_features, norm
         self.eps = _EPS[norm] if eps is None else check_eps(eps)
-        self.zero_centered_gamma, self.return_norm_output = zero_centered_gamma, return_norm_output
-        self.sequence_parallel = sequence_parallel
+        self.zero_centered_gamma, self.sequence_parallel = zero_centered_gamma, sequence_parallel
+        self.return_norm_output, self.return_input = return_norm_output, return_input
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -88,18 +90,20 @@ class NormLinear(MarkedParameters):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Any:
-        """y; with return_norm_output (y, the normalised x)."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """y; after it the normalised h with return_norm_output, and h with a residual or return_input."""
         return norm_linear(
             x,
             self.given(self.layer_norm_weight),
             self.given(self.weight),
             self.given(self.bias),
+            residual=residual,
             norm=self.norm,
             norm_bias=self.given(self.layer_norm_bias),
             eps=self.eps,
             zero_centered_gamma=self.zero_centered_gamma,
             return_norm_output=self.return_norm_output,
+            return_input=self.return_input,
             deferred=self.deferred,
         )
 
@@ -111,5 +115,5 @@ class NormLinear(MarkedParameters):
         said = [f"{self.in_features}", f"{self.out_features}", f"norm={self.norm!r}", f"bias={self.bias is not None}"]
         said += [f"eps={self.eps}"]
         said += ["norm_bias=False"] if self.norm == "layer_norm" and self.layer_norm_bias is None else []
-        options = ("zero_centered_gamma", "return_norm_output", "sequence_parallel")
+        options = ("zero_centered_gamma", "return_norm_output", "return_input", "sequence_parallel")
         return ", ".join(said + [f"{name}=True" for name in options if getattr(self, name)])

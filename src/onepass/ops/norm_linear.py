@@ -1,12 +1,15 @@
-"""norm_linear: a norm and the linear layer after it, as one op that keeps x and no normalised activation.
+"""norm_linear: a norm and the linear layer after it, as one op that keeps the norm's input and no normalised activation.
 
-Formula  y = norm(x) @ weight.T + bias, norm as in ops/norm.py, its result rounded to x's type as operands of products are.
-Shapes   x [..., K], norm_weight and norm_bias [K], weight [N, K], bias [N], y [..., N]. M rows.
-Saves    x, norm_weight, weight, and for each row 1 / deviation (and the mean) in fp32.
-Bytes    beside the products: forward reads x and writes norm(x), which is let go; backward reads d norm(x) and x and writes
-         norm(x) again, for the weight's gradient, and dx over d norm(x): one kernel, with the gradients of the norm's own
-         parameters. So M K elements fewer are kept than by a norm and a linear one after the other.
-Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(x) and weight are rounded to it. The
+Formula  h = x + residual, rounded to x's type (without a residual h is x);
+         y = norm(h) @ weight.T + bias, norm as in ops/norm.py, its result rounded to x's type as operands of products are.
+Shapes   x and residual [..., K], norm_weight and norm_bias [K], weight [N, K], bias [N], y [..., N]; h is x's shape and type.
+         M rows.
+Saves    h, norm_weight, weight, and for each row 1 / deviation (and the mean) in fp32; nothing of x and residual.
+Bytes    beside the products: forward reads x and writes norm(x), which is let go; with a residual it reads that too, and writes
+         h. Backward reads d norm(h) and h (and h's own gradient) and writes norm(h) again, for the weight's gradient, and dx,
+         which is the residual's gradient too, over d norm(h): one kernel, with the gradients of the norm's own parameters. So
+         M K elements fewer are kept than by a norm and a linear one after the other, and no sum is a kernel of its own.
+Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(h) and weight are rounded to it. The
          gradients of parameters that carry main_grad go there (runtime/main_grad.py).
 """
 
@@ -20,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.kernels.norm import norm_unsupported, norm_variant, registered_forward, run_backward
-from onepass.kernels.norm_formula import norm_formula
+from onepass.kernels.norm_formula import add_rounded, norm_formula
 from onepass.kernels.norm_forward import norm_forward
 from onepass.parallel.deferred import DeferredWgrad, check_deferred
 from onepass.parallel.product import (
@@ -37,7 +40,7 @@ from onepass.parallel.product import (
 )
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
-from onepass.runtime.checks import check_linear, check_norm, check_vector
+from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, transformed, watched
 from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grads_of, vector_gradient, weight_gradient
 from onepass.runtime.main_grad_vectors import Sums, gathered, packed, sums_of, vectors_of
@@ -56,39 +59,58 @@ def norm_linear_reference(
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
     return_norm_output: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The formula, for every type: y, or (y, norm(x))."""
-    layer = norm == "layer_norm"
-    normed = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=zero_centered_gamma).to(x.dtype)
+    residual: Tensor | None = None,
+    return_input: bool = False,
+    stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
+    own unless said otherwise."""
+    normed, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
     y = F.linear(normed, weight, bias)
-    return (y, normed) if return_norm_output else y
+    return _returned(y, normed if return_norm_output else None, h if residual is not None or return_input else None)
 
 
-# ---- the norm by kernels, or by the formula where there are none: both keep x only ----
+def _normed(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    layer: bool, eps: float, centered: bool, stored: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """norm(h) and h."""
+    h = x if residual is None else add_rounded(x, residual, stored)
+    normed = norm_formula(h, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered)
+    return normed.to(x.dtype), h.to(x.dtype)
+
+
+def _returned(y: Tensor, normed: Tensor | None, h: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """y, and after it what else is asked for."""
+    more = [t for t in (normed, h) if t is not None]
+    return (y, *more) if more else y
+
+
+# ---- the norm by kernels, or by the formula where there are none: both keep h only ----
 
 
 def _by_kernels(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    forward = registered_forward if watched(x, norm_weight, norm_bias) else norm_forward
-    normed, _, stats = forward(x, None, norm_weight, norm_bias, eps, layer, centered, keep)
-    return normed, stats
-
-
-def _backward_by_kernels(sums: Sums | None, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    return run_backward(sums, dy, None, *args)
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    eps: float, layer: bool, centered: bool, *, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    forward = registered_forward if watched(x, residual, norm_weight, norm_bias) else norm_forward
+    normed, h, stats = forward(x, residual, norm_weight, norm_bias, eps, layer, centered, keep)
+    return normed, x if h is None else h, stats
 
 
 def _by_formula(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, layer: bool, centered: bool, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    formula = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
-    return cast(formula, x.dtype), None
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    eps: float, layer: bool, centered: bool, *, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    h = x if residual is None else cast(x + residual, x.dtype)
+    formula = norm_formula(h, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
+    return cast(formula, x.dtype), h, None
 
 
 def _backward_by_formula(
-    sums: Sums | None, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor | None,
-    eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool, *rest: Any,
+    sums: Sums | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    stats: Tensor | None, eps: float, layer: bool, centered: bool, need_dx: bool, need_dweight: bool, need_dbias: bool,
+    dx_type: torch.dtype, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     needs = need_dx, need_dweight, need_dbias
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -99,34 +121,38 @@ def _backward_by_formula(
         normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
-    grads = [
-        next(found).to(t.dtype) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
-    ]
+    dx, dweight, dbias = (
+        next(found) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
+    )
+    if dx is not None and dh is not None:
+        dx += dh  # autograd made it for us
+    types = (dx_type, *(None if t is None else t.dtype for t in (weight, bias)))
+    grads = (None if t is None else t.to(dtype) for t, dtype in zip((dx, dweight, dbias), types, strict=True))
     return *grads, normed.detach().to(x.dtype)
 
 
 def _forward(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     call: tuple[float, bool, bool], kernels: bool, product: torch.dtype, spread: Spread | None, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """y, norm(x) and, where backward will want them, the rows' statistics."""
-    normed, stats = (_by_kernels if kernels else _by_formula)(x, norm_weight, norm_bias, *call, keep=keep)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """y, norm(h), h and, where backward will want them, the rows' statistics."""
+    normed, h, stats = (_by_kernels if kernels else _by_formula)(x, residual, norm_weight, norm_bias, *call, keep=keep)
     normed = cast(normed, product)
     whole = start_whole(normed, spread).wait()
-    return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, stats
+    return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, h, stats
 
 
 def _traced(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, spread: Spread | None,
-    deferred: DeferredWgrad | None, options: dict[str, Any],
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm_bias: Tensor | None, residual: Tensor | None,
+    spread: Spread | None, deferred: DeferredWgrad | None, options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks."""
     if spread is None and (transformed() or not (has_own_place(weight) or has_own_place(bias))):
-        return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, **options)
+        return norm_linear_reference(x, norm_weight, weight, bias, norm_bias, residual=residual, **options)
     layer, eps, centered = options["norm"] == "layer_norm", options["eps"], options["zero_centered_gamma"]
-    normed = norm_formula(x, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered).to(x.dtype)
+    normed, h = _normed(x, residual, norm_weight, norm_bias, layer, eps, centered, x.dtype)
     y = linear_product(normed.to(product_type(x)), weight, bias, spread, deferred)
-    return (y, normed) if options["return_norm_output"] else y
+    return _returned(y, normed if options["return_norm_output"] else None, h if options["return_input"] else None)
 
 
 # ---- autograd ----
@@ -136,56 +162,82 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-        call: tuple[float, bool, bool], kernels: bool, return_norm_output: bool, product: torch.dtype, spread: Spread | None,
-        deferred: DeferredWgrad | None,
+        residual: Tensor | None, call: tuple[float, bool, bool], kernels: bool, returns: tuple[bool, bool], product: torch.dtype,
+        spread: Spread | None, deferred: DeferredWgrad | None,
     ) -> Any:  # fmt: skip
+        """`returns`: norm(h), h."""
         leave_graph(deferred)
-        y, normed, stats = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, True)
-        ctx.call, ctx.kernels, ctx.product, ctx.spread, ctx.deferred = call, kernels, product, spread, deferred
+        y, normed, h, stats = _forward(x, norm_weight, norm_bias, weight, bias, residual, call, kernels, product, spread, True)
+        ctx.call, ctx.kernels, ctx.returns, ctx.product = call, kernels, returns, product
+        ctx.spread, ctx.deferred = spread, deferred
+        ctx.types = x.dtype, None if residual is None else residual.dtype
         ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx.needs_input_grad[3:], weight, bias)
         ctx.vectors = vectors_of(ctx, 1, norm_weight, norm_bias)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, norm_bias, weight, stats)
-        return (y, normed) if return_norm_output else y
+        if returns[1] and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[5]):
+            ctx.mark_non_differentiable(h)
+        ctx.save_for_backward(h, norm_weight, norm_bias, weight, stats)
+        return _returned(y, normed if returns[0] else None, h if returns[1] else None)
 
     @staticmethod
     @once
-    def backward(ctx: Any, dy: Tensor | None, dnormed: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        wanted = asked(ctx, True, saved[1] is not None, saved[2] is not None, True, ctx.parameters[1] is not None)
+        x_type, residual_type = ctx.types
+        given = True, saved[1] is not None, saved[2] is not None, True, ctx.parameters[1] is not None, residual_type is not None
+        wanted = asked(ctx, *given)
+        incoming = dy, more[0] if ctx.returns[0] else None, more[-1] if ctx.returns[1] else None
         dbias = None
         if dy is not None and wanted[4] is not Asked.NOT:
             dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], wanted[4])
-        if ctx.spread is None or dy is None:
-            grads = _backward_alone(ctx, saved, dy, dnormed, wanted)
-        else:
-            grads = _backward_spread(ctx, saved, dy, dnormed, wanted)
-        return *grads, dbias, None, None, None, None, None, None
+        backward = _backward_alone if ctx.spread is None or dy is None else _backward_spread
+        dx, *grads = backward(ctx, saved, incoming, wanted)
+        dresidual = None
+        if residual_type is not None and dx is not None:
+            dresidual = dx.to(residual_type) if wanted[5] is not Asked.NOT else None
+            dx = dx.to(x_type) if wanted[0] is not Asked.NOT else None
+        return dx, *grads, dbias, dresidual, None, None, None, None, None, None
 
 
-Grads = tuple[Tensor | None, ...]  # of x, the norm's weight, its bias, and the weight
+Incoming = tuple[Tensor | None, Tensor | None, Tensor | None]  # the gradients of y, norm(h) and h itself
+Grads = tuple[Tensor | None, ...]  # of h, the norm's weight, its bias, and the weight
 
 
-def _backward_alone(
-    ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dnormed: Tensor | None, wanted: list[Asked]
+def _needs(wanted: list[Asked]) -> list[bool]:
+    """Which gradients of the norm: of h, which is x's and the residual's, of its weight and of its bias."""
+    return [any(each is not Asked.NOT for each in those) for those in ((wanted[0], *wanted[5:]), wanted[1:2], wanted[2:3])]
+
+
+def _through_norm(
+    ctx: Any, saved: tuple[Any, ...], dnormed: Tensor, dh: Tensor | None, wanted: list[Asked], rebuild: bool, ours: bool
 ) -> Grads:  # fmt: skip
-    """One kernel for the norm's gradients and norm(x), which the weight's gradient needs."""
-    x, norm_weight, norm_bias, weight, stats = saved
-    needs = [each is not Asked.NOT for each in wanted[:3]]
+    """The gradients of h and of the norm's parameters, and norm(h) where it is to be rebuilt. `ours`: dnormed may be written."""
+    h, norm_weight, norm_bias, _, stats = saved
+    x_type, residual_type = ctx.types
+    dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
+    needs, sums = _needs(wanted), sums_of(ctx.vectors, wanted[1:3])
+    backward = run_backward if ctx.kernels else _backward_by_formula
+    into_dy = ours and dx_type == ctx.product
+    dh = dh if needs[0] else None
+    return backward(sums, dnormed, dh, h, norm_weight, norm_bias, stats, *ctx.call, *needs, dx_type, rebuild, into_dy)
+
+
+def _backward_alone(ctx: Any, saved: tuple[Any, ...], incoming: Incoming, wanted: list[Asked]) -> Grads:
+    """One kernel for the norm's gradients and norm(h), which the weight's gradient needs."""
+    h, norm_weight, norm_bias, weight, _ = saved
+    dy, dnormed, dh = incoming
+    needs = _needs(wanted)
     need_dweight = wanted[3] is not Asked.NOT and dy is not None
     rows = None if dy is None else rows_of(dy)
-    grads: Grads = (None, None, None)
+    grads: Grads = (dh if needs[0] else None, None, None)
     normed = None
     if any(needs):
-        dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, x)
+        dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, h)
     if dnormed is not None and (any(needs) or need_dweight):
-        backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
-        sums = sums_of(ctx.vectors, wanted[1:3])
-        into_dy = rows is not None and x.dtype == ctx.product  # then it is ours, and dx may take its place
-        found = backward(sums, dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, need_dweight, into_dy)
+        found = _through_norm(ctx, saved, dnormed, dh, wanted, need_dweight, ours=rows is not None)
         grads, normed = found[:3], found[3]
     elif need_dweight:
-        normed = _rebuilt(ctx, x, norm_weight, norm_bias)
+        normed = _rebuilt(ctx, h, norm_weight, norm_bias)
     if not need_dweight:
         return *grads, None
     assert rows is not None and normed is not None
@@ -195,21 +247,20 @@ def _backward_alone(
     return *grads, weight_gradient(rows, rows_of(normed), ctx.parameters[0], ctx.main_grads[0], wanted[3])
 
 
-def _backward_spread(
-    ctx: Any, saved: tuple[Any, ...], dy: Tensor, dnormed: Tensor | None, wanted: list[Asked]
-) -> Grads:  # fmt: skip
-    """norm(x) comes from all ranks under the product for d norm(x), whose sum comes under the product for the weight."""
-    x, norm_weight, norm_bias, weight, stats = saved
-    needs = [each is not Asked.NOT for each in wanted[:3]]
+def _backward_spread(ctx: Any, saved: tuple[Any, ...], incoming: Incoming, wanted: list[Asked]) -> Grads:
+    """norm(h) comes from all ranks under the product for d norm(h), whose sum comes under the product for the weight."""
+    h, norm_weight, norm_bias, weight, _ = saved
+    dy, dnormed, dh = incoming
+    assert dy is not None
     need_dweight = wanted[3] is not Asked.NOT
     gathering = summing = dweight = None
     if need_dweight:
-        normed = _rebuilt(ctx, x, norm_weight, norm_bias)
+        normed = _rebuilt(ctx, h, norm_weight, norm_bias)
         if postponed(ctx.deferred, ctx.parameters[0], wanted[3]):
             dweight = ctx.deferred.keep(dy, normed, ctx.parameters[0], ctx.main_grads[0], ctx.spread)
         else:
             gathering = start_whole(normed, ctx.spread)
-    if any(needs):
+    if any(_needs(wanted)):
         summing = start_input_gradient(dy, weight.to(ctx.product), ctx.spread)
     if gathering is not None:
         dweight = weight_gradient(rows_of(dy), rows_of(gathering.wait()), ctx.parameters[0], ctx.main_grads[0], wanted[3])
@@ -217,25 +268,21 @@ def _backward_spread(
         return None, None, None, dweight
     through = summing.wait()
     dnormed = through if dnormed is None else through + dnormed
-    backward = _backward_by_kernels if ctx.kernels else _backward_by_formula
-    sums = sums_of(ctx.vectors, wanted[1:3])
-    into_dy = x.dtype == ctx.product
-    grads = backward(sums, dnormed, x, norm_weight, norm_bias, stats, *ctx.call, *needs, x.dtype, False, into_dy)[:3]
-    return *grads, dweight
+    return *_through_norm(ctx, saved, dnormed, dh, wanted, False, ours=True)[:3], dweight
 
 
-def _rebuilt(ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Tensor:
-    normed, _ = (_by_kernels if ctx.kernels else _by_formula)(x, norm_weight, norm_bias, *ctx.call, keep=False)
+def _rebuilt(ctx: Any, h: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Tensor:
+    normed, _, _ = (_by_kernels if ctx.kernels else _by_formula)(h, None, norm_weight, norm_bias, *ctx.call, keep=False)
     return normed.to(ctx.product)
 
 
-def _through_linear(rows: Tensor | None, weight: Tensor, dnormed: Tensor | None, x: Tensor) -> Tensor | None:
-    """The whole gradient of norm(x): what comes through the linear layer, and what came for norm(x) itself."""
+def _through_linear(rows: Tensor | None, weight: Tensor, dnormed: Tensor | None, h: Tensor) -> Tensor | None:
+    """The whole gradient of norm(h): what comes through the linear layer, and what came for norm(h) itself."""
     if rows is None:
         return dnormed
     if dnormed is None:
-        return (rows @ weight).view(x.shape)
-    return torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight).view(x.shape)  # one rounding for both
+        return (rows @ weight).view(h.shape)
+    return torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight).view(h.shape)  # one rounding for both
 
 
 _apply = bare_apply(_NormLinear)
@@ -251,20 +298,24 @@ def unsupported(x: Tensor, *args: Any, **options: Any) -> str | None:
 
 def variant(
     x: Tensor, norm_weight: Tensor | None, weight: Any, bias: Any = None,
-    *, norm: str = "rms_norm", norm_bias: Tensor | None = None, deferred: DeferredWgrad | None = None, **options: Any,
+    *, residual: Tensor | None = None, norm: str = "rms_norm", norm_bias: Tensor | None = None,
+    deferred: DeferredWgrad | None = None, **options: Any,
 ) -> str:  # fmt: skip
     """Which kernels a call runs, and their tiles."""
-    kernels = norm_variant(x, None, norm_weight, norm == "layer_norm", False, norm_bias)
-    return f"{kernels}; {products_said(deferred)}; norm(x) is rebuilt in backward"
+    kernels = norm_variant(x, residual, norm_weight, norm == "layer_norm", False, norm_bias)
+    rebuilt = "norm(x)" if residual is None else "norm(h)"
+    return f"{kernels}; {products_said(deferred)}; {rebuilt} is rebuilt in backward"
 
 
 def _check(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
-    *, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
-    zero_centered_gamma: bool = False, return_norm_output: bool = False,
+    *, residual: Tensor | None = None, norm: str = "rms_norm", norm_bias: Tensor | None = None, eps: float = 1e-6,
+    zero_centered_gamma: bool = False, return_norm_output: bool = False, return_input: bool = False,
     tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False, deferred: DeferredWgrad | None = None,
 ) -> None:  # fmt: skip
     check_norm(x, eps)
+    if residual is not None:
+        check_same_shape("residual", residual, x)
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, but is {norm!r}")
     if norm_weight is not None:
@@ -285,60 +336,74 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     norm: str = "rms_norm",
     norm_bias: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
     return_norm_output: bool = False,
+    return_input: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
-    """A norm and the linear layer after it; only x is kept for backward, which rebuilds the normalised rows.
+    """A norm and the linear layer after it, of x or of its sum with a residual; only the norm's input, h, is kept for backward,
+    which rebuilds the normalised rows.
 
     Args:
         x: ``[..., K]``.
         norm_weight: ``[K]``, of any floating-point type, or None.
         weight: ``[N, K]``, of x's type. The gradient of a parameter with a ``main_grad``, any of these, is added there.
         bias: ``[N]``, of x's type, or None.
+        residual: of x's shape: added to x before, in the norm's pass. h is returned too, and is kept in the place of both.
         norm: ``rms_norm`` or ``layer_norm``.
         norm_bias: ``[K]``, for ``layer_norm``.
         eps, zero_centered_gamma: the norm's, as in `rms_norm` and `layer_norm`.
-        return_norm_output: return norm(x) as well, of the x that is given; it can be differentiated too.
+        return_norm_output: return norm(h) as well, of the x that is given; it can be differentiated too.
+        return_input: return h without a residual too. It is x itself, and what uses it in the place of x has its gradient added
+            to x's in the norm's own pass; autograd would add the two by a kernel more.
         tp_group: the ranks that each have some rows of the weight and of the bias, and get as many columns of y: x's gradient is
             summed over them, under the product for the weight's. Forward and backward are collective.
-        sequence_parallel: x is this rank's part along the first dimension, and norm(x) is gathered for the product, y that of all
+        sequence_parallel: x is this rank's part along the first dimension, and norm(h) is gathered for the product, y that of all
             parts; so is x's gradient this rank's part, and those of the norm's parameters are parts of a sum over tp_group
             (`onepass.parallel.reduce_sequence_parallel_grads`).
-        deferred: keeps norm(x), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
+        deferred: keeps norm(h), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
             main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        y ``[..., N]`` in x's type; with `return_norm_output` (y, norm(x)).
+        y ``[..., N]`` in x's type, then norm(h) with `return_norm_output`, then h, of x's shape and type, with a residual or
+        `return_input`: (y, norm(h), h) with all.
     """
-    _check(x, norm_weight, weight, bias, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma)
+    _check(
+        x, norm_weight, weight, bias,
+        residual=residual, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma,
+    )  # fmt: skip
     deferred = check_deferred(deferred, weight)
     chosen = choose("norm_linear", backend, norm_unsupported(x))
     options: dict[str, Any] = {"norm": norm, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
     options["return_norm_output"] = return_norm_output
+    returns_h = return_input or residual is not None
     spread = spread_over(tp_group, by_row=False, sequence=sequence_parallel)
     if chosen not in NATIVE:
         options |= {"tp_group": tp_group, "sequence_parallel": sequence_parallel} if spread is not None else {}
         options |= {} if deferred is None else {"deferred": deferred}
+        options |= {"residual": residual, "return_input": return_input} if returns_h else {}
         return run_other("norm_linear", chosen, x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
     kernels = chosen == "triton" and x.numel() > 0
     prepared = packed if kernels else gathered
     norm_weight, norm_bias = prepared(norm_weight), prepared(norm_bias)
     if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
-        return _traced(x, norm_weight, weight, bias, norm_bias, spread, deferred, options)
+        options["return_input"] = returns_h
+        return _traced(x, norm_weight, weight, bias, norm_bias, residual, spread, deferred, options)
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)
     product = product_type(x)
-    if not needs_grad(x, norm_weight, norm_bias, weight, bias):
-        y, normed, _ = _forward(x, norm_weight, norm_bias, weight, bias, call, kernels, product, spread, False)
-        return (y, normed) if return_norm_output else y
-    return _apply(x, norm_weight, norm_bias, weight, bias, call, kernels, return_norm_output, product, spread, deferred)
+    tensors = x, norm_weight, norm_bias, weight, bias, residual
+    if not needs_grad(*tensors):
+        y, normed, h, _ = _forward(*tensors, call, kernels, product, spread, False)
+        return _returned(y, normed if return_norm_output else None, h if returns_h else None)
+    return _apply(*tensors, call, kernels, (return_norm_output, returns_h), product, spread, deferred)
 
 
 register_op(norm_linear, _check, unsupported, variant)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.rope import rope_variant, rotate
+from onepass.kernels.rope import check_tables, rope_variant, rotate
 from onepass.kernels.rope_formula import rope_blocks, rope_formula
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
 from onepass.runtime.checks import check_device, check_floating
@@ -116,30 +116,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool 
     tokens, D = q_shape[:-2], q_shape[-1]
     if k_shape != q_shape and (k.dim() != q.dim() or k_shape[:-2] != tokens or k_shape[-1] != D):
         raise ValueError(f"k must have q's shape {tuple(q_shape)} but for the heads, its last but one, but has {tuple(k_shape)}")
-    _check_table(tuple(cos.shape), tokens, D)
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin must have cos's shape {tuple(cos.shape)}, but has {tuple(sin.shape)}")
     check_device("k", k, q, "q")
-    check_device("cos", cos, q, "q")
-    check_device("sin", sin, q, "q")
-    if needs_grad(cos, sin):
-        name = "cos" if cos.requires_grad else "sin"
-        raise ValueError(f"{name} must not require grad, as it gets none, but does: detach it")
-
-
-def _check_table(shape: tuple[int, ...], tokens: tuple[int, ...], D: int) -> None:
-    if len(shape) < 2 or shape[-2] != tokens[-1]:
-        raise ValueError(f"cos must have shape [..., {tokens[-1]}, R/2], a row for each of q's tokens, but has {shape}")
-    if not 1 <= shape[-1] <= D // 2:
-        what = f"from 1 to {D // 2} numbers a token, one for each pair of a head's {D}"
-        raise ValueError(f"cos must have {what} (a table with each number twice: one half of it), but has shape {shape}")
-    lead = shape[:-2]
-    if not lead:
-        return
-    against = tokens[len(tokens) - 1 - len(lead) : -1]
-    if len(lead) >= len(tokens) or any(size not in (1, whole) for size, whole in zip(lead, against, strict=True)):
-        what = f"leading dimensions that broadcast against q's {tuple(tokens[:-1])}"
-        raise ValueError(f"cos must have {what}, but has shape {shape}")
+    check_tables(cos, sin, q, tokens, D, "q")
 
 
 def unsupported(q: Tensor, k: Tensor, *args: Any, **options: Any) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.adamw import OPTIONS, SCALARS, Batch, batches_of, step_batch, write_scalars
-from onepass.kernels.adamw_formula import Stretch, master_of, put, step_formula
+from onepass.kernels.adamw_formula import Stretch, master_in_gradient, master_of, put, put_from_gradient, step_formula
 from onepass.parallel.main_grads import MainGrads
 from onepass.parallel.weights import GatheredWeights, check_fp32, check_shard, grouped, shard_of, written
 from onepass.runtime import backend
@@ -28,6 +29,7 @@ from onepass.runtime.lang import no_triton
 from onepass.runtime.tables import capturing
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+State = tuple[str, str, Tensor, int, int]  # as `masters` says
 _BESIDE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # what is kept beside a weight of this type
 
 
@@ -203,13 +205,35 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- states ----
 
-    def masters(self) -> Iterator[tuple[str, str, Tensor, int, int]]:
+    def masters(self) -> Iterator[State]:
         """All that a checkpoint keeps of this rank: a parameter's name, one of "master", "exp_avg" and "exp_avg_sq", the fp32
         numbers, and from where to where in the flattened parameter they are. The masters of bf16 weights are copies, made one
         at a time; the rest is what `step` uses."""
         for piece in self._pieces:
             for kind in KINDS:
                 yield piece.name, kind, piece.tensor(kind), piece.start, piece.stop
+
+    @contextmanager
+    def masters_in_gradients(self) -> Iterator[list[State]]:
+        """What `masters` gives, without copies and to be written: in this block the masters of bf16 weights lie where the
+        gradients do. However it ends, weights then follow their masters and gradients are zeros. `publish` comes after a block
+        that wrote. Gradients that are there before are lost, and none may come in the block."""
+        self._look()
+        self.zero_grad()
+        lent: list[_Piece] = []
+        found: list[State] = []
+        try:
+            for piece in self._pieces:
+                master = master_in_gradient(piece.stretch)
+                lent.append(piece)  # from here on there is a whole master to be put back
+                for kind in KINDS:
+                    tensor = master if kind == "master" else piece.tensor(kind)
+                    found.append((piece.name, kind, tensor, piece.start, piece.stop))
+            yield found
+        finally:
+            for piece in lent:
+                put_from_gradient(piece.stretch)
+            self.zero_grad()
 
     @torch.no_grad()
     def set_master(self, name: str, kind: str, values: Tensor, start: int, stop: int) -> None:

@@ -20,6 +20,7 @@ interpreter, and while a profiler hooks launches, Triton's own way is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -91,16 +92,33 @@ class Bound:
         return self.room[kind]
 
     def first(self, kind: tuple[Any, ...], grid: Grid, args: tuple[Any, ...]) -> None:
-        compiled = self.kernel.jit[grid](*args, *self.fixed, **self.options)
+        compiled = copy_context().run(self._by_triton, grid, args)
         if compiled is None or not _RUN_TRIED:
             return
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         hooks = (None, None, None)
-        if _LAUNCH_TRIED and not run.global_scratch_size and not run.profile_scratch_size:
-            flags = run.launch_cooperative_grid, run.launch_pdl, None, None
-            self.plans[kind] = run.launch, (function, *flags, metadata, *hooks)
-        else:
+        if _LAUNCH_TRIED and not run.profile_scratch_size:
+            flags = run.launch_cooperative_grid, run.launch_pdl
+            launch = _with_scratch(run, args[0].device) if run.global_scratch_size else run.launch
+            self.plans[kind] = launch, (function, *flags, None, None, metadata, *hooks)
+        elif not run.global_scratch_size:
             self.plans[kind] = run, (function, metadata, *hooks)
+
+    def _by_triton(self, grid: Grid, args: tuple[Any, ...]) -> Any:
+        """In a context of its own, as the allocator is a user's to set."""
+        device = args[0].device
+        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+        return self.kernel.jit[grid](*args, *self.fixed, **self.options)
+
+
+def _with_scratch(run: Any, device: torch.device) -> Callable[..., None]:
+    """A launch that gives every program the memory in which its tensor descriptors lie."""
+
+    def launch(x: int, y: int, z: int, stream: int, function: int, cooperative: bool, pdl: bool, _: None, *rest: Any) -> None:
+        scratch = torch.empty(x * y * z * run.global_scratch_size, dtype=torch.int8, device=device)
+        run.launch(x, y, z, stream, function, cooperative, pdl, scratch, *rest)
+
+    return launch
 
 
 def _kind_of(

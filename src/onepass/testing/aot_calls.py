@@ -20,6 +20,7 @@ from onepass.kernels.activations import ACTIVATIONS
 from onepass.kernels.adamw_formula import Stretch
 from onepass.kernels.cross_entropy_formula import Terms
 from onepass.ops.activation_linear import activation_linear
+from onepass.ops.attention import SIZES, attention
 from onepass.ops.bias_activation import bias_activation
 from onepass.ops.cross_entropy import cross_entropy
 from onepass.ops.dropout_add import dropout_add
@@ -177,22 +178,26 @@ def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, optio
 
 
 def _norm_linear_calls() -> Iterator[Call]:
-    """The norms' kernels are covered; here they also rebuild y."""
+    """The norms' kernels are covered; here they also rebuild y, and add h's gradient while they do."""
     for norm in NORMS:
         for width in (4096, 12288, 32768):
             yield _norm_linear_call(norm, width)
+        for width in (64, 2048, 4096, 8192, 12288, 32768):
+            yield _norm_linear_call(norm, width, residual=True)
 
 
-def _norm_linear_call(norm: str, width: int) -> Call:
+def _norm_linear_call(norm: str, width: int, residual: bool = False) -> Call:
     dtype = torch.bfloat16
 
     def run() -> Tensor:
         norm_bias = _meta(width, dtype=dtype) if norm == "layer_norm" else None
         x, norm_weight, weight = _meta(2048, width, dtype=dtype), _meta(width, dtype=dtype), _meta(64, width, dtype=dtype)
-        y: Tensor = norm_linear(x, norm_weight, weight, norm=norm, norm_bias=norm_bias, backend="triton")
-        return y
+        added = _meta(2048, width, dtype=dtype) if residual else None
+        y: Any = norm_linear(x, norm_weight, weight, residual=added, norm=norm, norm_bias=norm_bias, backend="triton")
+        result: Tensor = torch.cat(y, -1) if residual else y  # both gradients come back
+        return result
 
-    return Call(f"norm_linear {norm} 2048x{width}", dtype, run)
+    return Call(f"norm_linear {norm} 2048x{width}{' residual' if residual else ''}", dtype, run)
 
 
 def _activation_linear_calls() -> Iterator[Call]:
@@ -374,6 +379,26 @@ def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bflo
     return Call(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} turned" if R < D else "", option))), dtype, run)
 
 
+def _attention_calls() -> Iterator[Call]:
+    """All sizes of heads, alone and grouped; the other type, and what is not turned or a part of something, at one of them."""
+    for D in SIZES:
+        yield _attention_call(8, 8, D)
+        yield _attention_call(32, 8, D)
+    yield _attention_call(32, 8, 64, torch.float16)
+    for option in ("not turned", "odd strides"):
+        yield _attention_call(32, 8, 64, option=option)
+
+
+def _attention_call(heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
+    def run() -> Tensor:
+        columns = (heads + 2 * groups) * D
+        qkv = _meta(4, 512, columns + 1, dtype=dtype)[..., 1:] if option else _meta(4, 512, columns, dtype=dtype)
+        cos = None if option == "not turned" else _meta(512, D // 2, dtype=torch.float32, asked=False)
+        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton")
+
+    return Call(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)
+
+
 _RAGGED: dict[str, tuple[int, ...]] = {  # some widths, a lane each
     "64 lanes of 32 to 512": (32, 64, 96, 128, 192, 256, 384, 512) * 8,
     "16 lanes of 128": (128,) * 16,
@@ -434,6 +459,7 @@ def _adamw_call(size: int, dtype: torch.dtype, option: str) -> Call:
 
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "adamw": _adamw_calls,
+    "attention": _attention_calls,
     "bias_activation": _bias_activation_calls,
     "activation_linear": _activation_linear_calls,
     "cross_entropy": _cross_entropy_calls,

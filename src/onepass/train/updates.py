@@ -1,4 +1,4 @@
-"""From gradients to new weights, in three ways: by main_grad and fp32 masters, sharded by FSDP2, and as PyTorch has it.
+"""From gradients to new weights, in three ways: by main_grad and AdamW in one pass, sharded by FSDP2, and as PyTorch has it.
 
 Each has microbatches run in `accumulate()` but the last, then `finish` and `step`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.parallel import MainGrads, MasterWeights, reduce_sequence_parallel_grads
+from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
 from onepass.train.layout import Layout
 from onepass.train.options import Options
 
@@ -41,12 +40,8 @@ def parameter_groups(model: nn.Module, options: Options) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def adamw(options: Options) -> Callable[[Groups], torch.optim.Optimizer]:
-    def make(groups: Groups) -> torch.optim.Optimizer:
-        betas = options.adam_beta1, options.adam_beta2
-        return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
-
-    return make
+def adamw_options(options: Options) -> dict[str, Any]:
+    return {"lr": options.lr, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
 
 
 class Update(ABC):
@@ -66,7 +61,7 @@ class Update(ABC):
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """After the step's last backward: the norm of the whole gradient, which is clipped."""
+        """After the step's last backward: the norm of the whole gradient, which this or `step` clips."""
 
     def step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -86,7 +81,10 @@ def _data_group(layout: Layout) -> dist.ProcessGroup | None:
 
 
 class MainGradUpdate(Update):
-    """Flat fp32 gradient buffers, reduced under backward, and fp32 masters of the weights."""
+    """Flat fp32 gradient buffers, reduced under backward, and an AdamW that clips, steps and clears them in one pass."""
+
+    optimizer: AdamW
+    _norm: Tensor  # of this step's gradient
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
         super().__init__(model, options, layout)
@@ -97,11 +95,10 @@ class MainGradUpdate(Update):
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )
-        self.weights = MasterWeights(self.main_grads, adamw(options), parameter_groups(model, options))
-        self.optimizer = self.weights.optimizer
+        self.optimizer = AdamW(self.main_grads, parameter_groups(model, options), **adamw_options(options))
 
     def begin(self) -> None:
-        self.main_grads.zero_()
+        self.main_grads.zero_()  # which writes nothing after a step, and clears what an interrupted one has left
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self.main_grads.accumulate()
@@ -110,10 +107,11 @@ class MainGradUpdate(Update):
         self.main_grads.finish()
         if self.layout.tensor.group is not None:
             reduce_sequence_parallel_grads(self.model, self.layout.tensor.group)
-        return self.main_grads.clip_(self.options.clip_grad or math.inf)
+        self._norm = self.main_grads.norm()
+        return self._norm
 
     def _step(self) -> None:
-        self.weights.step()
+        self.optimizer.step(self.options.clip_grad or None, zero=True, norm=self._norm)
 
 
 class PlainUpdate(Update):
@@ -121,7 +119,7 @@ class PlainUpdate(Update):
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
         super().__init__(model, options, layout)
-        self.optimizer = adamw(options)(parameter_groups(model, options))
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, options), fused=True, **adamw_options(options))
 
     def finish(self) -> Tensor:
         most = self.options.clip_grad or math.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,29 +32,41 @@ class Chunk(NamedTuple):
     alike: bool  # the other tensor-parallel ranks have the whole tensor, too
 
 
-class _Stepped(NamedTuple):
-    """What the optimizer has of a parameter of this rank."""
+class _Stretch(NamedTuple):
+    """Of a parameter or one of its moments, what this rank's optimizer has."""
 
     parameter: Tensor
-    weight: Tensor  # fp32, and the key of the optimizer's state
-    start: int  # of the stretch that weight is of the flattened parameter
+    kind: str
+    flat: Tensor  # fp32, one-dimensional
+    start: int  # where in the flattened parameter it begins
 
 
-def chunks(model: nn.Module, update: Update, layout: Layout) -> Iterator[Chunk]:
-    """All that this rank has: weights and their moments."""
+_PREFIX = {"master": "", "exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}  # by the kind, before the parameter's name
+
+
+@contextmanager
+def chunks(model: nn.Module, update: Update, layout: Layout) -> Iterator[list[Chunk]]:
+    """All that this rank has, weights and their moments, to be read and written as long as the block lasts. Gradients are lost:
+    their memory is where bf16 weights' masters are put together."""
     _shard(model)
     homes = {id(parameter): home for parameter, home in _homes(model)}
-    for stepped in _stepped(update, layout):
-        name, division = homes[id(stepped.parameter)]
-        own = tuple(stepped.parameter.shape)
-        shape = own if division is None else whole_shape(stepped.parameter, division)
-        size = _flat(stepped.weight).numel()
-        boxes = list(_boxes(own, stepped.start, stepped.start + size))
-        placed = [each for box in boxes for each in _placed(box, division, layout.tensor.rank, layout.tensor.size)]
-        for prefix, tensor in _tensors(update.optimizer, stepped.weight):
-            for inside, offsets, sizes in placed:
-                view = _view(_flat(tensor), own, inside, sizes, stepped.start)
-                yield Chunk(prefix + name, shape, offsets, view, division is None)
+    if isinstance(update, MainGradUpdate):
+        parameters = dict(update.main_grads.named)
+        with update.optimizer.masters_in_gradients() as states:
+            stretches = [_Stretch(parameters[name], kind, flat, start) for name, kind, flat, start, _ in states]
+            yield [chunk for each in stretches for chunk in _cut(each, *homes[id(each.parameter)], layout)]
+    else:
+        yield [chunk for each in _of_torch(update, layout) for chunk in _cut(each, *homes[id(each.parameter)], layout)]
+
+
+def _cut(stretch: _Stretch, name: str, division: Division | None, layout: Layout) -> Iterator[Chunk]:
+    """A stretch as rectangles of the whole tensor."""
+    own = tuple(stretch.parameter.shape)
+    shape = own if division is None else whole_shape(stretch.parameter, division)
+    for box in _boxes(own, stretch.start, stretch.start + stretch.flat.numel()):
+        for inside, offsets, sizes in _placed(box, division, layout.tensor.rank, layout.tensor.size):
+            view = _view(stretch.flat, own, inside, sizes, stretch.start)
+            yield Chunk(_PREFIX[stretch.kind] + name, shape, offsets, view, division is None)
 
 
 def _shard(model: nn.Module) -> None:
@@ -65,10 +78,13 @@ def _shard(model: nn.Module) -> None:
             module.reshard()
 
 
-def set_step(update: Update, layout: Layout, step: int) -> None:
+def set_step(update: Update, step: int) -> None:
     """How many steps the optimizer has made."""
-    for stepped in _stepped(update, layout):
-        _state(update.optimizer, stepped.weight)["step"].fill_(step)
+    if isinstance(update, MainGradUpdate):
+        update.optimizer.set_step(step)
+        return
+    for weight in _weights(update):
+        _state(update.optimizer, weight)["step"].fill_(step)
 
 
 # ---- of the model and the optimizer ----
@@ -81,24 +97,20 @@ def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | Non
             yield parameter, (f"{path}.{name}" if path else name, divisions.get(name))
 
 
-def _stepped(update: Update, layout: Layout) -> Iterator[_Stepped]:
-    if isinstance(update, MainGradUpdate):
-        for parameter, weight, start in update.weights.pieces():
-            yield _Stepped(parameter, weight, start)
-        return
+def _of_torch(update: Update, layout: Layout) -> Iterator[_Stretch]:
+    """What torch's own AdamW steps: fp32 weights, whole or fully_shard's rows of them."""
+    for weight in _weights(update):
+        start = 0
+        if isinstance(update, FsdpUpdate):
+            start = range_of(weight.shape[0], layout.data.rank, layout.data.size)[0] * math.prod(weight.shape[1:])
+        state = _state(update.optimizer, weight)
+        for kind in _PREFIX:
+            yield _Stretch(weight, kind, _flat(weight if kind == "master" else state[kind]), start)
+
+
+def _weights(update: Update) -> Iterator[Tensor]:
     for group in update.optimizer.param_groups:
-        for weight in group["params"]:
-            start = 0
-            if isinstance(update, FsdpUpdate):
-                start = range_of(weight.shape[0], layout.data.rank, layout.data.size)[0] * math.prod(weight.shape[1:])
-            yield _Stepped(weight, weight, start)
-
-
-def _tensors(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    state = _state(optimizer, weight)
-    yield "", weight
-    yield "exp_avg.", state["exp_avg"]
-    yield "exp_avg_sq.", state["exp_avg_sq"]
+        yield from group["params"]
 
 
 def _state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:

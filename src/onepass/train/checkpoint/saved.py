@@ -15,7 +15,6 @@ import torch.distributed as dist
 from onepass.gpt import Config
 from onepass.runtime.refused import Refused
 from onepass.train.checkpoint import folders, parts
-from onepass.train.checkpoint.parts import Chunk
 from onepass.train.checkpoint.same import check_same, facts_of
 from onepass.train.layout import Layout
 from onepass.train.options import Options
@@ -35,8 +34,9 @@ def save(folder: Path, step: int, trained: Trained, config: Config, options: Opt
 
     try:
         facts, part = _on_first(layout, lambda: _begin(folder, step, config, options))
-        own = [chunk for chunk in _chunks(trained, layout) if not chunk.alike or layout.tensor.rank == 0]
-        storage.write(part, own, facts, layout.rank, layout.ranks == 1)
+        with parts.chunks(trained.model, trained.update, layout) as chunks:
+            own = [chunk for chunk in chunks if not chunk.alike or layout.tensor.rank == 0]
+            storage.write(part, own, facts, layout.rank, layout.ranks == 1)
         _on_first(layout, lambda: _finish(part, options.keep_checkpoints))
     except OSError as error:
         if layout.first:
@@ -91,19 +91,16 @@ def load(path: Path, trained: Trained, config: Config, layout: Layout) -> int:
 
     index = _on_all(layout, lambda: check(path, config))
     try:
-        storage.read(path, _chunks(trained, layout), index, layout.ranks == 1)
+        with parts.chunks(trained.model, trained.update, layout) as chunks:
+            storage.read(path, chunks, index, layout.ranks == 1)
     except (OSError, storage.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"the checkpoint {path} is damaged: {why}") from None
     step = int(index["step"])
-    parts.set_step(trained.update, layout, step)
+    parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):
-        trained.update.weights.publish()
+        trained.update.optimizer.publish()
     return step
-
-
-def _chunks(trained: Trained, layout: Layout) -> list[Chunk]:
-    return list(parts.chunks(trained.model, trained.update, layout))
 
 
 # ---- together ----

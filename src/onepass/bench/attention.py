@@ -1,0 +1,181 @@
+"""attention against its peers: causal attention of a fused projection, its queries and keys turned first.
+
+Time      is the products', so a copy says nothing: forward and backward are set against those of `rope + SDPA`, which is our rope
+          and then PyTorch's attention as it chooses by itself, deterministic where torch.use_deterministic_algorithms says so.
+          FLOPs are 2 B heads D S^2 forward, of the causal half, and 2.5 times as many backward, for TFLOP/s of a time.
+Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and writes dqkv.
+Shapes    sequences x tokens x heads x groups of keys and values x width of a head, all of which is turned; `plain`: not turned.
+Peers     rope + SDPA, flash, cuDNN: our rope before PyTorch's attention, its own choice or one kernel of it (cuDNN's is not
+          deterministic). torch.compile: rotation as people write it and PyTorch's attention.
+In place  ours as a model calls it, with overwrite=True. It gets a copy of qkv, made at its first call, and finds at each later
+          one what the last has left there: the same work on other numbers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.peers import compiled
+from onepass.kernels.attention_formula import parts_of
+from onepass.ops.attention import attention, attention_reference
+from onepass.ops.rope import rope
+from onepass.runtime.backend import explain
+
+OP = "attention"
+_SHAPES = {  # the first two are what notes speak of
+    "turned": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (1, 16384, 32, 8, 128), (4, 4096, 32, 32, 128)],
+    "plain": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64)],
+}
+_CPU = {"turned": [(1, 512, 8, 2, 64)], "plain": [(1, 512, 8, 2, 64)]}
+
+
+def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+    B, S, heads, groups, D = shape
+    qkv, y = (B * S * each * D * dtype.itemsize for each in (heads + 2 * groups, heads))
+    return Case(OP, variant, shape, dtype, qkv + y, 2 * qkv + 2 * y)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+    shapes = _SHAPES if device.type == "cuda" else _CPU
+    return [_case(variant, shape, dtype) for variant in shapes for shape in shapes[variant][: 1 if quick else None]]
+
+
+def _tiny(case: Case) -> Case:
+    return _case(case.variant, (1, 64, 4, 2, 64), case.dtype)
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    B, S, heads, groups, D = case.shape
+    random = partial(torch.randn, generator=generator, device=device, dtype=case.dtype)
+    tensors = {"qkv": random(B, S, (heads + 2 * groups) * D).requires_grad_()}
+    if case.variant == "turned":
+        angles = torch.arange(S, device=device)[:, None] * 10000 ** -torch.arange(0, 1, 2 / D, device=device)
+        tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+    grads = {"y": random(B, S, heads * D)}
+    return Inputs(tensors, frozenset({"qkv"}), grads, row_elements=heads * S * S)  # the formula's scores
+
+
+def _heads(case: Case) -> tuple[int, int]:
+    return case.shape[2], case.shape[3]
+
+
+def _formula(case: Case) -> Call:
+    def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
+        return attention_reference(qkv, *_heads(case), cos=cos, sin=sin)
+
+    return call
+
+
+# ---- ours ----
+
+
+def _ours(case: Case) -> Call:
+    def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
+        return attention(qkv, *_heads(case), cos=cos, sin=sin)
+
+    return call
+
+
+class _Instead(torch.autograd.Function):
+    """Other memory in qkv's place; its gradient is qkv's."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, other: Tensor) -> Tensor:
+        return other.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor, None]:
+        return dqkv, None
+
+
+def _in_place(case: Case) -> Call:
+    held: dict[int, Tensor] = {}  # by the qkv it was made of, of which the last is kept
+
+    def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Result:
+        if qkv.data_ptr() not in held:
+            held.clear()
+            held[qkv.data_ptr()] = qkv.detach().clone()
+        made = _Instead.apply(qkv, held[qkv.data_ptr()])  # type: ignore[no-untyped-call]
+        return attention(made, *_heads(case), cos=cos, sin=sin, overwrite=True)
+
+    return call
+
+
+# ---- PyTorch's ----
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return y.transpose(1, 2).flatten(2)
+
+
+def _after_rope(case: Case) -> Call:
+    def call(qkv: Tensor, *tables: Tensor) -> Result:
+        q, k, v = parts_of(qkv, *_heads(case))
+        if tables:
+            q, k = rope(q, k, *tables)
+        return _attended(q, k, v)
+
+    return call
+
+
+def _by_kernel(case: Case, kernel: SDPBackend) -> Call:
+    function = _after_rope(case)
+
+    def call(*tensors: Tensor) -> Result:
+        with sdpa_kernel(kernel):
+            return function(*tensors)
+
+    return call
+
+
+def _compiled(case: Case) -> Call:
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        cos, sin = (torch.cat((table, table), -1).to(x.dtype).unsqueeze(-2) for table in (cos, sin))
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    def call(qkv: Tensor, *tables: Tensor) -> Result:
+        q, k, v = parts_of(qkv, *_heads(case))
+        if tables:
+            q, k = turned(q, *tables), turned(k, *tables)
+        return _attended(q, k, v)
+
+    return compiled(call)
+
+
+def _contenders(case: Case) -> list[Contender]:
+    found = [Contender("onepass", _ours, ours=True)]
+    if case.variant == "turned":
+        found.append(Contender("onepass, in place", _in_place, ours=True))
+    found += [
+        Contender("rope + SDPA", _after_rope),
+        Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)),
+    ]
+    if torch.cuda.is_available():
+        found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))
+    return [*found, Contender("torch.compile", _compiled, compiles=True)]
+
+
+def _backend(case: Case, inputs: Inputs) -> str:
+    qkv, *tables = inputs.tensors.values()
+    cos, sin = tables or (None, None)
+    return explain(OP, qkv, *_heads(case), cos=cos, sin=sin).backend
+
+
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={
+        "Transformer Engine": "takes cuDNN's or flash attention's",
+        "Megatron-core": "takes Transformer Engine's",
+    },
+    baseline=_after_rope, reference="rope + SDPA",
+)  # fmt: skip

@@ -1,0 +1,362 @@
+"""attention: causal attention of a fused projection's queries, keys and values, which it turns by their positions first.
+
+Formula  y = softmax(scale q k^T, each token seeing those up to itself) v, for each head; groups of heads share keys and values.
+         q and k are turned as ops/rope.py has it and rounded to qkv's type. Sums in fp32; the softmax, and the gradient of the
+         scores, are rounded to qkv's type as operands of products are.
+Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D].
+Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
+         sum, in fp32. No scores.
+Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
+         kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written where they belong
+         in one tensor of qkv's shape, in which those of q and k are turned back.
+Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others.
+Kernels  kernels/attention_forward.py, kernels/attention_backward.py, kernels/rope.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.attention_backward import attend_backward, dk_dv_tiles, dq_tiles
+from onepass.kernels.attention_formula import (
+    Heads,
+    Parts,
+    attention_by_pytorch,
+    attention_formula,
+    parts_of,
+    turned_parts,
+)
+from onepass.kernels.attention_forward import attend, forward_tiles, lse_size
+from onepass.kernels.rope import check_tables, rotate
+from onepass.kernels.rope_formula import rope_blocks
+from onepass.runtime.autocast import product_type
+from onepass.runtime.backend import NATIVE, choose, register_op, run_other
+from onepass.runtime.checks import check_floating, check_number
+from onepass.runtime.dispatch import bare_apply, cast, needs_grad, once, registered, transformed, watched
+from onepass.runtime.lang import no_triton
+from onepass.runtime.sizes import shared_memory
+
+SIZES = (16, 32, 64, 128)  # of heads
+LONGEST = 1 << 20  # tokens
+_TYPES = (torch.bfloat16, torch.float16)
+
+Maybe = Tensor | None
+
+
+def attention_reference(
+    qkv: Tensor,
+    heads: int,
+    groups: int | None = None,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The formula, for every type, of all scores at once: fp64 inputs make it the oracle."""
+    return attention_formula(qkv, cos, sin, _heads(qkv, heads, groups, interleaved, scale))
+
+
+def _heads(qkv: Tensor, heads: int, groups: int | None, interleaved: bool, scale: float | None) -> Heads:
+    groups = heads if groups is None else groups
+    D = qkv.shape[-1] // (heads + 2 * groups)
+    return Heads(heads, groups, bool(interleaved), D**-0.5 if scale is None else float(scale))
+
+
+# ---- in qkv's own memory ----
+
+
+def _check_overwritable(qkv: Tensor) -> None:
+    """PyTorch refuses to write the same in place."""
+    owner = qkv._base if qkv._is_view() and qkv._base is not None else qkv
+    if needs_grad(owner) and owner.is_leaf:
+        raise ValueError(
+            "overwrite must be False where qkv, or what it is a view of, is a leaf that requires grad, but is True: its values "
+            "would be lost"
+        )
+
+
+def _say_overwritten(qkv: Tensor) -> None:
+    """To whoever has saved qkv for a backward of its own. Not before autograd has seen qkv: it would take a view for another."""
+    if not qkv.is_inference():
+        torch.autograd.graph.increment_version(qkv)
+
+
+def _may_write(qkv: Tensor, *tables: Maybe) -> bool:
+    """Whether anything can: who watches is given no op that writes, and numbers in one place would be turned together."""
+    if watched(qkv, *tables) or transformed():
+        return False
+    return all(stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True) if size > 1)
+
+
+# ---- by kernels ----
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy where its rows are not of numbers side by side, each from 16 bytes on, which descriptors ask for."""
+    *outer, last = x.stride()
+    in_rows = last == 1 and not any(stride % 8 for stride in outer) and all(outer) and x.data_ptr() % 16 == 0
+    return x if in_rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def _forward(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y, each row's logarithm, and qkv with q and k turned."""
+    qkv = _readable(qkv)
+    turned, (q, k, v) = qkv, parts_of(qkv, h.heads, h.groups)
+    if cos is not None and sin is not None:
+        if not overwrite:  # all of it, so that qkv itself need not be kept for v
+            turned = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+            *_, kept_v = parts_of(turned, h.heads, h.groups)
+            kept_v.copy_(v)
+        into_q, into_k, v = (q, k, v) if overwrite else parts_of(turned, h.heads, h.groups)
+        q, k = rotate(q, k, cos, sin, h.interleaved, False, (into_q, into_k))  # type: ignore[assignment]
+    if overwrite:
+        _say_overwritten(qkv)
+    y, lse = attend(q, k, v, h.scale)
+    whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], h.heads * y.shape[-1]])
+    return whole, lse, turned
+
+
+def _backward(dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Maybe, sin: Maybe, h: Heads) -> Tensor:
+    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
+    dq, dk, dv = parts_of(dqkv, h.heads, h.groups)
+    by_head = (h.heads, y.shape[-1] // h.heads)
+    dy, y = _readable(dy).unflatten(-1, by_head), y.unflatten(-1, by_head)
+    attend_backward(dy, *parts_of(_readable(turned), h.heads, h.groups), y, lse, h.scale, dq, dk, dv)
+    if cos is not None and sin is not None:
+        rotate(dq, dk, cos, sin, h.interleaved, True, (dq, dk))
+    return dqkv
+
+
+# ---- registered: opaque to the compiler, visible to checkpointing; nothing is overwritten where somebody watches ----
+
+
+def _forward_all(qkv: Tensor, cos: Maybe, sin: Maybe, *h: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, lse, turned = _forward(qkv, cos, sin, Heads(*h), False)
+    return y, lse, qkv.new_empty(0) if cos is None else turned
+
+
+def _forward_fake(qkv: Tensor, cos: Maybe, sin: Maybe, *h: Any) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups, *_ = h
+    B, S, columns = qkv.shape
+    y = qkv.new_empty(B, S, heads * (columns // (heads + 2 * groups)))
+    lse = qkv.new_empty(B, heads, lse_size(S), dtype=torch.float32)
+    return y, lse, qkv.new_empty(0 if cos is None else qkv.shape)
+
+
+def _backward_all(dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Maybe, sin: Maybe, *h: Any) -> Tensor:
+    return _backward(dy, turned, y, lse, cos, sin, Heads(*h))
+
+
+_forward_op = registered(
+    "attention(Tensor qkv, Tensor? cos, Tensor? sin, int heads, int groups, bool interleaved, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    _forward_all,
+    _forward_fake,
+)
+_backward_op = registered(
+    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, int heads, int groups, "
+    "bool interleaved, float scale) -> Tensor",
+    _backward_all,
+    lambda dy, turned, *rest: turned.new_empty(turned.shape),
+)
+
+
+def _run(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not watched(qkv, cos, sin):
+        return _forward(qkv, cos, sin, h, overwrite)
+    y, lse, turned = _forward_op(qkv, cos, sin, *h)
+    return y, lse, qkv if cos is None else turned
+
+
+# ---- autograd ----
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> Tensor:
+        y, lse, turned = _run(qkv, cos, sin, h, overwrite)
+        ctx.call = h
+        ctx.save_for_backward(turned.detach(), y, lse, cos, sin)  # detached: one of several views can't be overwritten and saved
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Maybe, ...]:
+        turned, y, lse, cos, sin = ctx.saved_tensors
+        if watched(dy, turned):
+            dqkv = _backward_op(dy, turned, y, lse, cos, sin, *ctx.call)
+        else:
+            dqkv = _backward(dy, turned, y, lse, cos, sin, ctx.call)
+        return dqkv, None, None, None, None
+
+
+class _Turned(torch.autograd.Function):
+    """q and k turned by PyTorch, and v, for PyTorch's attention; their gradients come back in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool) -> Parts:
+        ctx.call = h
+        ctx.save_for_backward(cos, sin)
+        return _turned_by_pytorch(qkv, cos, sin, h, overwrite)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Maybe, ...]:
+        (cos, sin), h = ctx.saved_tensors, ctx.call
+        B, S, _, D = dq.shape
+        dqkv = dq.new_empty(B, S, (h.heads + 2 * h.groups) * D)
+        into_q, into_k, into_v = parts_of(dqkv, h.heads, h.groups)
+        for dx, into in ((dq, into_q), (dk, into_k)):
+            rope_blocks(dx, cos, sin, h.interleaved, True, into)
+        into_v.copy_(dv)
+        return dqkv, None, None, None, None
+
+
+def _turned_by_pytorch(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool) -> Parts:
+    q, k, v = parts_of(qkv, h.heads, h.groups)
+    q, k = (rope_blocks(x, cos, sin, h.interleaved, False, x if overwrite else None) for x in (q, k))
+    if overwrite:
+        _say_overwritten(qkv)
+    return q, k, v
+
+
+_apply, _apply_turned = bare_apply(_Attention), bare_apply(_Turned)
+
+
+def _by_pytorch(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> Tensor:
+    """PyTorch's attention, which keeps what it likes; for a transform, or of nothing, the formula."""
+    if transformed() or not qkv.numel():
+        return attention_formula(qkv, cos, sin, h)
+    if cos is None or sin is None or watched(qkv, cos, sin):  # who watches chooses what to keep
+        return attention_by_pytorch(turned_parts(qkv, cos, sin, h), h)
+    turn = _apply_turned if needs_grad(qkv) else _turned_by_pytorch
+    return attention_by_pytorch(turn(qkv, cos, sin, h, overwrite), h)
+
+
+# ---- the public face: say what is wrong, choose who does it, return ----
+
+
+def _check(
+    qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, sin: Maybe = None, interleaved: bool = False,
+    scale: float | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
+    check_floating("qkv", qkv)
+    for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name} must be a whole number, but is {count!r}, a {type(count).__name__}")
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, but is {count}")
+    groups = heads if groups is None else groups
+    if heads % groups:
+        raise ValueError(f"heads must be a multiple of groups, {groups}, but is {heads}")
+    every = heads + 2 * groups
+    if qkv.dim() != 3 or qkv.shape[-1] % every or not qkv.shape[-1]:
+        raise ValueError(
+            f"qkv must have shape [B, S, {every} D], with {heads} heads of queries, {groups} of keys and {groups} of values, "
+            f"but has {tuple(qkv.shape)}"
+        )
+    if scale is not None:
+        check_number("scale", scale)
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be finite and above 0, but is {scale}")
+    if (cos is None) != (sin is None):
+        name, other = ("sin", "cos") if sin is None else ("cos", "sin")
+        raise ValueError(f"{name} must be given where {other} is, but is None")
+    if cos is not None and sin is not None:
+        check_floating("cos", cos)
+        check_floating("sin", sin)
+        check_tables(cos, sin, qkv, tuple(qkv.shape[:2]), qkv.shape[-1] // every, "qkv")
+
+
+def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: Any) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    dtype = product_type(qkv)
+    if dtype not in _TYPES:
+        return f"qkv is {dtype}, and the kernels take 16 bits"
+    D = qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+    if D not in SIZES:
+        return f"heads of {D} are none of {', '.join(map(str, SIZES))}"
+    if qkv.shape[1] > LONGEST:
+        return f"{qkv.shape[1]} tokens are more than {LONGEST}"
+    if transformed():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
+    reason = no_triton(qkv)
+    return None if reason is None else reason.replace("x is", "qkv is")
+
+
+def variant(
+    qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, overwrite: bool = False, **options: Any
+) -> str:  # fmt: skip
+    """Which kernels a call runs, and their tiles."""
+    if not qkv.numel():
+        return "the PyTorch formula, as there is nothing to do"
+    D = qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+    room = shared_memory(qkv.device)
+    forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
+    said = f"tiles of queries x keys: forward {forward.block_m} x {forward.block_n}; "
+    said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
+    if cos is not None:
+        said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
+    return said + f"keeps {'qkv' if cos is None or overwrite else 'the copy'}, y, and a number a head and token"
+
+
+def _by_pytorch_said(qkv: Tensor, *args: Any, cos: Maybe = None, overwrite: bool = False, **options: Any) -> str:
+    turned = "" if cos is None else f", after q and k are turned{' in place' if overwrite else ''}"
+    return f"torch.nn.functional.scaled_dot_product_attention{turned}"
+
+
+def attention(
+    qkv: Tensor,
+    heads: int,
+    groups: int | None = None,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    overwrite: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal attention of a fused projection, with rotary positions, deterministic forward and backward.
+
+    Args:
+        qkv: ``[B, S, (heads + 2 groups) D]``: the queries of all heads, then the keys, then the values of all groups. Of any
+            strides; there is a copy where the last is not 1, or rows don't begin at multiples of 16 bytes.
+        heads: of the queries, a multiple of groups.
+        groups: of keys and values, each shared by ``heads / groups`` queries that follow each other; None is one a head.
+        cos, sin: the tables by which q and k are turned first, as `rope` has them: ``[S, R/2]``, or ``[B, S, R/2]``. None for
+            both turns nothing. They get no gradient.
+        interleaved: the pairs that are turned are neighbours, ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``.
+        scale: of the scores, above 0; ``D ** -0.5`` where it is None.
+        overwrite: q and k may be turned in qkv's own memory, which spares a copy of it. Nobody else may need qkv afterwards:
+            what autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed region
+            begins with qkv. Without tables it does nothing, nor under a compiler.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
+            kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention.
+
+    Returns:
+        ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
+    """
+    _check(qkv, heads, groups, cos=cos, sin=sin, scale=scale)
+    chosen = choose("attention", backend, unsupported(qkv, heads, groups))
+    overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and _may_write(qkv, cos, sin)
+    if overwrite:
+        _check_overwritable(qkv)
+    if chosen not in NATIVE:
+        options: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved, "scale": scale, "overwrite": overwrite}
+        return run_other("attention", chosen, qkv, heads, groups, **options)  # type: ignore[no-any-return]
+    h = _heads(qkv, heads, groups, interleaved, scale)
+    rows = cast(qkv, product_type(qkv))
+    if chosen == "torch" or not qkv.numel():
+        return _by_pytorch(rows, cos, sin, h, overwrite)
+    if needs_grad(rows):
+        return _apply(rows, cos, sin, h, overwrite)  # type: ignore[no-any-return]
+    return _run(rows, cos, sin, h, overwrite)[0]
+
+
+register_op(attention, _check, unsupported, variant, _by_pytorch_said)

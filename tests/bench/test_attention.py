@@ -1,0 +1,54 @@
+"""The case file of attention: every contender is called rightly, and one that writes over its input gets its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bench.benching import bench, only, wrong
+
+from onepass.bench import attention
+from onepass.bench.model import Case, Inputs
+
+
+def given(variant: str) -> tuple[Case, Inputs]:
+    case = attention._case(variant, (2, 9, 4, 4, 16), torch.bfloat16)
+    return case, attention._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+@pytest.mark.parametrize("variant", ["turned", "plain"])
+def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
+    case, inputs = given(variant)
+    before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
+    contenders = attention.BENCH.contenders(case)
+    assert ("onepass, in place" in [contender.name for contender in contenders]) == (variant == "turned")
+    for contender in contenders:
+        if not contender.compiles and contender.name != "cuDNN":
+            call = contender.make(case)
+            assert not wrong(attention, case, inputs, call, contender.ours), contender.name
+            assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
+            torch.autograd.backward(call(*inputs.tensors.values()), inputs.fresh_grads())  # and again, as when it is timed
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("turned")
+    assert wrong(attention, case, inputs, lambda qkv, cos, sin: attention._ours(case)(qkv)) == ["y", "dqkv"]
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, attention, given("turned")[0])
+    assert bench("attention", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "onepass, in place", "rope + SDPA", "flash"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["both_of_reference"] > 0
+
+
+def test_the_full_cases_are_those_of_a_gpu() -> None:
+    cases = attention.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
+    assert [case.name for case in cases[:2]] == ["turned 4x4096x32x8x64", "turned 16x1024x12x12x64"]
+    assert len(cases) == 6
+    assert (cases[0].forward_bytes, cases[0].backward_bytes) == (4 * 4096 * 80 * 128, 4 * 4096 * 160 * 128)

@@ -1,0 +1,103 @@
+"""The model's attention as one op: which way a configuration takes, what is kept, and what is computed again."""
+
+import pytest
+import torch
+from gpt.test_model import GPT2, SHAPE, compare, found, given, started
+
+import onepass
+from onepass.gpt import Config, Model
+
+OFF = {"attention_fusion": False}
+
+
+def ops_called(config, monkeypatch, training=True):
+    """How often rope and attention are called, and with what options."""
+    calls = {"attention": [], "rope": []}
+    for module, name in (("onepass.gpt.block", "attention"), ("onepass.gpt.positions", "rope")):
+        real = getattr(onepass, name)
+        spy = lambda *args, real=real, name=name, **options: calls[name].append(options) or real(*args, **options)  # noqa: E731
+        monkeypatch.setattr(f"{module}.{name}", spy)
+    model = Model(config, seed=0).train(training)
+    tokens, labels, _ = given()
+    model(tokens, labels).backward()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "attention", "rope"),
+    [
+        ({}, 2, 0),
+        (OFF, 0, 2),
+        ({"apply_rope_fusion": False}, 2, 0),
+        (OFF | {"apply_rope_fusion": False}, 0, 0),
+        ({"position_embedding_type": "none"}, 2, 0),
+        ({"qk_layernorm": True}, 0, 2),
+        ({"attention_dropout": 0.1}, 0, 2),
+    ],
+    ids=str,
+)
+def test_which_op_runs(settings, attention, rope, monkeypatch):
+    calls = ops_called(Config(**SHAPE | settings), monkeypatch)
+    assert (len(calls["attention"]), len(calls["rope"])) == (attention, rope)
+    for options in calls["attention"]:
+        assert (options["cos"] is not None) == (settings == {})
+        assert options["overwrite"]
+
+
+def test_dropout_is_for_training(monkeypatch):
+    assert len(ops_called(Config(**SHAPE, attention_dropout=0.1), monkeypatch, training=False)["attention"]) == 2
+
+
+@pytest.mark.parametrize("granularity", ("selective", "full"))
+def test_what_is_computed_again_is_not_overwritten_first(granularity, monkeypatch):
+    settings = {"recompute_granularity": granularity}
+    calls = ops_called(Config(**SHAPE, **settings), monkeypatch)["attention"]
+    assert [options["overwrite"] for options in calls] == [granularity == "full"] * 4
+    compare(found(Config(**SHAPE, **settings)), found(Config(**SHAPE, **OFF)))
+
+
+@pytest.mark.parametrize("off", (OFF, OFF | {"apply_rope_fusion": False}, {"apply_rope_fusion": False}), ids=str)
+@pytest.mark.parametrize(
+    "base",
+    ({}, GPT2, {"rotary_percent": 0.5, "rotary_interleaved": True}, {"num_query_groups": None, "kv_channels": None}),
+    ids=("llama", "gpt-2", "half interleaved", "one head a query"),
+)
+def test_the_same_numbers_without(base, off):
+    compare(found(Config(**SHAPE | base | off)), found(Config(**SHAPE | base)))
+
+
+def test_the_reference_has_pytorchs(monkeypatch):
+    assert not any(ops_called(Config(**SHAPE).reference(), monkeypatch).values())
+
+
+@pytest.mark.parametrize("granularity", (None, "selective", "full"))
+def test_by_kernels_in_bf16(granularity):
+    """Within what bf16 leaves of a gradient, beside the same with PyTorch's attention."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = SHAPE | {"num_layers": 1, "kv_channels": 16, "recompute_granularity": granularity}
+    tokens, labels, _ = (t.to(device) for t in given(length=9))
+    grads = []
+    for settings, backend in (({}, "triton"), (OFF, "torch")):
+        model = started(Config(**shape, **settings), torch.bfloat16).to(device)
+        with onepass.use_backend(backend):
+            model(tokens, labels).backward()
+        grads.append({name: t.grad.float() for name, t in model.named_parameters()})
+    for name, grad in grads[1].items():
+        assert (grads[0][name] - grad).norm() <= 0.03 * grad.norm() + 1e-6, name
+
+
+def test_less_is_kept():
+    """qkv and y, and not q and k beside it."""
+
+    def kept(settings):
+        sizes = {}
+        model, (tokens, labels, _) = started(Config(**SHAPE, **settings)), given()
+        note = lambda t: sizes.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            loss = model(tokens, labels)
+        loss.backward()
+        return sum(sizes.values())
+
+    q_and_k = 22 * (4 + 2) * 8 * 8  # bytes of a layer's, of 22 tokens in fp64
+    assert kept(OFF) - kept({}) >= SHAPE["num_layers"] * q_and_k

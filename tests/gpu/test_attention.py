@@ -1,0 +1,157 @@
+"""What only a GPU shows of attention: real sizes and tiles, the same bits every time, graphs, streams, memory."""
+
+import pytest
+import torch
+from gpu.calls import captured, deterministic_algorithms, memory_goes_back, nobody_waits, other_stream, taken  # noqa: F401
+from ops.attention_oracle import BF16, FP16, Case, baseline, computed, draw, exact, judge_case, real_cases
+from ops.calls import equal, relative
+
+import onepass
+import onepass.ops.attention as room
+from onepass.kernels.attention_formula import parts_of
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
+overwriting = pytest.mark.parametrize("overwrite", (False, True), ids=("kept", "overwritten"))
+REAL = Case(B=4, S=4096, heads=32, groups=8, D=64, R=64)
+
+
+# ---- right ----
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("S", (1, 63, 64, 65, 127, 129, 257, 1000))
+@pytest.mark.parametrize(("heads", "groups"), ((4, 4), (8, 2), (3, 1)))
+@pytest.mark.parametrize("D", (16, 32, 64, 128))
+def test_every_kind_of_heads_and_ends(D, heads, groups, S, dtype):
+    case = Case(S=S, heads=heads, groups=groups, D=D, R=D if S % 2 else 0, dtype=dtype, overwrite=S % 4 == 1)
+    report = judge_case(room, case)
+    assert report, report
+
+
+@pytest.mark.parametrize("case", real_cases(), ids=str)
+@pytest.mark.parametrize("layout", ("contiguous", "sliced", "swapped", "unaligned"))
+def test_wherever_it_lies(case, layout):
+    report = judge_case(room, Case(**vars(case) | {"layout": layout}))
+    assert report, report
+
+
+def test_a_billion_parameters_sizes():
+    """Of the real call some groups against fp64: what heads give does not depend on the others."""
+    drawn = draw(REAL)
+    y, dqkv, _ = computed(room, REAL, *drawn)
+    qkv, cos, sin, dy = drawn
+    some = Case(B=1, S=4096, heads=4, groups=1, D=64, R=64)
+    for b, group in ((0, 0), (3, 7)):
+        heads = slice(4 * group, 4 * group + 4)
+
+        def of(whole, b=b, group=group, heads=heads):
+            q, k, v = parts_of(whole[b : b + 1], 32, 8)
+            return torch.cat([q[:, :, heads], k[:, :, group : group + 1], v[:, :, group : group + 1]], 2).flatten(2)
+
+        def of_y(whole, b=b, heads=heads):
+            return whole[b : b + 1].unflatten(-1, (32, 64))[:, :, heads].flatten(2)
+
+        given = of(qkv), cos, sin, of_y(dy)
+        q, k, v = parts_of(of(dqkv), 4, 1)
+        got = {"y": of_y(y), "dq": q, "dk": k, "dv": v}
+        rounded, wanted = baseline(some, *given), exact(some, *given)
+        for name, value in wanted.items():
+            assert relative(got[name], value) <= 1.25 * relative(rounded[name], value) + 1e-6, (b, group, name)
+
+
+# ---- the same, every time and everywhere ----
+
+
+@overwriting
+def test_the_same_bits_every_time(overwrite):
+    case = Case(B=4, S=1111, heads=16, groups=4, D=64, R=64, overwrite=overwrite)
+    drawn = draw(case)
+    first = computed(room, case, *drawn)
+    with nobody_waits():
+        again = [computed(room, case, *drawn) for _ in range(10)]
+    assert all(equal(first, each) for each in again)
+    with deterministic_algorithms():
+        assert equal(first, computed(room, case, *drawn))
+
+
+def test_no_sequence_depends_on_others():
+    case = Case(B=5, S=300, heads=8, groups=2, D=64, R=64)
+    qkv, cos, sin, dy = draw(case)
+    whole = computed(room, case, qkv, cos, sin, dy)[:2]
+    for b in range(5):
+        alone = computed(room, case, qkv[b : b + 1], cos, sin, dy[b : b + 1])[:2]
+        assert equal([t[b : b + 1] for t in whole], alone)
+
+
+@overwriting
+def test_graphs_replay(overwrite):
+    case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64, overwrite=overwrite)
+    drawn = draw(case)
+    expected = computed(room, case, *drawn)[:2]
+    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
+    for t in results:
+        t.fill_(float("nan"))
+    graph.replay()
+    assert equal(results, expected)
+
+
+def test_on_another_stream():
+    case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64)
+    drawn = draw(case)
+    expected = computed(room, case, *drawn)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = computed(room, case, *drawn)
+    torch.cuda.current_stream().wait_stream(side)
+    assert equal(got, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one():
+    case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64)
+    drawn = draw(case)
+    got = computed(room, case, *(t.to("cuda:1") for t in drawn))
+    assert equal([t.to("cuda:0") for t in got], computed(room, case, *drawn))
+
+
+@overwriting
+def test_compiled_by_inductor(overwrite):
+    case = Case(B=2, S=200, heads=8, groups=2, D=64, R=64)
+    qkv, cos, sin, dy = draw(case)
+    torch._dynamo.reset()
+    call = lambda x: onepass.attention(x * 1, 8, 2, cos=cos, sin=sin, overwrite=overwrite, backend="triton")  # noqa: E731
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True)):
+        leaf = qkv.detach().requires_grad_()
+        y = function(leaf)
+        results.append([y.detach(), *torch.autograd.grad(y, leaf, dy)])
+    assert equal(*results)
+
+
+# ---- what it takes ----
+
+
+def test_launches():
+    case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64, overwrite=True)
+    drawn = draw(case)
+    computed(room, case, *drawn)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        computed(room, case, *drawn)
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [name for name in names if name.startswith("_")]
+    assert ours == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
+
+
+def test_memory():
+    """Forward: y and a number a head and token. Backward: the gradient, and such a number again."""
+    qkv, cos, sin, dy = draw(REAL)
+    leaf = qkv.requires_grad_()
+    made = leaf * 1
+    numbers, blocks = 4 * 32 * 4 * 4096, 2**21  # an allocator's
+    tables = {"cos": cos, "sin": sin, "overwrite": True, "backend": "triton"}
+    computed(room, Case(S=64, D=64, R=64), *draw(Case(S=64, D=64, R=64)))
+    ahead, y = taken(lambda: onepass.attention(made, 32, 8, **tables))
+    back, _ = taken(lambda: torch.autograd.grad(y, made, dy))
+    assert ahead <= 2 * y.numel() + numbers + blocks
+    assert back <= 2 * made.numel() + numbers + blocks

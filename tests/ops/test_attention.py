@@ -1,0 +1,516 @@
+"""What attention is, and how it behaves under autograd, the compiler and whatever else people do to an op."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.attention_oracle import (
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    LAYOUTS,
+    Case,
+    computed,
+    draw,
+    judge_case,
+    real_cases,
+    small_cases,
+)
+from ops.bias_activation_oracle import laid_out
+from ops.calls import backends, equal, gradients, needs_triton, relative
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.attention as room
+from onepass.kernels.attention_formula import parts_of
+from onepass.kernels.attention_forward import lse_size
+from onepass.runtime import launch
+from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
+
+overwriting = pytest.mark.parametrize("overwrite", (False, True), ids=("kept", "overwritten"))
+HEADS, GROUPS, D = 4, 2, 16
+COLUMNS = (HEADS + 2 * GROUPS) * D
+
+
+def tensors(B=2, S=19, dtype=BF16, R=8):
+    """qkv, which asks for a gradient, and tables."""
+    qkv = torch.randn(B, S, COLUMNS, device=DEVICE).to(dtype).requires_grad_()
+    angles = torch.randn(S, R // 2, device=DEVICE)
+    return qkv, angles.cos(), angles.sin()
+
+
+def op(cos=None, sin=None, **options):
+    """Of a qkv that is no leaf."""
+    return lambda qkv: onepass.attention(qkv * 1, HEADS, GROUPS, cos=cos, sin=sin, **options)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of what is launched."""
+    names = []
+    stock = launch.Bound.__call__
+
+    def called(bound, grid, *args):
+        names.append(bound.kernel.jit.fn.__name__)
+        return stock(bound, grid, *args)
+
+    monkeypatch.setattr(launch.Bound, "__call__", called)
+    return names
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize("groups", (1, 2, 6))
+def test_the_reference_is_pytorchs_attention(groups, turned):
+    qkv = torch.randn(2, 9, (6 + 2 * groups) * 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(9, 3, dtype=torch.float64)
+    cos, sin = (angles.cos(), angles.sin()) if turned else (None, None)
+    q, k, v = parts_of(qkv, 6, groups)
+    if turned:
+        q, k = onepass.rope(q, k, cos, sin, backend="torch")
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True, scale=0.7)
+    got = room.attention_reference(qkv, 6, groups, cos=cos, sin=sin, scale=0.7)
+    torch.testing.assert_close(got, expected.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(got)
+    pairs = (got, dy), (expected.transpose(1, 2).flatten(2), dy)
+    one, other = (torch.autograd.grad(y, qkv, dy, retain_graph=True)[0] for y, dy in pairs)
+    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@backends
+@pytest.mark.parametrize("case", small_cases() + real_cases(), ids=str)
+def test_within_the_budget(case, backend):
+    report = judge_case(room, case, backend)
+    assert report, report
+
+
+@needs_triton
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_heads_length_and_layout(data):
+    pick = data.draw
+    groups, D = pick(st.integers(1, 3)), pick(st.sampled_from((16, 32)))
+    case = Case(
+        pick(st.integers(1, 3)), pick(st.integers(2, 80)), groups * pick(st.integers(1, 3)), groups, D,
+        2 * pick(st.integers(0, D // 2)), pick(st.sampled_from((BF16, FP16))), pick(st.booleans()),
+        pick(st.sampled_from((None, 0.3))), pick(st.sampled_from((1.0, 10.0))), pick(st.sampled_from(LAYOUTS)),
+        overwrite=pick(st.booleans()), each=pick(st.booleans()), small=True,
+    )  # fmt: skip
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+def test_no_sequence_depends_on_others(backend):
+    """Bitwise: neither on what they hold, nor on how many there are."""
+    case = Case(B=3, S=70)
+    qkv, cos, sin, dy = draw(case)
+    whole = computed(room, case, qkv, cos, sin, dy, backend)[:2]
+    for b in range(3):
+        alone = computed(room, case, qkv[b : b + 1], cos, sin, dy[b : b + 1], backend)[:2]
+        assert equal([t[b : b + 1] for t in whole], alone)
+
+
+@backends
+def test_a_token_depends_on_none_that_follows(backend):
+    case = Case(B=1, S=50)
+    qkv, cos, sin, dy = draw(case)
+    whole = computed(room, case, qkv, cos, sin, dy, backend)[0]
+    changed = qkv.clone()
+    changed[:, 30:] = 3.0
+    assert torch.equal(computed(room, case, changed, cos, sin, dy, backend)[0][:, :30], whole[:, :30])
+
+
+@backends
+@overwriting
+def test_every_time_the_same(overwrite, backend):
+    case = Case(S=70, overwrite=overwrite)
+    drawn = draw(case)
+    first = computed(room, case, *drawn, backend)
+    assert all(equal(first, computed(room, case, *drawn, backend)) for _ in range(3))
+
+
+@backends
+def test_overwriting_changes_no_bit(backend):
+    case = Case(S=70, R=8)
+    drawn = draw(case)
+    one, other = (
+        computed(room, Case(S=70, R=8, overwrite=each), *drawn, backend)[:2] for each in (False, True)
+    )  # fmt: skip
+    assert equal(one, other)
+
+
+@backends
+def test_large_scores_overflow_nothing(backend):
+    case = Case(S=70, spread=300.0, R=0)
+    qkv, cos, sin, dy = draw(case)
+    y, dqkv, _ = computed(room, case, qkv, cos, sin, dy, backend)
+    assert y.isfinite().all() and dqkv.isfinite().all()
+
+
+@needs_triton
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+@pytest.mark.parametrize("part", ("q", "k", "v"))
+def test_nan_and_infinities_come_through(part, value):
+    """A query's are its own, a key's or a value's are those of all tokens from it on."""
+    qkv, _, _, _ = draw(Case(B=2, S=40))
+    at = parts_of(qkv, HEADS, GROUPS)["qkv".index(part)]
+    at[0, 20, 0, 3] = value
+    y = onepass.attention(qkv, HEADS, GROUPS, backend="triton").unflatten(-1, (HEADS, D))
+    heads = range(1 if part == "q" else HEADS // GROUPS)
+    through = (~y.isfinite()).any(-1)[0]
+    if part == "k" and value == math.inf:  # a score of minus infinity is a softmax of 0
+        through |= (parts_of(qkv, HEADS, GROUPS)[0][0, :, :, 3] < 0) & (torch.arange(40, device=DEVICE) >= 20)[:, None]
+    for head in heads:
+        assert through[20 : 21 if part == "q" else None, head].all()
+    assert y[1].isfinite().all() and y[0, :, HEADS // GROUPS :].isfinite().all()
+    if part != "v":  # zeros times a later infinite value are NaN, in as many rows as are multiplied together
+        assert y[0, :20].isfinite().all()
+
+
+@backends
+@pytest.mark.parametrize(("B", "S"), ((0, 5), (2, 0)))
+@pytest.mark.parametrize("turned", (False, True))
+def test_nothing_to_do_launches_nothing(B, S, turned, backend, launched):
+    qkv, cos, sin = tensors(B, S)
+    y, dqkv = gradients(op(*((cos, sin) if turned else ()), overwrite=True, backend=backend), [qkv])
+    assert y.shape == (B, S, HEADS * D) and dqkv.shape == qkv.shape and not launched
+
+
+# ---- in qkv's memory, and what is launched and kept ----
+
+
+@backends
+@overwriting
+def test_what_is_overwritten(overwrite, backend):
+    qkv, cos, sin = tensors()
+    made = qkv * 1
+    before = made.detach().clone()
+    onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, backend=backend)
+    q, k, v = parts_of(before, HEADS, GROUPS)
+    turned = torch.cat([*onepass.rope(q, k, cos, sin, backend=backend), v], 2).flatten(2)
+    assert torch.equal(made, turned if overwrite else before)
+
+
+@needs_triton
+def test_launches(launched):
+    qkv, cos, sin = tensors()
+    kernels = ["_attend_kernel", "_dq_kernel", "_dk_dv_kernel"]
+    gradients(op(backend="triton"), [qkv])
+    assert launched == kernels
+    for overwrite in (False, True):
+        launched.clear()
+        gradients(op(cos, sin, overwrite=overwrite, backend="triton"), [qkv])
+        assert launched == ["_rope_kernel", *kernels, "_rope_kernel"]
+
+
+@needs_triton
+@overwriting
+def test_what_is_kept(overwrite):
+    """One tensor of qkv's size, which is qkv itself where it may be; the result, and a number a head and token."""
+    qkv, cos, sin = tensors()
+    made = qkv * 1
+    with saved_tensors() as kept:
+        y = onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, backend="triton")
+    statistics = 4 * HEADS * qkv.shape[0] * lse_size(qkv.shape[1])
+    assert bytes_kept(kept, cos, sin, y) == 2 * made.numel() + statistics
+    assert bytes_kept(kept, cos, sin, y, made) == (0 if overwrite else 2 * made.numel()) + statistics
+
+
+@needs_triton
+def test_gradients_come_in_one_tensor():
+    qkv, cos, sin = tensors()
+    made = qkv * 1
+    y = onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, backend="triton")
+    dy = torch.randn_like(y)
+    with poisoned() as allocations:
+        (dqkv,) = torch.autograd.grad(y, qkv, dy)
+    statistics = 4 * HEADS * 2 * lse_size(19)
+    assert [size for _, size, _ in allocations.made if size > statistics] == [2 * made.numel()]
+    assert dqkv.is_contiguous()
+
+
+@backends
+@pytest.mark.parametrize("view", (False, True))
+def test_who_has_saved_what_is_overwritten_is_told(view, backend):
+    qkv, cos, sin = tensors()
+    made = qkv.float() * 1
+    made = made.to(BF16)
+    squared = made.square()
+    rows = made.view(1, -1, COLUMNS).view(made.shape) if view else made
+    y = onepass.attention(rows, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, backend=backend)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+@backends
+def test_a_leaf_that_asks_for_nothing_may_be_overwritten(backend):
+    qkv, cos, sin = tensors()
+    frozen = qkv.detach().clone()
+    y = onepass.attention(frozen, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, backend=backend)
+    assert not torch.equal(frozen, qkv) and not y.requires_grad
+    with torch.no_grad():
+        assert torch.equal(y, op(cos, sin, backend=backend)(qkv))
+
+
+@backends
+def test_one_of_several_views_may_be_overwritten(backend):
+    """As what a Function returns beside something else, or a part of a wider tensor."""
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone().view(2, 19, COLUMNS), x.clone().view(2, 19, COLUMNS)
+
+        @staticmethod
+        def backward(ctx, one, other):
+            return one + other
+
+    qkv, cos, sin = tensors()
+    call = {"cos": cos, "sin": sin, "overwrite": True, "backend": backend}
+    expected = gradients(op(**call), [qkv])
+    assert equal(expected, gradients(lambda x: onepass.attention(Two.apply(x)[0], HEADS, GROUPS, **call), [qkv]))
+    wide = lambda x: (torch.cat([x, x], -1) * 1)[..., :COLUMNS]  # noqa: E731
+    assert equal(expected, gradients(lambda x: onepass.attention(wide(x), HEADS, GROUPS, **call), [qkv]))
+
+
+@backends
+def test_numbers_in_one_place_are_not_overwritten(backend):
+    qkv, cos, sin = tensors(B=1)
+    rows = qkv.detach().clone()
+    expanded = rows.expand(3, 19, COLUMNS)
+    with unchanged(rows=rows):
+        y = onepass.attention(expanded, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, backend=backend)
+    assert torch.equal(y[2], op(cos, sin, backend=backend)(qkv.detach())[0])
+
+
+# ---- autograd ----
+
+
+@backends
+@overwriting
+@pytest.mark.parametrize("turned", (False, True))
+def test_twice_over_a_retained_graph(turned, overwrite, backend):
+    qkv, cos, sin = tensors()
+    y = op(*((cos, sin) if turned else ()), overwrite=overwrite, backend=backend)(qkv)
+    dy = torch.randn_like(y)
+    with unchanged(y=y, dy=dy):
+        first, again = (torch.autograd.grad(y, qkv, dy, retain_graph=True) for _ in range(2))
+    assert equal(first, again)
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", ("expanded", "unaligned", "strided", "swapped"))
+def test_gradients_may_lie_anywhere(layout):
+    qkv, cos, sin = tensors()
+    y = op(cos, sin, backend="triton")(qkv)
+    dy = laid_out(torch.randn_like(y), layout)
+    one, other = (torch.autograd.grad(y, qkv, each, retain_graph=True) for each in (dy, dy.contiguous().clone()))
+    assert equal(one, other)
+
+
+@backends
+def test_what_is_frozen_costs_nothing(backend, launched):
+    qkv, cos, sin = tensors()
+    with saved_tensors() as kept, torch.no_grad():
+        first = op(cos, sin, backend=backend)(qkv)
+    with saved_tensors() as kept_frozen:
+        frozen = op(cos, sin, backend=backend)(qkv.detach())
+    assert not kept and not kept_frozen
+    assert torch.equal(first, frozen) and not frozen.requires_grad
+    assert "_dq_kernel" not in launched
+
+
+@backends
+@pytest.mark.parametrize("constant", (True, False))
+def test_a_second_derivative_raises(constant, backend):
+    qkv, cos, sin = tensors()
+    y = op(cos, sin, backend=backend)(qkv)
+    (dqkv,) = torch.autograd.grad(y, qkv, torch.ones_like(y, requires_grad=not constant), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once|not implemented"):
+        dqkv.float().square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
+def test_transforms_take_the_formula_or_raise():
+    qkv, cos, sin = (t.detach().float() for t in tensors(S=5))
+    call = lambda x: onepass.attention(x, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True)  # noqa: E731
+    with unchanged(qkv=qkv):
+        torch.func.jvp(call, (qkv,), (torch.randn_like(qkv),))
+    many = torch.randn(3, *qkv.shape, device=DEVICE)
+    mapped = torch.func.vmap(call)(many)
+    torch.testing.assert_close(mapped, torch.stack([op(cos, sin)(x) for x in many]))
+    leaf = qkv.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(op(cos, sin)(leaf).pow(3).sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).pow(3).sum())(qkv), expected)
+
+
+@needs_triton
+def test_the_kernels_say_that_they_can_not_be_transformed():
+    qkv, _, _ = tensors()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(qkv.detach(), torch.randn_like(qkv))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            onepass.attention(dual, HEADS, GROUPS, backend="triton")
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@overwriting
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_a_checkpointed_region_that_makes_qkv(reentrant, overwrite, backend):
+    x, cos, sin = tensors()
+    weight = torch.randn(COLUMNS, COLUMNS, device=DEVICE).to(BF16).requires_grad_()
+    call = {"cos": cos, "sin": sin, "overwrite": overwrite, "backend": backend}
+
+    def block(x, weight):
+        return onepass.attention(F.linear(x, weight), HEADS, GROUPS, **call) * 2
+
+    again = gradients(lambda *given: checkpoint(block, *given, use_reentrant=reentrant), (x, weight))
+    assert equal(gradients(block, (x, weight)), again)
+
+
+@backends
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_a_checkpointed_region_that_begins_with_qkv(reentrant, backend):
+    qkv, cos, sin = tensors()
+
+    def step(overwrite, again):
+        mixed = lambda x: onepass.attention(x, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, backend=backend)  # noqa: E731
+        return gradients(lambda x: checkpoint(mixed, x * 1, use_reentrant=reentrant) if again else mixed(x * 1), [qkv])
+
+    assert equal(step(False, True), step(False, False))
+    with pytest.raises((RuntimeError, ValueError), match=r"modified by an inplace|a leaf that requires grad"):
+        step(True, True)
+
+
+@backends
+@overwriting
+def test_compiling_gives_the_same(overwrite, backend):
+    qkv, cos, sin = tensors()
+    call = op(cos, sin, overwrite=overwrite, backend=backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call(x * 2) * 2, fullgraph=True, backend="aot_eager")
+    want, got = gradients(lambda x: call(x * 2) * 2, [qkv]), gradients(compiled, [qkv])
+    assert equal(want, got) if backend == "triton" else relative(got[1], want[1].double()) < 1e-2
+    with torch.no_grad():
+        assert relative(compiled(qkv), want[0].double()) < 1e-2
+
+
+@needs_triton
+def test_compiling_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    call = lambda x, cos, sin: onepass.attention(x, HEADS, GROUPS, cos=cos, sin=sin, backend="triton")  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for S in (5, 7):
+        qkv, cos, sin = tensors(S=S)
+        expected = gradients(lambda x, c=cos, s=sin: call(x, c, s), [qkv])
+        assert equal(expected, gradients(lambda x, c=cos, s=sin: compiled(x, c, s), [qkv]))
+
+
+@needs_triton
+@pytest.mark.parametrize("turned", (False, True))
+def test_the_registered_ops_are_what_they_say(turned):
+    qkv, cos, sin = (t.detach() for t in tensors(S=5))
+    tables = (cos, sin) if turned else (None, None)
+    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    call = HEADS, GROUPS, False, 0.25
+    torch.library.opcheck(room._forward_op, (qkv, *tables, *call), test_utils=tests)
+    y, lse, _ = room._forward_op(qkv, *tables, *call)
+    torch.library.opcheck(room._backward_op, (torch.randn_like(y), qkv, y, lse, *tables, *call), test_utils=tests)
+
+
+@backends
+def test_under_autocast(backend):
+    qkv, cos, sin = tensors()
+    wide = qkv.detach().float().requires_grad_()
+    expected = gradients(op(cos, sin, backend=backend), [qkv])
+    with torch.autocast(DEVICE, BF16):
+        y, dqkv = gradients(op(cos, sin, overwrite=True, backend=backend), [wide])
+    assert (y.dtype, dqkv.dtype) == (BF16, FP32)
+    assert equal([y, dqkv.to(BF16)], expected)
+
+
+@backends
+@overwriting
+def test_in_inference_mode(overwrite, backend):
+    qkv, cos, sin = tensors()
+    with torch.inference_mode():
+        y = op(cos, sin, overwrite=overwrite, backend=backend)(qkv)
+    assert torch.equal(y, op(cos, sin, backend=backend)(qkv).detach())
+
+
+@needs_triton
+def test_a_checkpoint_policy_sees_the_op():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    names = []
+    qkv, cos, sin = tensors()
+    with Seen():
+        y = op(cos, sin, overwrite=True, backend="triton")(qkv)
+        torch.autograd.grad(y, qkv, torch.ones_like(y))
+    assert {"onepass.attention.default", "onepass.attention_backward.default"} <= set(names)
+
+
+# ---- what is said of a call ----
+
+
+@needs_triton
+def test_explain_names_the_kernels():
+    qkv, cos, sin = (t.detach() for t in tensors())
+    said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True)
+    assert said.backend == "triton"
+    for words in ("tiles of queries x keys", "turned by rope's kernel in place", "keeps qkv, y"):
+        assert words in said.variant
+    assert "into a copy" in onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin).variant
+    assert "turned" not in onepass.explain("attention", qkv, HEADS, GROUPS).variant
+    assert "nothing to do" in onepass.explain("attention", qkv[:0], HEADS, GROUPS).variant
+    said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, backend="torch")
+    assert "scaled_dot_product_attention, after q and k are turned" in said.variant
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (torch.ones(1, 2, COLUMNS), "qkv is torch.float32, and the kernels take 16 bits"),
+        (torch.ones(1, 2, 8 * 24).bfloat16(), "heads of 24 are none of 16, 32, 64, 128"),
+        (torch.ones(1, 1, 1).bfloat16().expand(1, (1 << 20) + 1, COLUMNS), "1048577 tokens are more than 1048576"),
+    ],
+    ids=("fp32", "heads", "tokens"),
+)
+def test_what_the_kernels_can_not_take(given, reason):
+    given = given.to(DEVICE)
+    said = onepass.explain("attention", given, HEADS, GROUPS)
+    assert said.backend == "torch" and said.reasons["triton"] == reason
+    with pytest.raises(RuntimeError, match=reason):
+        onepass.attention(given, HEADS, GROUPS, backend="triton")
+    if given.shape[1] < 100:
+        expected = room.attention_reference(given, HEADS, GROUPS)
+        torch.testing.assert_close(onepass.attention(given, HEADS, GROUPS), expected)
+
+
+def test_another_backend_is_called_with_the_same(monkeypatch):
+    from onepass.runtime.backend import OPS
+
+    qkv, cos, sin = tensors()
+    calls = []
+    monkeypatch.setattr(OPS["attention"], "others", {})
+    onepass.register_backend("attention", "mine", lambda *args, **options: calls.append((args, options)) or qkv)
+    assert onepass.attention(qkv, HEADS, GROUPS, cos=cos, sin=sin, backend="mine") is qkv
+    options = {"cos": cos, "sin": sin, "interleaved": False, "scale": None, "overwrite": False}
+    assert calls == [((qkv, HEADS, GROUPS), options)]

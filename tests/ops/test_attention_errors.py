@@ -1,0 +1,60 @@
+"""Bad input: an error that names the argument, what it was and what it must be."""
+
+import pytest
+import torch
+from ops.calls import backends, says
+
+import onepass
+
+qkv, table = torch.ones(2, 3, 8 * 16).bfloat16(), torch.ones(3, 8)
+
+
+@backends
+@pytest.mark.parametrize(
+    ("error", "args", "options", "words"),
+    [
+        (TypeError, (qkv.long(), 4, 2), {}, ("qkv must be a floating-point tensor", "int64")),
+        (TypeError, (None, 4, 2), {}, ("qkv must be a floating-point tensor", "NoneType")),
+        (TypeError, (qkv, 4.0, 2), {}, ("heads must be a whole number", "4.0", "float")),
+        (TypeError, (qkv, 4, True), {}, ("groups must be a whole number", "True", "bool")),
+        (ValueError, (qkv, 0), {}, ("heads must be at least 1", "0")),
+        (ValueError, (qkv, 4, -2), {}, ("groups must be at least 1", "-2")),
+        (ValueError, (qkv, 4, 3), {}, ("heads must be a multiple of groups, 3", "4")),
+        (ValueError, (qkv[0], 4, 2), {}, ("qkv must have shape [B, S, 8 D]", "(3, 128)")),
+        (ValueError, (qkv[..., :100], 4, 2), {}, ("qkv must have shape [B, S, 8 D]", "4 heads", "2 of keys", "(2, 3, 100)")),
+        (ValueError, (qkv[..., :0], 4, 2), {}, ("qkv must have shape [B, S, 8 D]", "(2, 3, 0)")),
+        (TypeError, (qkv, 4, 2), {"scale": "1"}, ("scale must be a number", "'1'")),
+        (ValueError, (qkv, 4, 2), {"scale": float("nan")}, ("scale must be finite and above 0", "nan")),
+        (ValueError, (qkv, 4, 2), {"scale": 0.0}, ("scale must be finite and above 0", "0.0")),
+        (ValueError, (qkv, 4, 2), {"cos": table}, ("sin must be given where cos is", "None")),
+        (ValueError, (qkv, 4, 2), {"sin": table}, ("cos must be given where sin is", "None")),
+        (TypeError, (qkv, 4, 2), {"cos": table.int(), "sin": table}, ("cos must be a floating-point tensor", "int32")),
+        (ValueError, (qkv, 4, 2), {"cos": table[:2], "sin": table[:2]}, ("cos must have shape [..., 3, R/2]", "qkv's", "(2, 8)")),
+        (ValueError, (qkv, 4, 2), {"cos": torch.ones(3, 9), "sin": torch.ones(3, 9)}, ("from 1 to 8 numbers", "(3, 9)")),
+        (ValueError, (qkv, 4, 2), {"cos": table, "sin": table[:, :4]}, ("sin must have cos's shape (3, 8)", "(3, 4)")),
+        (ValueError, (qkv, 4, 2), {"cos": table.to("meta"), "sin": table}, ("cos must be on cpu, as qkv", "meta")),
+        (ValueError, (qkv, 4, 2), {"cos": table.clone().requires_grad_(), "sin": table}, ("cos must not require grad",)),
+    ],
+)
+def test_bad_input_is_named(error, args, options, words, backend):
+    with pytest.raises(error) as raised:
+        onepass.attention(*args, **options, backend=backend)
+    says(words, raised)
+    with pytest.raises(error) as raised:
+        onepass.explain("attention", *args, **options)
+    says(words, raised)
+
+
+@backends
+def test_a_leaf_that_requires_grad_is_not_overwritten(backend):
+    leaf = qkv.clone().requires_grad_()
+    for given in (leaf, leaf[:1], leaf.view(1, 6, -1)):
+        tables = {"cos": torch.ones(given.shape[1], 8), "sin": torch.ones(given.shape[1], 8)}
+        with pytest.raises(ValueError) as raised:
+            onepass.attention(given, 4, 2, **tables, overwrite=True, backend=backend)
+        says(("overwrite must be False", "leaf that requires grad", "True"), raised)
+        onepass.attention(given, 4, 2, overwrite=True, backend=backend)  # which turns nothing
+    assert torch.equal(leaf, qkv)
+    with torch.no_grad():
+        onepass.attention(leaf, 4, 2, cos=table, sin=table, overwrite=True, backend=backend)
+    assert not torch.equal(leaf, qkv)

@@ -1,0 +1,65 @@
+"""Each mutant is a small, plausible slip, and the oracle that the real room passes must catch it."""
+
+import pytest
+from ops.attention_oracle import judge_case, small_cases
+
+import onepass.ops.attention as room
+
+pytest.importorskip("triton")
+from onepass.kernels import attention_backward as backward
+from onepass.kernels import attention_formula as lies
+from onepass.kernels import attention_forward as forward
+from onepass.runtime import launch
+from onepass.testing.mutants import mutate
+
+CASES = small_cases()
+MUTANTS = {  # name: module, what is there, what stands there instead[, how often it is there]
+    # ---- forward ----
+    "a token does not see itself": (forward, "queries[:, None] >= keys[None, :]", "queries[:, None] > keys[None, :]"),
+    "the largest key forgotten": (forward, "tl.where(highest > m, highest, m)", "tl.where(highest < m, highest, m)"),
+    "the sum not shrunk": (forward, "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)"),
+    "the result not shrunk": (forward, "y * shrink[:, None]", "y"),
+    "not divided by the sum": (forward, "y / total[:, None]", "y"),
+    "the sum's logarithm without the maximum": (forward, "m + tl.log2(total)", "tl.log2(total)"),
+    "keys past the sequence's end": (forward, "mask=(first + tokens < S)[:, None]", "mask=(first + tokens <= S)[:, None]"),
+    "powers of e": (forward, "LOG2E = math.log2(math.e)", "LOG2E = 1.0"),
+    # ---- backward ----
+    "dq not scaled": (backward, "dq * scale", "dq"),
+    "dk not scaled": (backward, "dk * scale", "dk"),
+    "delta left out": (backward, "ds = p * (dp - delta[:, None])", "ds = p * dp"),
+    "delta left out of dk": (backward, "- delta[None, :])", ")"),
+    "dq: a token does not see itself": (backward, "queries[:, None] >= keys[None, :]", "queries[:, None] > keys[None, :]"),
+    "dk: a token does not see itself": (backward, "queries[None, :] >= keys[:, None]", "queries[None, :] > keys[:, None]"),
+    # ---- the room ----
+    "gradients not turned back": (room, "h.interleaved, True, (dq, dk))", "h.interleaved, False, (dq, dk))"),
+    "gradients in halves": (room, "cos, sin, h.interleaved, True, (dq, dk)", "cos, sin, False, True, (dq, dk)"),
+    "k not turned": (room, "(into_q, into_k))", "(into_q, into_k.clone()))"),
+    "v not kept": (room, "kept_v.copy_(v)", "kept_v.zero_()"),
+    "overwritten unasked": (room, "if not overwrite:", "if False:"),
+    "half a scale": (room, "D**-0.5 if scale", "D**-1.0 if scale"),
+    "the scale not taken": (room, "D**-0.5 if scale is None else float(scale)", "D**-0.5"),
+    "keys and values exchanged": (lies, "    return q, k, v\n\n\ndef attention_formula", "    return q, v, k\n\n\ndef attention_formula"),
+    "values after the queries": (lies, "split((heads, groups, groups), 2)", "split((groups, groups, heads), 2)[::-1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    module, old, new, *times = MUTANTS[name]
+    mutant = mutate(module, old, new, room=room, times=times[0] if times else 1)
+    for case in CASES:
+        try:
+            if not judge_case(mutant, case):
+                return
+        except (AssertionError, ValueError, RuntimeError):  # a shape that can't be
+            return
+    pytest.fail("no case catches it")
+
+
+def test_a_copy_without_a_change_passes():
+    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=room)
+    assert copy is not room
+    assert copy.attention is not room.attention
+    for case in CASES[::3]:
+        report = judge_case(copy, case)
+        assert report, report

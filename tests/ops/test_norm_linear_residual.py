@@ -1,0 +1,456 @@
+"""norm_linear with a residual, or with its input given back: the sums of the residual stream in the norm's own passes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from ops.calls import backends, equal, gradients, incoming, nearly_equal, needs_triton, relative
+from ops.norm_linear_calls import NAMES, kinds, op, tensors
+from ops.norm_oracle import BF16, DEVICE, FP32
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+import onepass.ops.norm_linear as room
+from onepass.parallel import DeferredWgrad
+from onepass.runtime import backend as registry
+from onepass.testing.budget import compare, run
+from onepass.testing.mutants import mutate
+from onepass.testing.poison import saved_tensors, unchanged
+
+ALL = (*NAMES, "residual")
+ways = pytest.mark.parametrize("added", (True, False), ids=("residual", "input"))
+RETURNED = ("y", "norm", "h")  # with everything asked for, in this order
+USES = (("y",), ("h",), ("y", "h"), ("norm", "h"), RETURNED)
+uses = pytest.mark.parametrize("used", USES, ids=" and ".join)
+
+
+def given(lead=(3, 5), K=40, N=24, dtype=FP32, layer=True, added=True, residual_type=None, **options):
+    """The arguments of `op`: those of norm_linear without a residual, and a residual."""
+    residual = torch.randn(*lead, K, device=DEVICE).to(residual_type or dtype).requires_grad_()
+    return [*tensors(lead, K, N, dtype, layer, **options), residual if added else None]
+
+
+def everything(layer=True, function=None, **options):
+    return op(layer, function, return_norm_output=True, return_input=True, **options)
+
+
+def picked(call, used):
+    """The call with what is `used` of what it returns."""
+    return lambda *inputs: tuple(t for name, t in zip(RETURNED, call(*inputs), strict=True) if name in used)
+
+
+# ---- what it computes ----
+
+
+def report_of(function, dtype, layer, added, used, lead=(3, 11), residual_type=None, backend="torch"):
+    """Ours against the formula in fp64; the baseline is the same formula in the inputs' own types."""
+    inputs = dict(zip(ALL, given(lead, 70, 48, dtype, layer, added, residual_type), strict=True))
+    rest = {name: inputs.pop(name) for name in ALL[1:] if not reached(name, used)}  # no gradient is theirs
+    shapes = {"y": (*lead, 48), "norm": (*lead, 70), "h": (*lead, 70)}
+    dys = [torch.randn(shapes[name], device=DEVICE).to(dtype) for name in RETURNED if name in used]
+
+    def of(f, **options):
+        call = picked(everything(layer, f, eps=1e-5, **options), used)
+
+        def with_rest(*tensors):
+            others = {name: None if t is None else t.detach().to(tensors[0].dtype) for name, t in rest.items()}
+            all_of_them = dict(zip(inputs, tensors, strict=True)) | others
+            return call(*(all_of_them[name] for name in ALL))
+
+        return with_rest
+
+    reference = of(room.norm_linear_reference, stored=dtype)
+    ours, exact = run(of(function, backend=backend), inputs, dys), run(reference, inputs, dys, torch.float64)
+    for name in ("x", "residual"):
+        assert inputs[name] is None or ours[f"d{name}"].dtype == inputs[name].dtype
+    if dtype is FP32:
+        return {name: relative(ours[name], exact[name]) for name in exact}
+    return compare([(ours, run(reference, inputs, dys), exact)], dtype)
+
+
+def reached(name, used):
+    if name in ("weight", "bias"):
+        return "y" in used
+    return name not in ("norm_weight", "norm_bias") or "y" in used or "norm" in used
+
+
+@backends
+@kinds
+@ways
+@uses
+def test_values_and_gradients_in_fp32(backend, layer, added, used):
+    errors = report_of(None, FP32, layer, added, used, backend=backend)
+    assert all(error <= 1e-6 for error in errors.values()), errors
+
+
+@backends
+@kinds
+@ways
+@uses
+def test_values_and_gradients_in_bf16(backend, layer, added, used):
+    report = report_of(None, BF16, layer, added, used, lead=(4, 64), backend=backend)
+    assert report, report
+
+
+@backends
+@pytest.mark.parametrize(("dtype", "residual_type"), ((FP32, BF16), (BF16, FP32)), ids=("wide x", "wide residual"))
+def test_a_residual_of_another_type(backend, dtype, residual_type):
+    report = report_of(None, dtype, True, True, RETURNED, (4, 64), residual_type, backend)
+    if dtype is FP32:  # but for the residual's gradient, rounded to its type
+        assert report.pop("dresidual") <= 4e-3 and all(error <= 1e-6 for error in report.values()), report
+    else:
+        assert report, report
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_h_is_the_sum_and_y_is_of_it(backend, layer, dtype):
+    inputs = given(dtype=dtype, layer=layer)
+    y, normed, h = everything(layer, backend=backend)(*inputs)
+    assert torch.equal(h, inputs[0] + inputs[5])
+    again = everything(layer, backend=backend)(h, *inputs[1:5])
+    assert equal([y, normed, h], again) and len(op(layer, backend=backend)(*inputs)) == 2
+
+
+@backends
+@kinds
+def test_x_gets_the_residuals_gradient_too(backend, layer):
+    inputs = given(layer=layer)
+    *_, dx, _, _, _, dresidual = gradients(op(layer, backend=backend), [inputs[0], *inputs[1:4], None, inputs[5]])
+    assert torch.equal(dx, dresidual) and dx.any()
+    twice = gradients(lambda x, *rest: op(layer, backend=backend)(x, *rest, x), inputs[:5])
+    once = gradients(lambda x, *rest: op(layer, backend=backend, return_input=True)(2 * x, *rest), inputs[:5])
+    assert nearly_equal(twice, once)
+
+
+@backends
+@ways
+def test_the_given_back_input_is_x_where_nothing_is_added(backend, added):
+    inputs = given(added=added)
+    h = everything(backend=backend)(*inputs)[-1]
+    with torch.no_grad():
+        bare = everything(backend=backend)(*inputs)[-1]
+    for t in (h, bare):
+        assert (t.data_ptr() == inputs[0].data_ptr()) != added
+    assert len(op(backend=backend, return_input=False)(*inputs[:5]).shape) == 3  # and is not returned unless it is asked for
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+@ways
+def test_fp64(backend, added):
+    inputs = [t if t is None else t.detach().double().requires_grad_() for t in given((2,), 4, 3, added=added)]
+    asked = [t for t in inputs if t is not None]
+    assert torch.autograd.gradcheck(lambda *t: everything(True, backend=backend, eps=0.1)(*t), asked)
+
+
+@backends
+@ways
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+def test_no_rows_give_nothing_and_zero_gradients(backend, added, shape):
+    inputs = given(shape[:-1], 8, 6, added=added)
+    y, normed, h, *grads = gradients(everything(backend=backend), inputs)
+    assert (y.shape, normed.shape, h.shape) == ((*shape[:-1], 6), shape, shape)
+    assert [g.shape for g in grads] == [t.shape for t in inputs if t is not None] and not any(g.any() for g in grads)
+
+
+@backends
+@kinds
+def test_tensors_that_are_not_contiguous(backend, layer):
+    inputs = given((6, 5), layer=layer)
+    ys = op(layer, backend=backend)(*inputs)
+    asked = [t for t in inputs if t is not None]
+    dys = [torch.randn_like(y) for y in ys]
+    expected = [*ys, *torch.autograd.grad(ys, asked, dys)]
+    residual = inputs[5].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    ys = op(layer, backend=backend)(*inputs[:5], residual)
+    turned = [dys[0], dys[1].transpose(0, 1).contiguous().transpose(0, 1)]
+    got = [*ys, *torch.autograd.grad(ys, [*asked[:-1], residual], turned)]
+    assert nearly_equal(got, expected)
+
+
+# ---- which gradients are asked for ----
+
+
+FROZEN = (("x",), ("residual",), ("x", "residual"), NAMES[1:])
+
+
+@backends
+@ways
+@uses
+@pytest.mark.parametrize("frozen", FROZEN, ids=" and ".join)
+def test_what_is_frozen_changes_nothing_else(backend, added, used, frozen):
+    inputs = given((3, 2), 20, 12, added=added)
+    call = picked(everything(backend=backend), used)
+
+    def found(frozen):
+        leaves = {
+            name: None if t is None else t.detach().requires_grad_(name not in frozen)
+            for name, t in zip(ALL, inputs, strict=True)
+        }
+        ys = call(*leaves.values())
+        asked = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
+        dys = {i: incoming(y, i) for i, y in enumerate(ys) if y.requires_grad}
+        if not dys:
+            return {}
+        grads = torch.autograd.grad([ys[i] for i in dys], list(asked.values()), list(dys.values()), allow_unused=True)
+        return dict(zip(asked, grads, strict=True))
+
+    full = found(())
+    for name, grad in found(frozen).items():
+        assert (grad is None) == (full[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad, full[name], msg=lambda said, name=name: f"{name}: {said}")
+
+
+@backends
+@ways
+def test_h_asks_for_a_gradient_where_x_or_the_residual_does(backend, added):
+    inputs = given(added=added)
+    for x_asks, residual_asks in ((True, True), (True, False), (False, True), (False, False)):
+        inputs[0].requires_grad_(x_asks)
+        if added:
+            inputs[5].requires_grad_(residual_asks)
+        y, _, h = everything(backend=backend)(*inputs)
+        assert y.requires_grad and h.requires_grad == (x_asks or (added and residual_asks))
+
+
+# ---- what is kept, and what is written ----
+
+
+@backends
+@kinds
+@ways
+def test_keeps_h_and_nothing_else_of_its_size(backend, layer, added):
+    inputs = given((9, 4), 100, 24, BF16, layer, added)
+    with saved_tensors() as kept:
+        h = everything(layer, backend=backend)(*inputs)[-1]
+    assert {t.data_ptr() for t in kept if t.numel() >= h.numel()} == {h.data_ptr()}
+
+
+@backends
+@kinds
+@ways
+@uses
+def test_incoming_gradients_and_inputs_are_not_written(backend, layer, added, used):
+    inputs = given(layer=layer, added=added)
+    ys = picked(everything(layer, backend=backend), used)(*inputs)
+    dys = {f"dy{i}": torch.randn_like(y) for i, y in enumerate(ys)}
+    named = dict(zip(ALL, inputs, strict=True)) | {f"y{i}": y for i, y in enumerate(ys)}
+    with unchanged(**dys, **named):
+        torch.autograd.backward(ys, list(dys.values()))
+
+
+class Seen(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+@kinds
+@ways
+def test_no_sum_is_an_operator_of_its_own(layer, added):
+    inputs = given(layer=layer, added=added)
+
+    def additions(call):
+        with Seen() as seen:
+            torch.autograd.backward(ys := call(*inputs), [incoming(y, i) for i, y in enumerate(ys)])
+        return seen.operators["aten::add"] + seen.operators["aten::add_"]
+
+    def apart(*inputs):
+        h = inputs[0] + inputs[5] if added else inputs[0] * 1
+        return op(layer, backend="triton")(h, *inputs[1:5]), h
+
+    for leaf in inputs:
+        if leaf is not None:
+            leaf.grad = torch.zeros_like(leaf)  # so that the leaves' own sums are as many either way
+    leaves = sum(t is not None for t in inputs)
+    assert additions(op(layer, backend="triton", return_input=True)) == leaves
+    assert additions(apart) == leaves + 1 + added
+
+
+@backends
+@kinds
+@ways
+def test_twice_over_a_retained_graph_and_called_again(backend, layer, added):
+    inputs = given(layer=layer, added=added)
+    asked = [t for t in inputs if t is not None]
+    ys = everything(layer, backend=backend)(*inputs)
+    dys = [torch.randn_like(y) for y in ys]
+    first = torch.autograd.grad(ys, asked, dys, retain_graph=True)
+    again = torch.autograd.grad(ys, asked, dys)
+    assert equal(first, again)
+    assert equal(first, torch.autograd.grad(everything(layer, backend=backend)(*inputs), asked, dys))
+
+
+# ---- where the weight's gradient goes ----
+
+
+@backends
+@ways
+@pytest.mark.parametrize("late", (False, True), ids=("", "deferred"))
+def test_main_grad(backend, added, late):
+    inputs = given(added=added)
+    call = everything(backend=backend)
+    expected = gradients(call, inputs)[3:]
+    weight = inputs[2]
+    weight.main_grad = torch.zeros_like(weight)
+    deferred = DeferredWgrad() if late else None
+    ys = everything(backend=backend, deferred=deferred)(*inputs)
+    torch.autograd.backward(ys, [incoming(y, i) for i, y in enumerate(ys)])
+    if late:
+        assert not weight.main_grad.any()
+        deferred.flush()
+    assert weight.grad is None
+    assert nearly_equal([weight.main_grad if t is weight else t.grad for t in inputs if t is not None], expected)
+
+
+# ---- what people wrap around it ----
+
+
+@backends
+@kinds
+@ways
+@pytest.mark.parametrize("frozen", (False, True), ids=("", "frozen"))
+def test_compiling_gives_the_same(backend, layer, added, frozen):
+    inputs = given(dtype=BF16, layer=layer, added=added)
+    for t in (inputs[0], inputs[5]):
+        if frozen and t is not None:
+            t.requires_grad_(False)
+    call = op(layer, backend=backend, return_input=True)
+
+    def block(x, norm_weight, weight, bias, norm_bias, residual):
+        y, h = call(x * 1, norm_weight, weight, bias, norm_bias, residual)
+        return y * 2, h * 3 * weight.sum()  # which needs a gradient also where h does not
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(block, inputs), gradients(compiled, inputs), strict=True):
+        if backend == "triton":
+            assert torch.equal(a, b)
+        else:  # the compiler sees the formula, and rounds where that does
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@backends
+@kinds
+@ways
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointing_gives_the_same(backend, layer, added, reentrant):
+    inputs = given(layer=layer, added=added)
+    call = everything(layer, backend=backend)
+    for block in (call, lambda x, *rest: call(x * 2, *rest)):
+        again = gradients(lambda *t, block=block: checkpoint(block, *t, use_reentrant=reentrant), inputs)
+        assert nearly_equal(gradients(block, inputs), again)
+
+
+@backends
+@ways
+def test_a_second_derivative_raises(backend, added):
+    inputs = given(added=added)
+    ys = op(backend=backend, return_input=True)(*inputs)
+    (dx,) = torch.autograd.grad(ys, inputs[0], [torch.ones_like(y) for y in ys], create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        dx.square().sum().backward()
+
+
+@kinds
+@ways
+def test_transforms_take_the_formula(layer, added):
+    inputs = [t if t is None else t.detach() for t in given((5,), layer=layer, added=added)]
+
+    def of(function):
+        return lambda x: everything(layer, function)(x, *inputs[1:])
+
+    x = inputs[0]
+    if not added:
+        for a, b in zip(torch.func.vmap(of(None))(x), of(room.norm_linear_reference)(x), strict=True):
+            torch.testing.assert_close(a, b)
+    ours, theirs = (
+        torch.func.grad(lambda t, f=f: sum(y.square().sum() for y in of(f)(t)))(x) for f in (None, room.norm_linear_reference)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@backends
+def test_autocast_leaves_the_residual_stream_as_it_is(backend):
+    """h of fp32 with what is late of bf16, as a block has them there."""
+    inputs = tensors(layer=False)
+    residual = torch.randn(3, 5, 40, device=DEVICE).bfloat16().requires_grad_()
+    with torch.autocast(DEVICE, BF16):
+        y, h = op(False, backend=backend)(*inputs, residual)
+    assert (y.dtype, h.dtype) == (BF16, FP32) and torch.equal(h, inputs[0] + residual)
+    torch.autograd.backward([y, h], [incoming(y), incoming(h, 1)])
+    exact = [t if t is None else t.detach().double().requires_grad_() for t in (*inputs, residual)]
+    ys = op(False, room.norm_linear_reference)(*exact)
+    torch.autograd.backward(ys, [incoming(t, i).double() for i, t in enumerate((y, h))])
+    for got, true in zip((*inputs, residual), exact, strict=True):
+        if got is not None:
+            assert relative(got.grad, true.grad) < 1e-2 and got.grad.dtype == got.dtype
+
+
+# ---- what is said of a call, and who else runs it ----
+
+
+@needs_triton
+def test_explain():
+    x, norm_weight, weight, *_ = (t if t is None else t.detach() for t in tensors())
+    said = onepass.explain("norm_linear", x, norm_weight, weight, residual=x, backend="triton")
+    assert all(word in said.variant for word in ("keeps h and its", "norm(h) is rebuilt in backward")), said.variant
+    said = onepass.explain("norm_linear", x, norm_weight, weight, return_input=True, backend="triton")
+    assert all(word in said.variant for word in ("keeps x and its", "norm(x) is rebuilt in backward")), said.variant
+
+
+def test_another_backend_is_told(monkeypatch):
+    monkeypatch.setattr(registry.OPS["norm_linear"], "others", {})
+    seen = []
+    registry.register_backend("norm_linear", "mine", lambda *args, **options: seen.append(options))
+    inputs = given()
+    for residual, asks in ((inputs[5], False), (None, True), (None, False)):
+        op(backend="mine", return_input=asks)(*inputs[:5], residual)
+    assert [(options.get("residual"), options.get("return_input")) for options in seen] == [
+        (inputs[5], False), (None, True), (None, None),
+    ]  # fmt: skip
+
+
+# ---- broken copies, which a check above must catch ----
+
+MUTANTS = {
+    "h's gradient forgotten by the kernel": ("dh = dh if needs[0] else None", "dh = None", ("y", "h")),
+    "h's gradient forgotten where it is alone": ("(dh if needs[0] else None, None, None)", "(None, None, None)", ("h",)),
+    "h's gradient for norm(h)'s": ("more[-1] if ctx.returns[1]", "more[0] if ctx.returns[1]", RETURNED),
+    "x kept in the place of h": ("save_for_backward(h, norm_weight", "save_for_backward(x, norm_weight", ("y",)),
+    "x normalised in the place of h": (
+        "return normed, x if h is None else h, stats",
+        "return forward(x, None, norm_weight, norm_bias, eps, layer, centered, keep)[0], x if h is None else h, stats",
+        ("y",),
+    ),
+    "x for h": ("return normed, x if h is None else h, stats", "return normed, x, stats", ("y", "h")),
+    "no gradient of the residual": ("dresidual = dx.to(residual_type)", "dresidual = 0 * dx.to(residual_type)", ("y",)),
+    "dx over d norm(h) of another type": ("ours and dx_type == ctx.product", "ours", "wide residual"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_copy_is_caught(name):
+    old, new, used = MUTANTS[name]
+    broken = mutate(room, old, new).norm_linear
+    if used == "wide residual":
+        report = report_of(broken, BF16, True, True, RETURNED, (4, 64), FP32, "triton")
+        assert not report
+        return
+    if used == ("h",):
+        with pytest.raises(RuntimeError, match="not have been used"):
+            report_of(broken, FP32, True, True, used, backend="triton")
+        return
+    errors = report_of(broken, FP32, True, True, used, backend="triton")
+    assert any(not error <= 1e-6 for error in errors.values()), errors

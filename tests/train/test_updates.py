@@ -1,0 +1,112 @@
+"""MainGradUpdate: beside the fp32 masters and torch's AdamW that it stands for, its clipping, and what interrupts leave."""
+
+import math
+
+import pytest
+import torch
+from train.checkpoint_runs import alone, batch, configured, go
+
+import onepass
+from onepass.parallel import MasterWeights
+from onepass.train.setup import make
+from onepass.train.updates import MainGradUpdate, adamw_options, parameter_groups
+
+NARROW = [{}, {"params_dtype": "bf16"}]
+BOTH = pytest.mark.parametrize("settings", NARROW, ids=["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_pytorch():
+    with onepass.use_backend("torch"):
+        yield
+
+
+class ByMasters(MainGradUpdate):
+    """By passes of their own: clip_, torch's AdamW on fp32 masters, rounding, zero_."""
+
+    def __init__(self, update):
+        self.options, self.layout, self.main_grads = update.options, update.layout, update.main_grads
+        self.weights = MasterWeights(
+            update.main_grads,
+            lambda groups: torch.optim.AdamW(groups, fused=True, **adamw_options(update.options)),
+            parameter_groups(update.model, update.options),
+        )
+        self.optimizer = self.weights.optimizer
+
+    def finish(self):
+        self.main_grads.finish()
+        return self.main_grads.clip_(self.options.clip_grad or math.inf)
+
+    def _step(self):
+        self.weights.step()
+
+
+def trained_with(**settings):
+    config, options = configured(**settings)
+    return make(config, options, alone())
+
+
+def moments(trained):
+    return torch.cat([tensor for _, kind, tensor, *_ in trained.update.optimizer.masters() if kind == "exp_avg"])
+
+
+def weights(trained):
+    return torch.cat([parameter.detach().flatten() for parameter in trained.model.parameters()])
+
+
+@BOTH
+@pytest.mark.parametrize("clip", [0.0, 0.3, 100.0])
+def test_losses_are_those_of_fp32_masters_and_torchs_adamw(clip, settings):
+    ours, theirs = (trained_with(clip_grad=clip, **settings) for _ in range(2))
+    theirs.update = theirs.steps.update = ByMasters(theirs.update)
+    start = weights(ours)
+    one, two = (go(each, alone(), 0, 8) for each in (ours, theirs))
+    assert one[0] == two[0] and (weights(ours) - start).abs().max() > 0.01
+    for mine, other in zip(one, two, strict=True):
+        assert mine == pytest.approx(other, rel=1e-3 if settings else 1e-6)
+    apart, moved = (weights(ours) - weights(theirs)).float().norm(), (weights(ours) - start).float().norm()
+    assert apart <= (0.02 if settings else 1e-5) * moved
+
+
+@pytest.mark.parametrize(("clip", "most"), [(0.0, math.inf), (0.25, 0.25), (1e6, 1e6)])
+def test_a_gradient_is_clipped_and_its_norm_is_told_as_it_was(clip, most):
+    trained = trained_with(clip_grad=clip, adam_beta1=0.75)
+    ((_, norm),) = go(trained, alone(), 0, 1)
+    assert norm > 0.5 and moments(trained).norm().item() == pytest.approx(0.25 * min(norm, most), rel=1e-5)
+
+
+def test_a_step_takes_the_norm_once_and_leaves_the_buffers_clear(monkeypatch):
+    trained = trained_with(params_dtype="bf16")
+    main_grads, asked = trained.update.main_grads, []
+    norm = main_grads.norm
+    monkeypatch.setattr(main_grads, "norm", lambda: asked.append(True) or norm())
+    go(trained, alone(), 0, 3)
+    assert len(asked) == 3 and not any(buffer.any() for buffer in main_grads.buffers)
+    versions = [buffer._version for buffer in main_grads.buffers]
+    trained.update.begin()
+    assert versions == [buffer._version for buffer in main_grads.buffers]
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["in a microbatch", "before the step"])
+def test_an_interrupted_steps_gradients_are_in_no_other(when, settings):
+    straight, interrupted = (trained_with(**settings) for _ in range(2))
+    lines = go(straight, alone(), 0, 3)
+    assert go(interrupted, alone(), 0, 1) == lines[:1]
+    if when == "in a microbatch":
+        calls = []
+
+        def second(module, args):
+            calls.append(module)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        hook = interrupted.model.register_forward_pre_hook(second)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.steps.run(batch(7, alone()))
+        hook.remove()
+    else:
+        interrupted.steps.run(batch(7, alone()))
+    assert any(buffer.any() for buffer in interrupted.update.main_grads.buffers)
+    assert go(interrupted, alone(), 1, 3) == lines[1:]
+    assert torch.equal(weights(interrupted), weights(straight))
