@@ -95,6 +95,21 @@ def test_placeholders_are_not_added_but_what_is_beside_them_is():
     assert all(not zeros.any() for zeros in convention._zeros.values())
 
 
+def test_a_weight_of_two_ops_gets_one_placeholder(monkeypatch):
+    """Two would be summed into a tensor that nobody knows for zeros, and that be added to main_grad."""
+    weight, ids = nn.Parameter(torch.randn(6, 4)), torch.tensor([1, 3, 3])
+    main_grads, seen = MainGrads([weight]), []
+    monkeypatch.setattr(main_grads, "_arrived", lambda parameter: seen.append(parameter.grad) or main_grads._take(parameter))
+    embedding = onepass.nn.VocabParallelEmbedding(6, 4)
+    del embedding.weight
+    embedding.weight = weight
+    for _ in range(2):  # the second pass is handed one again
+        onepass.linear(embedding(ids), weight).square().sum().backward()
+    expected = torch.autograd.grad(2 * (weight[ids] @ weight.T).square().sum(), weight)
+    torch.testing.assert_close(weight.main_grad, *expected)
+    assert len(seen) == 2 and all(convention.is_placeholder(grad) for grad in seen)
+
+
 def test_a_placeholder_kept_by_somebody_else_is_zeros_still():
     weight = nn.Parameter(torch.randn(3, 4))
     main_grads = MainGrads([weight])

@@ -154,17 +154,21 @@ _zeros: dict[tuple[torch.Size, torch.dtype, torch.device, bool], Tensor] = {}
 _HOLDERS = 2  # of a storage that is only here: the tensor, and the object that asks
 
 
-def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
+def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED, again: bool = False) -> Tensor | None:
     """Zeros for the hooks of a parameter whose gradient is in main_grad already; None where nobody waits for any.
 
     One tensor of each kind is handed out again and again, while it is surely zeros and nobody's: autograd may keep what it gets
     as `.grad` and add to it in place. So would each replay of a graph, which therefore makes its own. But `MainGrads` takes
     `.grad` away at once: one tensor is enough for all of its parameters, whoever else has it, graphs too, if it was made before.
+
+    `again`: `handed_already` said so before this gradient was added.
     """
     if not hasattr(parameter, "grad_added_to_main_grad") and wanted is not Asked.CAPTURED:
         return None
     if torch.compiler.is_compiling():
         return torch.zeros_like(parameter)
+    if again:
+        return None
     cleared, recorded = _is_cleared(parameter), capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared
     kept = _zeros.get(kind)
@@ -173,6 +177,15 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | N
             return torch.zeros_like(parameter)
         kept = _zeros[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return kept.detach()
+
+
+def handed_already(parameter: Any) -> bool:
+    """Whether zeros of another op, as of a tied weight, wait for the parameter's hooks in this pass.
+
+    A second tensor of them would be added to the first, into a third, which nobody would know for zeros. Only `MainGrads` takes
+    the flag back when its hooks are called.
+    """
+    return _is_cleared(parameter) and not torch.compiler.is_compiling() and bool(parameter.grad_added_to_main_grad)
 
 
 def _is_cleared(parameter: Tensor) -> bool:
@@ -201,8 +214,9 @@ def _mark(parameter: Tensor) -> None:
 
 def settled(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
     """What autograd gets for a gradient that its op has added to main_grad, or will after backward."""
+    again = handed_already(parameter)
     _mark(parameter)
-    return placeholder(parameter, wanted)
+    return placeholder(parameter, wanted, again)
 
 
 def place_of(parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
@@ -252,12 +266,13 @@ def _gradient(
     if in_fsdp(parameter):
         return (way.overwrite_op if watched(first, second) else way.overwrite)(first, second, parameter)
     assert main_grad is not None
+    again = handed_already(parameter)
     if watched(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
         way.add(place_for(main_grad, wanted), first, second)
         _mark(parameter)
-    return placeholder(parameter, wanted)
+    return placeholder(parameter, wanted, again)
 
 
 def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
