@@ -2,8 +2,9 @@
 
     python benchmarks/gpt.py [--case NAME ...] [--way NAME ...] [--steps N] [--json FILE]
 
-One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments; onepass has
-bf16 parameters, fp32 main_grad, masters and moments. Both have AdamW(fused=True), clipping, and the same settings of determinism.
+One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments, with
+AdamW(fused=True); onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own AdamW. Both clip, and have the
+same settings of determinism. "8-bit inputs" is --activation-func-fp8-input-store: the activations' inputs are kept in 8 bits.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -16,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,18 @@ CASES = {
          "position_embedding_type": "rope", "ffn_hidden_size": 2048},
     ),
 }  # fmt: skip
-WAYS = ("onepass", "plain, compiled", "plain")
+WAYS = ("onepass", "onepass, CUDA graph", "onepass, 8-bit inputs", "plain, compiled", "plain, compiled, CUDA graphs", "plain")
 
 
 def trained(case: Case, way: str) -> Trained:
-    made = make(case.config(), case.options(), Layout(DEVICE), plain=way != "onepass")
-    if way == "plain, compiled":
-        made.steps.model = torch.compile(made.model)
+    config, options = case.config(), case.options()
+    if way == "onepass, 8-bit inputs":
+        config = config.replace(activation_func_fp8_input_store=True)
+    if way == "onepass, CUDA graph":
+        options = replace(options, cuda_graphs=True)
+    made = make(config, options, Layout(DEVICE), plain=way.startswith("plain"))
+    if "compiled" in way:
+        made.steps.model = torch.compile(made.model, mode="reduce-overhead" if "graphs" in way else None)
     return made
 
 

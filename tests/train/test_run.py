@@ -21,6 +21,7 @@ from onepass.gpt.settings import read_yaml
 from onepass.train.command import _say_where
 from onepass.train.layout import Layout
 from onepass.train.record import Line
+from onepass.train.table import fusions
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -57,6 +58,26 @@ def losses(folder):
     return [row["loss"] for row in log(folder)]
 
 
+def test_fusions_are_switched_off_one_by_one_with_what_needs_them():
+    config = Config(hidden_dropout=0.1, memory_efficient_layer_norm=True)
+    assert fusions(config) == [
+        ["attention_fusion"],
+        ["apply_rope_fusion", "attention_fusion"],
+        ["norm_linear_fusion"],
+        ["persist_layer_norm", "norm_linear_fusion", "memory_efficient_layer_norm"],
+        ["bias_activation_fusion"],
+        ["bias_dropout_fusion"],
+        ["cross_entropy_loss_fusion"],
+        ["gradient_accumulation_fusion"],
+    ]
+    for names in fusions(config):
+        config.replace(**dict.fromkeys(names, False))  # contradicts nothing
+    idle = fusions(Config(position_embedding_type="none", norm_linear_fusion=False))
+    assert ["bias_dropout_fusion"] not in idle and ["apply_rope_fusion", "attention_fusion"] not in idle
+    assert ["norm_linear_fusion"] not in idle and ["persist_layer_norm"] in idle
+    assert not fusions(Config().reference())
+
+
 def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
     folder = tmp_path / "run"
     assert train(corpus, "--run-dir", folder) == 0
@@ -72,6 +93,8 @@ def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
     said = capsys.readouterr().out
     for words in ("step 6/6", "a step, ms", "memory of the loss, MiB", "operators of a step", "at most"):
         assert words in said
+    for words in ("what each fusion brings", "as it was", "--no-attention-fusion", "--no-gradient-accumulation-fusion"):
+        assert words in said
     assert len((folder / "samples.txt").read_text().split("|||")) == 3
     settings = read_yaml(folder / "config.yaml")
     assert settings["hidden_size"] == 32 and settings["data"] == [str(corpus)]
@@ -80,7 +103,7 @@ def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
 
 def test_a_file_gives_the_same_run_and_flags_count_more(tmp_path, corpus):
     first, second, third = (tmp_path / name for name in "abc")
-    assert train(corpus, "--run-dir", first, "--no-table", "--samples", 0) == 0
+    assert train(corpus, "--run-dir", first, "--no-table", "--no-fusion-table", "--samples", 0) == 0
     config = first / "config.yaml"
     assert main(["train", "--device", "cpu", "--config", str(config), "--run-dir", str(second)]) == 0
     assert losses(second) == losses(first)
@@ -89,7 +112,7 @@ def test_a_file_gives_the_same_run_and_flags_count_more(tmp_path, corpus):
 
 
 def test_a_folder_that_has_a_run_is_left_alone(tmp_path, corpus, capsys):
-    assert train(corpus, "--run-dir", tmp_path, "--no-table", "--samples", 0) == 0
+    assert train(corpus, "--run-dir", tmp_path, "--no-table", "--no-fusion-table", "--samples", 0) == 0
     before = (tmp_path / "log.csv").read_text()
     assert train(corpus, "--run-dir", tmp_path) == 2
     assert "has a run already" in capsys.readouterr().err
@@ -99,21 +122,21 @@ def test_a_folder_that_has_a_run_is_left_alone(tmp_path, corpus, capsys):
 @pytest.mark.parametrize("more", [(), ("--params-dtype", "bf16"), ("--hidden-dropout", 0.1)], ids=["fp32", "bf16", "dropout"])
 def test_a_resumed_run_goes_on_exactly(tmp_path, corpus, more):
     whole, half = tmp_path / "whole", tmp_path / "half"
-    options = "--no-table", "--samples", 0, "--save-interval", 3, "--keep-checkpoints", 0, *more
+    options = "--no-table", "--no-fusion-table", "--samples", 0, "--save-interval", 3, "--keep-checkpoints", 0, *more
     assert train(corpus, "--run-dir", whole, *options) == 0
     assert train(corpus, "--run-dir", half, *options) == 0
     assert losses(half) == losses(whole)
     (half / "checkpoints" / "step-00000006").rename(half / "gone")
     rows = (half / "log.csv").read_text().splitlines()
     (half / "log.csv").write_text("\n".join([*rows[:5], rows[5][:9]]))  # as a run that was killed leaves it
-    assert main(["train", "--device", "cpu", "--resume", str(half), "--no-table", "--samples", "0"]) == 0
+    assert main(["train", "--device", "cpu", "--resume", str(half), "--no-table", "--no-fusion-table", "--samples", "0"]) == 0
     assert [row["step"] for row in log(half)] == list("012345")
     assert losses(half) == losses(whole)
     assert [row["eval_loss"] for row in log(half)] == [row["eval_loss"] for row in log(whole)]
 
 
 def test_both_curves(tmp_path, corpus, capsys):
-    assert train(corpus, "--run-dir", tmp_path / "run", "--compare", "--no-table", "--samples", 0) == 0
+    assert train(corpus, "--run-dir", tmp_path / "run", "--compare", "--no-table", "--no-fusion-table", "--samples", 0) == 0
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "run" / "reference")
     assert [float(a) for a in ours] == pytest.approx([float(b) for b in theirs], abs=1e-4)
     assert "the two losses are at most" in capsys.readouterr().out

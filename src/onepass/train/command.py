@@ -22,7 +22,7 @@ from onepass.train.loop import Diverged, Run
 from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
 from onepass.train.samples import Sample
-from onepass.train.table import compare, table
+from onepass.train.table import compare, each_off, table, table_of_fusions
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
@@ -174,6 +174,8 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: L
             curves["PyTorch"] = _compared(run, folder, console)
         if options.table:
             _show_table(run, console)
+        if options.fusion_table:
+            _show_fusions(run, console)
     _say_where(folder, lines, curves, console, layout)
     return 0
 
@@ -221,6 +223,13 @@ def _show_table(run: Run, console: Console) -> None:
     fused, plain = compare(run.config, run.options, run.layout, run.batches())
     console.print()
     console.print(table(fused, plain, run.layout.device.type == "cuda"))
+
+
+def _show_fusions(run: Run, console: Console) -> None:
+    with console.status("measuring the run without each of its fusions"):
+        runs = list(each_off(run.config, run.options, run.layout, run.batches()))
+    console.print()
+    console.print(table_of_fusions(runs))
 
 
 def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], console: Console, layout: Layout) -> None:

@@ -43,6 +43,7 @@ class Options(Settings):
     samples: int = setting(2, "texts that the model writes at the end")
     sample_tokens: int = setting(160, "their length")
     table: bool = setting(True, "measure the model by PyTorch's own operators at the end, for the table")
+    fusion_table: bool = setting(True, "measure the run without each of its fusions at the end, for a second table")
 
     # ---- how a step runs ----
     use_distributed_optimizer: bool = setting(False, "each data-parallel rank keeps a part of the optimizer's state (ZeRO-1)")

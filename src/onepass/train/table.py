@@ -1,8 +1,10 @@
-"""Fused against reference for this very run: some steps of each from the same start, on the same text."""
+"""Fused against reference for this very run, whole and a fusion at a time: some steps of each from one start, on one text."""
 
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,7 @@ from rich.table import Table
 
 from onepass.gpt import Config, Model
 from onepass.parallel import MainGrads
-from onepass.profiling.record import profile
+from onepass.profiling.record import profile, synchronize
 from onepass.train.batches import Batches
 from onepass.train.layout import Layout
 from onepass.train.options import Options
@@ -46,6 +48,16 @@ def _measured(config: Config, options: Options, layout: Layout, batches: Batches
 
 
 def _steps(config: Config, options: Options, layout: Layout, batches: Batches, plain: bool) -> Side:
+    step = _stepper(config, options, layout, batches, plain)
+    losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
+    memory = _memory_gib(layout)
+    found = profile(step, 0, 0.0, warmup=0, steps=1)
+    return Side(found.wall_us / 1e3, memory, sum(found.kernel_names().values()), losses)
+
+
+def _stepper(
+    config: Config, options: Options, layout: Layout, batches: Batches, plain: bool = False
+) -> Callable[[int, float], torch.Tensor]:
     trained = make(config, options, layout, plain=plain)
 
     def step(number: int, lr: float) -> torch.Tensor:
@@ -53,10 +65,11 @@ def _steps(config: Config, options: Options, layout: Layout, batches: Batches, p
         trained.update.step(lr)
         return loss
 
-    losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
-    memory = torch.cuda.max_memory_allocated(layout.device) / 2**30 if layout.device.type == "cuda" else None
-    found = profile(step, 0, 0.0, warmup=0, steps=1)
-    return Side(found.wall_us / 1e3, memory, sum(found.kernel_names().values()), losses)
+    return step
+
+
+def _memory_gib(layout: Layout) -> float | None:
+    return torch.cuda.max_memory_allocated(layout.device) / 2**30 if layout.device.type == "cuda" else None
 
 
 def _forget(device: torch.device) -> None:
@@ -64,6 +77,76 @@ def _forget(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+# ---- what each fusion brings ----
+
+# Those that can be off by themselves, and what must be off with them.
+_FUSIONS: dict[str, tuple[str, ...]] = {
+    "attention_fusion": (),
+    "apply_rope_fusion": ("attention_fusion",),
+    "norm_linear_fusion": (),
+    "persist_layer_norm": ("norm_linear_fusion", "memory_efficient_layer_norm"),
+    "bias_activation_fusion": ("activation_func_fp8_input_store", "cpu_offloading"),
+    "bias_dropout_fusion": (),
+    "cross_entropy_loss_fusion": (),
+    "gradient_accumulation_fusion": ("defer_embedding_wgrad_compute",),
+}
+
+
+@dataclass
+class Without:
+    """The run with some of its fusions off."""
+
+    flags: list[str]  # as on the command line
+    step_ms: float
+    memory_gib: float | None
+
+
+def fusions(config: Config) -> list[list[str]]:
+    """What of this configuration is switched off together, one fusion after the other: those that are on and at work."""
+    idle = set() if config.hidden_dropout or config.add_bias_linear else {"bias_dropout_fusion"}
+    if config.position_embedding_type != "rope":
+        idle.add("apply_rope_fusion")
+    asked = [[name, *others] for name, others in _FUSIONS.items() if getattr(config, name) and name not in idle]
+    return [[name for name in names if getattr(config, name)] for names in asked]
+
+
+def each_off(config: Config, options: Options, layout: Layout, batches: Batches) -> Iterator[Without]:
+    """The run as it was, and then without each of its fusions."""
+    flags = {flag.field: flag.off for flag in Config.flags()}
+    for names in [[], *fusions(config)]:
+        _forget(layout.device)
+        step = _stepper(config.replace(**dict.fromkeys(names, False)), options, layout, batches)
+        ms = min(_ms(step, calls) for calls in (2, 4, 4))  # the first allocate and compile
+        yield Without([str(flags[name]) for name in names], ms, _memory_gib(layout))
+
+
+def _ms(step: Callable[[int, float], torch.Tensor], calls: int) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for number in range(calls):
+        step(number, 0.0)
+    synchronize()
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def table_of_fusions(runs: list[Without]) -> Table:
+    made = Table("", "a step, ms", "", title="what each fusion brings: the run without it", title_justify="left")
+    if runs[0].memory_gib is not None:
+        made.add_column("memory at most, GiB")
+        made.add_column("")
+    whole = runs[0]
+    for run in runs:
+        row = [" ".join(run.flags) or "as it was", f"{run.step_ms:,.1f}", _than(run.step_ms, whole.step_ms)]
+        if run.memory_gib is not None and whole.memory_gib is not None:
+            row += [f"{run.memory_gib:,.2f}", _than(run.memory_gib, whole.memory_gib)]
+        made.add_row(*row)
+    return made
+
+
+def _than(without: float, whole: float) -> str:
+    return f"{without / whole - 1:+.1%}" if without != whole else ""
 
 
 # ---- the memory of the loss ----

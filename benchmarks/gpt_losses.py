@@ -1,0 +1,110 @@
+"""Whether a model learns the same fused: losses beside the reference's, and beside what chance does to them.
+
+    python benchmarks/gpt_losses.py [--preset NAME] [--sequences N] [--length N] [--steps N] [--json FILE]
+
+The same text, weights and learning rates in all runs, without dropout:
+
+    reference    PyTorch's operators in fp32
+    onepass      every fusion, in fp32, and in bf16 with fp32 masters
+    autocast     PyTorch's operators under bf16 autocast, fp32 weights
+
+and, as a measure, two runs of the reference that differ in nothing but the seed of their dropout. Distances are of losses at the
+same step: the mean over all steps, and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onepass.bench.record import commit, device_name, versions
+from onepass.gpt import preset
+from onepass.train import text
+from onepass.train.batches import Batches
+from onepass.train.layout import Layout
+from onepass.train.options import Options
+from onepass.train.setup import make
+from onepass.train.updates import learning_rate
+
+DROPOUT = 0.1
+# of each: whether it is by PyTorch's operators, its parameters' type, its dropout, and the seed of that
+RUNS: dict[str, tuple[bool, str, float, int]] = {
+    "reference": (True, "fp32", 0.0, 0),
+    "onepass, fp32": (False, "fp32", 0.0, 0),
+    "onepass, bf16": (False, "bf16", 0.0, 0),
+    "autocast, bf16": (True, "bf16", 0.0, 0),
+    "dropout, one seed": (True, "fp32", DROPOUT, 1),
+    "dropout, another": (True, "fp32", DROPOUT, 2),
+}
+PAIRS = [
+    ("onepass, fp32", "reference"),
+    ("onepass, bf16", "reference"),
+    ("autocast, bf16", "reference"),
+    ("dropout, one seed", "dropout, another"),
+]
+
+
+def losses(name: str, args: argparse.Namespace, tokens: text.Tokens, device: torch.device) -> torch.Tensor:
+    plain, dtype, dropout, seed = RUNS[name]
+    config = preset(args.preset, params_dtype=dtype, hidden_dropout=dropout)
+    options = Options(seq_length=args.length, micro_batch_size=args.sequences, train_iters=args.steps, lr=args.lr)
+    trained = make(config, options, Layout(device), plain=plain)
+    batches = Batches(tokens.train, args.sequences, args.length, 1, 0, 1, device)
+    found = []
+    for step in range(args.steps):
+        torch.manual_seed(1000 * step + seed)
+        loss, _ = trained.steps.run(batches.of_step(step))
+        trained.update.step(learning_rate(step, options))
+        found.append(loss.detach().double().cpu())
+    return torch.stack(found)
+
+
+def distances(found: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    rows = []
+    for one, other in PAIRS:
+        apart = (found[one] - found[other]).abs()
+        rows.append({"run": one, "beside": other, "mean": float(apart.mean()), "most": float(apart.max())})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--preset", default="124M")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    console, found = Console(width=130), {}
+    with tempfile.TemporaryDirectory() as folder:
+        size = preset(args.preset).vocab_size
+        text.prepare(Path(folder), (), size, args.length, lambda *_: None)
+        tokens = text.load(Path(folder), size)
+        for name in RUNS:
+            found[name] = losses(name, args, tokens, device)
+            console.print(f"{name}: {found[name][0]:.4f} -> {found[name][-1]:.4f}")
+    rows = distances(found)
+    shown = Table("", "beside", "mean distance", "largest", title=f"losses of {args.steps} steps, {args.preset}")
+    for row in rows:
+        shown.add_row(row["run"], row["beside"], f"{row['mean']:.2e}", f"{row['most']:.2e}")
+    console.print(shown)
+    if args.json:
+        record = {"commit": commit(), "gpu": device_name(device), "versions": versions(), "preset": args.preset}
+        record |= {"tokens": args.sequences * args.length, "steps": args.steps, "rows": rows}
+        record["losses"] = {name: [round(float(loss), 5) for loss in run] for name, run in found.items()}
+        args.json.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
