@@ -103,9 +103,9 @@ def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nonsense"], "unknown op 'nonsense'; known are activation_linear, bias_activation"),
+        (["nonsense"], "unknown op 'nonsense'; known are activation_linear, attention, bias_activation"),
         (["--case", "gelu 3x3"], "swiglu 33x40"),
-        (["--peer", "nobody"], "eager, torch.compile, Liger"),
+        (["--peer", "nobody"], "eager, torch.compile, rope + SDPA"),
         (["--plot", "run.jpeg2000"], "must end in .png"),
         (["--json", "."], "is a folder"),
     ],

@@ -96,7 +96,7 @@ def test_an_unknown_backend_is_named():
         onepass.use_backend("cuda")
     with pytest.raises(ValueError, match=r"backend must be one of auto, triton, torch.* but is 'cuda'"):
         onepass.bias_activation(x, backend="cuda")
-    with pytest.raises(ValueError, match=r"op must be one of activation_linear, bias_activation.* but is 'bias_sigmoid'"):
+    with pytest.raises(ValueError, match=r"op must be one of activation_linear, attention.* but is 'bias_sigmoid'"):
         onepass.explain("bias_sigmoid", x)
 
 

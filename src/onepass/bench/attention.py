@@ -7,14 +7,11 @@ Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and write
 Shapes    sequences x tokens x heads x groups of keys and values x width of a head, all of which is turned; `plain`: not turned.
 Peers     rope + SDPA, flash, cuDNN: our rope before PyTorch's attention, its own choice or one kernel of it (cuDNN's is not
           deterministic). torch.compile: rotation as people write it and PyTorch's attention.
-In place  ours as a model calls it, with overwrite=True. It gets a copy of qkv, made at its first call, and finds at each later
-          one what the last has left there: the same work on other numbers.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,31 +80,6 @@ def _ours(case: Case) -> Call:
     return call
 
 
-class _Instead(torch.autograd.Function):
-    """Other memory in qkv's place; its gradient is qkv's."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, other: Tensor) -> Tensor:
-        return other.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor, None]:
-        return dqkv, None
-
-
-def _in_place(case: Case) -> Call:
-    held: dict[int, Tensor] = {}  # by the qkv it was made of, of which the last is kept
-
-    def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Result:
-        if qkv.data_ptr() not in held:
-            held.clear()
-            held[qkv.data_ptr()] = qkv.detach().clone()
-        made = _Instead.apply(qkv, held[qkv.data_ptr()])  # type: ignore[no-untyped-call]
-        return attention(made, *_heads(case), cos=cos, sin=sin, overwrite=True)
-
-    return call
-
-
 # ---- PyTorch's ----
 
 
@@ -153,10 +125,8 @@ def _compiled(case: Case) -> Call:
 
 
 def _contenders(case: Case) -> list[Contender]:
-    found = [Contender("onepass", _ours, ours=True)]
-    if case.variant == "turned":
-        found.append(Contender("onepass, in place", _in_place, ours=True))
-    found += [
+    found = [
+        Contender("onepass", _ours, ours=True),
         Contender("rope + SDPA", _after_rope),
         Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)),
     ]
