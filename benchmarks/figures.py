@@ -2,7 +2,8 @@
 
 Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
 by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
-with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise. A test holds the README to them.
+with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise, and those of training by
+`benchmarks/gpt.py`, a file a model (`gpt_1B.json`), and `benchmarks/gpt_parallel.py`. A test holds the README to them.
 """
 
 import json
@@ -11,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-FIGURES, LOSS, FUSION = "figures", "loss", "fusion"  # what stands in the README between <!-- name --> and <!-- /name -->
+# what stands in the README between <!-- name --> and <!-- /name -->
+FIGURES, LOSS, FUSION, TRAINING = "figures", "loss", "fusion", "training"
 
 
 def fraction(value):
@@ -249,6 +251,49 @@ def fusion_table(path):
     return "\n".join([measured, "", *lines])
 
 
+# ---- training a whole model ----
+
+COMPILED = "plain, compiled"
+
+
+def step_lines(results):
+    """A model's ways, each against the plain one under torch.compile."""
+    for title, ways in ((title, ways) for title, ways in results["rows"].items() if COMPILED in ways):
+        plain = ways[COMPILED]
+        for way, found in ways.items():
+            if "error" in found:
+                continue
+            faster, less = plain["ms"] / found["ms"], found["peak_gib"] / plain["peak_gib"]
+            figures = [f"{faster:.2f} x", f"{less:.2f}"] if found is not plain else ["", ""]
+            figures = [f"**{figure}**" if way.startswith("onepass") else figure for figure in figures]
+            speed = f"{found['ms']:.1f}", f"{found['tokens_per_s']:,.0f}", figures[0], f"{found['of_peak']:.2f}"
+            yield line([title, way, *speed, f"{found['peak_gib']:.1f}", figures[1]])
+
+
+def scaling_line(row):
+    """Nothing of the rows that others are set beside."""
+    beside = f"{row['scaling']:.1%} of {row['ranks']} x {row['beside']}"
+    flush = row.get("pipeline")
+    idle = f"{flush['flush_ms']:.1f}, idle {flush['flush_idle_ms']:.1f}" if flush else ""
+    return line([row["name"], f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", beside, f"{row['peak_gib']:.1f}", idle])
+
+
+def training_tables(folder):
+    one = [json.loads(path.read_text()) for path in sorted(folder.glob("gpt_[0-9]*.json"))]
+    said = f"One {one[0]['gpu']}, bf16, torch {one[0]['versions']['torch']}; commit {', '.join({r['commit']: 0 for r in one})}."
+    how = "A step, deterministic, plain being PyTorch's operators under autocast with fused AdamW:"
+    lines = [f"{said} {how}", "", *header("", "", "ms", "tokens/s", "faster", "of peak", "GiB", "of its GiB")]
+    lines += [each for results in one for each in step_lines(results)]
+    for path in sorted(folder.glob("gpt_parallel_*.json")):
+        results = json.loads(path.read_text())
+        ranks = path.stem.rpartition("_")[2]
+        measured = f"1B on {ranks} of them; commit {results['commit']}. `benchmarks/gpt_parallel.py` says what the rows are."
+        lines += ["", measured, ""]
+        lines += header("", "ms", "tokens/s", "scaling", "GiB", "flush, ms")
+        lines += [scaling_line(row) for row in results["rows"].values() if row.get("scaling")]
+    return "\n".join(lines)
+
+
 # ---- the README ----
 
 
@@ -262,6 +307,7 @@ def between(text, name, made):
 def with_figures(readme, folder=RESULTS):
     scripts = folder / "scripts"
     made = {FIGURES: tables(folder), LOSS: loss_tables(scripts), FUSION: fusion_table(scripts / "fusion.json")}
+    made[TRAINING] = training_tables(scripts)
     for name, table_text in made.items():
         readme = between(readme, name, table_text)
     return readme

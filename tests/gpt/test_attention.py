@@ -1,11 +1,14 @@
 """The model's attention as one op: which way a configuration takes, what is kept, and what is computed again."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
+from onepass.gpt.block import faster_by_pytorch
 
 OFF = {"attention_fusion": False}
 
@@ -101,3 +104,13 @@ def test_less_is_kept():
 
     q_and_k = 22 * (4 + 2) * 8 * 8  # bytes of a layer's, of 22 tokens in fp64
     assert kept(OFF) - kept({}) >= SHAPE["num_layers"] * q_and_k
+
+
+def test_pytorchs_is_taken_where_it_is_faster():
+    on_gpu, here = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
+    assert faster_by_pytorch(on_gpu, 128) and not faster_by_pytorch(on_gpu, 64) and not faster_by_pytorch(here, 128)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not faster_by_pytorch(on_gpu, 128)
+    finally:
+        torch.use_deterministic_algorithms(False)

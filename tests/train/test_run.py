@@ -1,6 +1,7 @@
 """`onepass train` from the text to the table, on a model of a few thousand parameters."""
 
 import csv
+import io
 import os
 import shlex
 import signal
@@ -21,7 +22,7 @@ from onepass.gpt.settings import read_yaml
 from onepass.train.command import _say_where
 from onepass.train.layout import Layout
 from onepass.train.record import Line
-from onepass.train.table import fusions
+from onepass.train.table import Without, fusions, table_of_fusions
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -176,3 +177,12 @@ def _until(true, seconds=90):
     while not true():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.05)
+
+
+def test_the_table_of_fusions_is_set_beside_the_better_of_two():
+    runs = [Without([], 20.0, 4.0), Without(["--no-rope-fusion"], 12.0, 5.0), Without([], 10.0, 4.0)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table_of_fusions(runs))
+    said = console.export_text()
+    assert "10.0" in said and "20.0" not in said
+    assert "+20.0%" in said and "+25.0%" in said and "--no-rope-fusion" in said

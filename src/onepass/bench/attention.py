@@ -27,7 +27,7 @@ from onepass.runtime.backend import explain
 
 OP = "attention"
 _SHAPES = {  # the first two are what notes speak of
-    "turned": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (1, 16384, 32, 8, 128), (4, 4096, 32, 32, 128)],
+    "turned": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)],
     "plain": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64)],
 }
 _CPU = {"turned": [(1, 512, 8, 2, 64)], "plain": [(1, 512, 8, 2, 64)]}
