@@ -155,6 +155,18 @@ def test_large_scores_overflow_nothing(backend):
 
 
 @needs_triton
+@needs_triton
+def test_rows_that_see_nothing_in_their_first_keys():
+    """Scores of minus infinity in a whole tile of keys: nothing of those, and no NaN."""
+    qkv = torch.randn(1, 130, COLUMNS, device=DEVICE).to(BF16)
+    q, k, _ = parts_of(qkv, HEADS, GROUPS)
+    k[:, :64, :, 0], q[:, :, :, 0], q[:, 64:, :, 0] = -1e30, 0.0, 1e30
+    k[:, 64:, :, 0] = 0.0
+    got = onepass.attention(qkv, HEADS, GROUPS, backend="triton")[:, 64:]
+    expected = onepass.attention(qkv[:, 64:], HEADS, GROUPS, backend="triton")
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("value", (math.nan, math.inf))
 @pytest.mark.parametrize("part", ("q", "k", "v"))
 def test_nan_and_infinities_come_through(part, value):

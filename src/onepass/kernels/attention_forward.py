@@ -50,8 +50,9 @@ def _mix(
     highest = tl.max(scores, 1) * qk_scale
     higher = tl.where(highest > m, highest, m)
     higher = tl.where(highest == highest, higher, highest)  # NaN stays
-    p = tl.exp2(scores * qk_scale - higher[:, None])
-    shrink = tl.exp2(m - higher)
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that sees nothing yet
+    p = tl.exp2(scores * qk_scale - base[:, None])
+    shrink = tl.exp2(m - base)
     total = total * shrink + tl.sum(p, 1)
     v = load_tokens(v_head, first, V_S, S, D, BLOCK_N, not DIAGONAL)
     y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])

@@ -25,7 +25,7 @@ class Trained:
 
 def make(config: Config, options: Options, layout: Layout, plain: bool = False) -> Trained:
     """plain: what is trained without onepass. On one rank fp32 weights and PyTorch's AdamW, under autocast where config's are
-    narrower; on several the same gradients' sums as onepass', of PyTorch's operators."""
+    narrower; on several PyTorch's operators in the model, and gradients and AdamW as onepass has them."""
     alone = plain and layout.ranks == 1
     used = config.reference() if plain else config
     autocast = config.dtype if alone and config.dtype != torch.float32 else None
