@@ -19,9 +19,12 @@ import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
+from onepass.train import checkpoint
 from onepass.train.command import _say_where
 from onepass.train.layout import Layout
+from onepass.train.loop import Run
 from onepass.train.record import Line
+from onepass.train.steps import Steps
 from onepass.train.table import Without, fusions, table_of_fusions
 
 SMALL = shlex.split(
@@ -177,6 +180,32 @@ def _until(true, seconds=90):
     while not true():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.05)
+
+
+def test_a_step_may_be_told_when_the_next_is_on_its_way(tmp_path, corpus, monkeypatch):
+    """As on a GPU, which else had nothing to do while its loss is waited for. All is told before it is saved or evaluated."""
+    options = "--no-table", "--no-fusion-table", "--samples", 0, "--save-interval", 2, "--eval-interval", 5
+    assert train(corpus, "--run-dir", tmp_path / "at once", *options) == 0
+    monkeypatch.setattr(Run, "_waits_later", property(lambda run: True, lambda run, late: None), raising=False)
+    order = []
+    watch(monkeypatch, Run, "_log", lambda run, line: order.append(f"told {line.step}"))
+    watch(monkeypatch, Steps, "run", lambda *given: order.append("run"))
+    watch(monkeypatch, checkpoint, "save", lambda *given: order.append("saved"))
+    assert train(corpus, "--run-dir", tmp_path / "later", *options) == 0
+    one, other = (log(tmp_path / name) for name in ("at once", "later"))
+    same = ("step", "loss", "lr", "grad_norm", "eval_loss")
+    assert [[row[key] for key in same] for row in one] == [[row[key] for key in same] for row in other]
+    assert " ".join(order) == "run run told 0 told 1 saved run run told 2 told 3 saved run told 4 run told 5 saved"
+
+
+def watch(monkeypatch, owner, name, look):
+    stock = getattr(owner, name)
+
+    def called(*args, **options):
+        look(*args)
+        return stock(*args, **options)
+
+    monkeypatch.setattr(owner, name, called)
 
 
 def test_the_table_of_fusions_is_set_beside_the_better_of_two():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,15 @@ class Diverged(Exception):
     """The loss is no number any more."""
 
 
+class _Ended(NamedTuple):
+    """A step; its loss and norm are waited for when they are told."""
+
+    step: int
+    loss: Tensor
+    norm: Tensor
+    lr: float
+
+
 class Run:
     """One training run of this rank.
 
@@ -51,6 +61,8 @@ class Run:
         self.size = stages.sequences(config, options, layout.data.size)
         self._tokens = tokens or folder / "tokens"
         self.stopped = self._asked_to_stop = False
+        self._untold: _Ended | None = None
+        self._waits_later = layout.device.type == "cuda"
 
     def train(self) -> list[Line]:
         """The logged steps. Ends early, with a checkpoint, where SIGTERM asks for it."""
@@ -101,14 +113,16 @@ class Run:
             loss, norm = self.trained.steps.run(batches.of_step(step))
             lr = learning_rate(step, options)
             self.trained.update.step(lr)
+            self._tell()  # of the step before: a GPU has this one to do while that one is waited for
             done, last = step + 1, step + 1 == options.train_iters
             stop = self._told_to_stop()
-            evaluate = options.eval_iters and (last or (options.eval_interval and done % options.eval_interval == 0))
+            evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
+            save = last or stop or (options.save_interval and done % options.save_interval == 0)
             if evaluate or stop or last or done % options.log_interval == 0:
-                line = self._line(step, loss, norm, lr)
-                self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
-                self._wind(done)
-            if last or stop or (options.save_interval and done % options.save_interval == 0):
+                self._untold = _Ended(step, loss, norm, lr)
+            if evaluate or save or not self._waits_later:
+                self._tell(evaluate)
+            if save:
                 checkpoint.save(self.folder / "checkpoints", done, self.trained, self.config, options, self.layout)
                 self._wind(done)
             if stop:
@@ -128,6 +142,15 @@ class Run:
             torch.manual_seed(((self.options.seed * 1_000_003 + step) * 4099 + place) % (1 << 62))
 
     # ---- looking ----
+
+    def _tell(self, evaluate: bool = False) -> None:
+        """The log's line of a step that has none yet."""
+        if self._untold is None:
+            return
+        ended, self._untold = self._untold, None
+        line = self._line(*ended)
+        self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
+        self._wind(ended.step + 1)
 
     def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Line:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
