@@ -204,7 +204,7 @@ def _fake(x: Tensor, name: str, value: bool | tuple[int, ...], args: argparse.Na
     shapes: dict[str, Sequence[int]] = {"token_weight": x.shape[:-1], "residual": x.shape}
     if name in ("cos", "sin"):  # of attention: a number a token and pair of a head's numbers
         every = args.heads + 2 * (args.heads if args.groups is None else args.groups)
-        shapes[name] = *x.shape[1:2], x.shape[-1] // every // 2
+        shapes[name] = *x.shape[1:2], x.shape[-1] // max(1, every) // 2
     weight = getattr(args, "weight", None)
     if isinstance(weight, tuple):  # a linear layer's [out, in]
         shapes["bias"] = weight[:1]

@@ -106,11 +106,24 @@ def test_less_is_kept():
     assert kept(OFF) - kept({}) >= SHAPE["num_layers"] * q_and_k
 
 
-def test_pytorchs_is_taken_where_it_is_faster():
-    on_gpu, here = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
+def test_pytorchs_is_taken_where_it_is_faster(monkeypatch):
+    on_gpu, here = (SimpleNamespace(is_cuda=is_cuda, device=None) for is_cuda in (True, False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not faster_by_pytorch(on_gpu, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert faster_by_pytorch(on_gpu, 128) and not faster_by_pytorch(on_gpu, 64) and not faster_by_pytorch(here, 128)
     torch.use_deterministic_algorithms(True)
     try:
         assert not faster_by_pytorch(on_gpu, 128)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("fusions", ({}, {"norm_linear_fusion": False}))
+def test_norms_have_the_epsilon_they_are_given(fusions):
+    """One as large as the hidden states' squares changes the result, in every way alike."""
+    tokens, _, _ = given()
+    losses = [started(Config(**SHAPE, layernorm_epsilon=eps, **fusions))(tokens) for eps in (1e-5, 1e-1)]
+    plain = started(Config(**SHAPE, layernorm_epsilon=1e-1).reference())(tokens)
+    assert not torch.allclose(losses[0], losses[1])
+    torch.testing.assert_close(losses[1], plain)

@@ -210,15 +210,16 @@ def turned(x, position):
     return torch.cat([z.real, z.imag])
 
 
-def test_llama_3s_stretching():
+@pytest.mark.parametrize(("low", "high", "kept"), ((1.0, 4.0, 15), (2.0, 16.0, 11)))
+def test_llama_3s_stretching(low, high, kept):
     """Long waves are divided by the factor, short ones kept, and between is a straight line in the number of waves."""
-    config = preset("1B")
+    config = preset("1B", rope_scaling_low_freq_factor=low, rope_scaling_high_freq_factor=high)
     plain, stretched = frequencies(config.replace(use_rope_scaling=False)), frequencies(config)
     waves = 8192 * plain / (2 * math.pi)
-    assert torch.equal(stretched[waves >= 4], plain[waves >= 4]) and (waves >= 4).sum() == 15
-    torch.testing.assert_close(stretched[waves <= 1], plain[waves <= 1] / 32)
-    between = (waves > 1) & (waves < 4)
-    share = (waves[between] - 1) / 3
+    assert torch.equal(stretched[waves >= high], plain[waves >= high]) and (waves >= high).sum() == kept
+    torch.testing.assert_close(stretched[waves <= low], plain[waves <= low] / 32)
+    between = (waves > low) & (waves < high)
+    share = (waves[between] - low) / (high - low)
     assert between.any()
     torch.testing.assert_close(stretched[between], (1 - share) * plain[between] / 32 + share * plain[between])
 

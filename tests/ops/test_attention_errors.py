@@ -58,3 +58,17 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(backend):
     with torch.no_grad():
         onepass.attention(leaf, 4, 2, cos=table, sin=table, overwrite=True, backend=backend)
     assert not torch.equal(leaf, qkv)
+
+
+def test_what_is_written_is_neither_shared_nor_a_copy_of_a_leaf():
+    """Numbers that lie in one place are read in place and turned elsewhere; under autocast it is a copy that is written."""
+    cos, sin = torch.ones(6, 4), torch.zeros(6, 4) + 0.5
+    rows = torch.randn(200)
+    shared = rows.as_strided((1, 6, 64), (0, 10, 1))  # each row begins within the one before
+    got = onepass.attention(shared, 2, 1, cos=cos, sin=sin, overwrite=True)
+    torch.testing.assert_close(got, onepass.attention(shared.clone(), 2, 1, cos=cos, sin=sin))
+    leaf = torch.randn(1, 6, 64, requires_grad=True)
+    before = leaf.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        onepass.attention(leaf, 2, 1, cos=cos, sin=sin, overwrite=True).float().sum().backward()
+    assert torch.equal(leaf, before) and leaf.grad is not None

@@ -20,12 +20,13 @@ from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
 from onepass.train import checkpoint
-from onepass.train.command import _say_where
+from onepass.train.command import _say_where, _settle
 from onepass.train.layout import Layout
 from onepass.train.loop import Run
+from onepass.train.options import Options
 from onepass.train.record import Line
 from onepass.train.steps import Steps
-from onepass.train.table import Without, fusions, table_of_fusions
+from onepass.train.table import Without, fusions, table_of_fusions, without
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -74,8 +75,12 @@ def test_fusions_are_switched_off_one_by_one_with_what_needs_them():
         ["cross_entropy_loss_fusion"],
         ["gradient_accumulation_fusion"],
     ]
-    for names in fusions(config):
-        config.replace(**dict.fromkeys(names, False))  # contradicts nothing
+    later = {"pipeline_model_parallel_size": 2, "defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}
+    for given in (config, Config(**later, untie_embeddings_and_output_weights=True)):
+        for names in fusions(given):
+            assert not any(getattr(without(given, names), name) for name in names)  # contradicts nothing
+        given.reference()
+    assert fusions(Config(qk_layernorm=True))[0] != ["attention_fusion"]
     idle = fusions(Config(position_embedding_type="none", norm_linear_fusion=False))
     assert ["bias_dropout_fusion"] not in idle and ["apply_rope_fusion", "attention_fusion"] not in idle
     assert ["norm_linear_fusion"] not in idle and ["persist_layer_norm"] in idle
@@ -206,6 +211,21 @@ def watch(monkeypatch, owner, name, look):
         return stock(*args, **options)
 
     monkeypatch.setattr(owner, name, called)
+
+
+def test_how_often_is_logged(tmp_path, corpus):
+    options = "--no-table", "--no-fusion-table", "--samples", 0, "--eval-iters", 0
+    assert train(corpus, "--run-dir", tmp_path, "--log-interval", 4, *options) == 0
+    assert [row["step"] for row in log(tmp_path)] == ["3", "5"]  # and the last
+
+
+@pytest.mark.parametrize("asked", (True, False))
+def test_bits_are_the_same_where_it_is_asked_for(asked):
+    try:
+        _settle(Options(deterministic=asked))
+        assert torch.are_deterministic_algorithms_enabled() == asked
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_table_of_fusions_is_set_beside_the_better_of_two():

@@ -7,7 +7,10 @@ import torch
 from train.checkpoint_runs import alone, batch, configured, go
 
 import onepass
+from onepass.gpt import Config
 from onepass.parallel import MasterWeights
+from onepass.train.layout import Layout
+from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.updates import MainGradUpdate, adamw_options, parameter_groups
 
@@ -110,3 +113,11 @@ def test_an_interrupted_steps_gradients_are_in_no_other(when, settings):
     assert any(buffer.any() for buffer in interrupted.update.main_grads.buffers)
     assert go(interrupted, alone(), 1, 3) == lines[1:]
     assert torch.equal(weights(interrupted), weights(straight))
+
+
+def test_adamws_numbers_are_those_of_the_flags():
+    options = Options(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-3, lr=0.25)
+    for plain in (False, True):
+        update = make(Config(num_layers=1), options, Layout(torch.device("cpu")), plain=plain).update
+        for group in update.optimizer.param_groups:
+            assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.25)

@@ -93,7 +93,7 @@ class Config(Settings):
     bias_dropout_fusion: bool = setting(True, "bias, dropout and residual in one pass")
     apply_rope_fusion: bool = setting(True, "rotate queries and keys in one kernel")
     attention_fusion: bool = setting(
-        True, "rotation and attention as one op, deterministic by construction; PyTorch's with qk_layernorm or attention_dropout"
+        True, "rotation and attention as one op, deterministic by construction; PyTorch's where it can't, or is slower"
     )
 
     # ---- loss ----
@@ -236,7 +236,7 @@ _REFERENCE = {
     "persist_layer_norm": False, "memory_efficient_layer_norm": False, "norm_linear_fusion": False,
     "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
-    "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False,
+    "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
 }  # fmt: skip
 _FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron's, where they are not the field with dashes and `--no-` before it
     "layernorm_epsilon": ("--norm-epsilon", None),

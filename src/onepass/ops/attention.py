@@ -90,7 +90,12 @@ def _may_write(qkv: Tensor, *tables: Maybe) -> bool:
     """Whether anything can: who watches is given no op that writes, and numbers in one place would be turned together."""
     if watched(qkv, *tables) or transformed():
         return False
-    return all(stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True) if size > 1)
+    extent = 1
+    for stride, size in sorted(zip(qkv.stride(), qkv.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return False
+        extent = max(extent, stride * size)
+    return True
 
 
 # ---- by kernels ----
@@ -335,7 +340,7 @@ def attention(
         scale: of the scores, above 0; ``D ** -0.5`` where it is None.
         overwrite: q and k may be turned in qkv's own memory, which spares a copy of it. Nobody else may need qkv afterwards:
             what autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed region
-            begins with qkv. Without tables it does nothing, nor under a compiler.
+            begins with qkv. Without tables it does nothing, nor under a compiler or a transform.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention.
 
@@ -345,7 +350,7 @@ def attention(
     _check(qkv, heads, groups, cos=cos, sin=sin, scale=scale)
     chosen = choose("attention", backend, unsupported(qkv, heads, groups))
     overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and _may_write(qkv, cos, sin)
-    if overwrite:
+    if overwrite and product_type(qkv) == qkv.dtype:  # else it is a copy that is written
         _check_overwritable(qkv)
     if chosen not in NATIVE:
         options: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved, "scale": scale, "overwrite": overwrite}

@@ -3,7 +3,7 @@
 Megatron's convention. `weight.main_grad` (fp32, fp16 or bf16, of the weight's shape) gathers gradients over microbatches;
 nothing of their size is allocated. What autograd is given instead, and what happens in each kind of pass:
 - `.backward()`: added to main_grad. Where `weight.grad_added_to_main_grad` exists it becomes True and autograd gets zeros, so
-  that the hooks that wait for a gradient run; otherwise it gets none.
+  that the hooks that wait for a gradient run; otherwise it gets none. Of `MainGrads`' parameters one op of a pass gets zeros.
 - `torch.autograd.grad(..., weight)`: the gradient itself comes back, and main_grad stays as it is.
 - a pass that does not ask for the weight (`autograd.grad` by something else): nothing is computed.
 A compiled graph can do the first only: in another pass it raises before anything is written.
@@ -167,7 +167,7 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED, again: bool =
         return None
     if torch.compiler.is_compiling():
         return torch.zeros_like(parameter)
-    if again:
+    if again and wanted is not Asked.CAPTURED:  # whoever asks for that calls no hooks, and wants a tensor
         return None
     cleared, recorded = _is_cleared(parameter), capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared

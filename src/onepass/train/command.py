@@ -29,8 +29,8 @@ _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorb
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU two minutes. "
-        "Each fusion has a flag; at the end a table says what they brought."
+        "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU two to three minutes. "
+        "Each fusion has a flag; at the end tables say what they brought, together and each alone."
     )
     parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, under the names of the flags")

@@ -81,7 +81,7 @@ def _forget(device: torch.device) -> None:
 
 # ---- what each fusion brings ----
 
-# Those that can be off by themselves, and what must be off with them.
+# Those that can be off by themselves, and what must be off (or 0) with them.
 _FUSIONS: dict[str, tuple[str, ...]] = {
     "attention_fusion": (),
     "apply_rope_fusion": ("attention_fusion",),
@@ -90,7 +90,7 @@ _FUSIONS: dict[str, tuple[str, ...]] = {
     "bias_activation_fusion": ("activation_func_fp8_input_store", "cpu_offloading"),
     "bias_dropout_fusion": (),
     "cross_entropy_loss_fusion": (),
-    "gradient_accumulation_fusion": ("defer_embedding_wgrad_compute",),
+    "gradient_accumulation_fusion": ("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
 }
 
 
@@ -108,6 +108,8 @@ def fusions(config: Config) -> list[list[str]]:
     idle = set() if config.hidden_dropout or config.add_bias_linear else {"bias_dropout_fusion"}
     if config.position_embedding_type != "rope":
         idle.add("apply_rope_fusion")
+    if config.qk_layernorm or config.attention_dropout:
+        idle.add("attention_fusion")
     asked = [[name, *others] for name, others in _FUSIONS.items() if getattr(config, name) and name not in idle]
     return [[name for name in names if getattr(config, name)] for names in asked]
 
@@ -117,9 +119,18 @@ def each_off(config: Config, options: Options, layout: Layout, batches: Batches)
     flags = {flag.field: flag.off for flag in Config.flags()}
     for names in [[], *fusions(config), []]:
         _forget(layout.device)
-        step = _stepper(config.replace(**dict.fromkeys(names, False)), options, layout, batches)
-        ms = min(_ms(step, calls) for calls in (1, 2, 2, 2))  # the first allocate and compile
-        yield Without([str(flags[name]) for name in names], ms, _memory_gib(layout))
+        said = [off for name in names if (off := flags[name]) is not None]
+        yield Without(said, _step_ms(without(config, names), options, layout, batches), _memory_gib(layout))
+
+
+def without(config: Config, names: list[str]) -> Config:
+    return config.replace(**{name: type(getattr(config, name))(0) for name in names})
+
+
+def _step_ms(config: Config, options: Options, layout: Layout, batches: Batches) -> float:
+    """By itself, so that nothing of the model is left when the next one's memory is counted."""
+    step = _stepper(config, options, layout, batches)
+    return min(_ms(step, calls) for calls in (1, 2, 2, 2))  # the first allocate and compile
 
 
 def _ms(step: Callable[[int, float], torch.Tensor], calls: int) -> float:
