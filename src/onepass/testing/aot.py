@@ -151,6 +151,7 @@ ALLOWED_SPILLS = {
     ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised smoothing", 90): 2,
     ("softmax_whole_rows both", "cross_entropy rows 2048x128256 softcap and smoothing", 80): 6,
     ("bias_activation backward", "activation_linear gelu 37x1", 100): 2,
+    ("dropout_add dropout_backward", "dropout_add 37x1", 90): 2,
     # a few instructions in a loop of hundreds, on GPUs that nobody has measured it on
     ("attention_backward dq", "attention 8/8x128", 80): 10,
     ("attention_backward dq", "attention 32/8x128", 80): 10,
