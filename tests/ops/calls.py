@@ -46,3 +46,14 @@ def says(words, raised):
     """Whether an error says all these words."""
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+def caught(mutant, cases, judge_case):
+    """Whether one of the cases finds a broken copy of a room wrong, or it raises: a shape or a grid that can't be."""
+    for case in cases:
+        try:
+            if not judge_case(mutant, case):
+                return True
+        except (AssertionError, ValueError, RuntimeError):
+            return True
+    return False

@@ -62,9 +62,13 @@ def attention_reference(
 
 
 def _heads(qkv: Tensor, heads: int, groups: int | None, interleaved: bool, scale: float | None) -> Heads:
+    D = _head_size(qkv, heads, groups)
     groups = heads if groups is None else groups
-    D = qkv.shape[-1] // (heads + 2 * groups)
     return Heads(heads, groups, bool(interleaved), D**-0.5 if scale is None else float(scale))
+
+
+def _head_size(qkv: Tensor, heads: int, groups: int | None) -> int:
+    return qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
 
 
 # ---- in qkv's own memory ----
@@ -283,7 +287,7 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: A
     dtype = product_type(qkv)
     if dtype not in _TYPES:
         return f"qkv is {dtype}, and the kernels take 16 bits"
-    D = qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+    D = _head_size(qkv, heads, groups)
     if D not in SIZES:
         return f"heads of {D} are none of {', '.join(map(str, SIZES))}"
     if qkv.shape[1] > LONGEST:
@@ -300,7 +304,7 @@ def variant(
     """Which kernels a call runs, and their tiles."""
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
-    D = qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+    D = _head_size(qkv, heads, groups)
     room = shared_memory(qkv.device)
     forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
     said = f"tiles of queries x keys: forward {forward.block_m} x {forward.block_n}; "

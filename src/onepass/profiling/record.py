@@ -134,16 +134,17 @@ def timed(call: Callable[[], None], steps: int) -> Timing:
     before = torch.cuda.memory_allocated() if gpu_in_use() else 0
     if gpu_in_use():
         torch.cuda.reset_peak_memory_stats()
-    one, _ = _run(call, 1)
+    one, _ = run(call, 1)
     calls = max(steps, min(_MOST_CALLS, int(_RUN_US / max(one, 1.0))))
     runs: list[tuple[float, float]] = []
     while len(runs) < _RUNS[0] or (len(runs) < _RUNS[1] and sum(wall for wall, _ in runs) * calls < _TIMING_US):
-        runs.append(_run(call, calls))
+        runs.append(run(call, calls))
     peak = torch.cuda.max_memory_allocated() - before if gpu_in_use() else None
     return Timing(tuple(wall for wall, _ in runs), tuple(host for _, host in runs), peak)
 
 
-def _run(call: Callable[[], None], calls: int) -> tuple[float, float]:
+def run(call: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Microseconds of a call by the clock on the wall, and until the last was queued, of calls that follow each other."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from onepass.gpt import Config, Model
 from onepass.parallel import MainGrads
-from onepass.profiling.record import profile, synchronize
+from onepass.profiling.record import profile, run
 from onepass.train.batches import Batches
 from onepass.train.layout import Layout
 from onepass.train.options import Options
@@ -130,16 +129,8 @@ def without(config: Config, names: list[str]) -> Config:
 def _step_ms(config: Config, options: Options, layout: Layout, batches: Batches) -> float:
     """By itself, so that nothing of the model is left when the next one's memory is counted."""
     step = _stepper(config, options, layout, batches)
-    return min(_ms(step, calls) for calls in (1, 2, 2, 2))  # the first allocate and compile
-
-
-def _ms(step: Callable[[int, float], torch.Tensor], calls: int) -> float:
-    synchronize()
-    start = time.perf_counter()
-    for number in range(calls):
-        step(number, 0.0)
-    synchronize()
-    return (time.perf_counter() - start) / calls * 1e3
+    walls = [wall for wall, _ in (run(lambda: step(0, 0.0), calls) for calls in (1, 2, 2, 2))]  # the first allocate and compile
+    return min(walls) / 1e3
 
 
 def table_of_fusions(runs: list[Without]) -> Table:
@@ -147,11 +138,11 @@ def table_of_fusions(runs: list[Without]) -> Table:
     if runs[0].memory_gib is not None:
         made.add_column("memory at most, GiB")
         made.add_column("")
-    whole = min(runs[0], runs[-1], key=lambda run: run.step_ms)
-    for run in [whole, *runs[1:-1]]:
-        row = [" ".join(run.flags) or "as it was", f"{run.step_ms:,.1f}", _than(run.step_ms, whole.step_ms)]
-        if run.memory_gib is not None and whole.memory_gib is not None:
-            row += [f"{run.memory_gib:,.2f}", _than(run.memory_gib, whole.memory_gib)]
+    whole = min(runs[0], runs[-1], key=lambda each: each.step_ms)
+    for each in [whole, *runs[1:-1]]:
+        row = [" ".join(each.flags) or "as it was", f"{each.step_ms:,.1f}", _than(each.step_ms, whole.step_ms)]
+        if each.memory_gib is not None and whole.memory_gib is not None:
+            row += [f"{each.memory_gib:,.2f}", _than(each.memory_gib, whole.memory_gib)]
         made.add_row(*row)
     return made
 
