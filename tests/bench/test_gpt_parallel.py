@@ -33,6 +33,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What --small writes; traces beside it."""
     folder = tmp_path_factory.mktemp("small")
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    kept.setdefault("ONEPASS_COMMIT", "unknown")  # of a copy that is no checkout
     script = [sys.executable, str(BENCHMARKS / "gpt_parallel.py"), "--small"]
     done = subprocess.run(
         [*script, "--json", str(folder / "found.json"), "--traces", str(folder / "traces")],

@@ -17,7 +17,7 @@ from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-LAYOUTS = ("contiguous", "sliced", "swapped", "unaligned", "strided")
+LAYOUTS = ("contiguous", "sliced", "swapped", "unaligned", "strided", "followed")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def small_cases() -> list[Case]:
     case = Case(small=True)
     return [
         case,
-        replace(case, S=70, heads=6, groups=3, R=0, dtype=FP16),
+        replace(case, S=70, heads=6, groups=3, R=0, dtype=FP16, layout="followed"),
         replace(case, S=65, heads=3, groups=1, R=8, interleaved=True, overwrite=True, layout="sliced"),
         replace(case, S=33, D=32, R=32, scale=0.5, overwrite=True, each=True),
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),

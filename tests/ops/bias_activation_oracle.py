@@ -73,6 +73,9 @@ def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "swapped" and t.dim() > 2:  # the first two dimensions: whole rows, but not evenly spaced
         return t.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "followed" and t.dim() > 2:  # each sequence by a row that is not its own
+        longer = torch.full((*t.shape[:-2], t.shape[-2] + 1, t.shape[-1]), float("nan"), dtype=t.dtype, device=t.device)
+        return longer[..., :-1, :].copy_(t)
     if layout == "expanded":
         return t.reshape(-1, t.shape[-1])[0].expand(t.shape)
     if layout == "unaligned":
