@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from ops.calls import relative
 
 from onepass.gpt import Config
-from onepass.gpt.grouped import grouped_linear
-from onepass.gpt.moe import MoE, balance, collect, routed, spread
+from onepass.gpt.moe import MoE, balance, routed
 from onepass.gpt.start import Start
+from onepass.nn.grouped import grouped_linear
+from onepass.nn.routing import collect, spread
 
 H, E, SIZE = 12, 5, 8
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from gpu.calls import captured, nobody_waits, other_stream
 
-from onepass.gpt import Model, grouped, preset
+from onepass.gpt import Model, preset
+from onepass.nn import grouped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

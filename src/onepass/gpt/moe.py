@@ -7,97 +7,36 @@ multiplied in by the activation. No token is dropped. The ranks of tp_group have
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt.config import Config
-from onepass.gpt.grouped import grouped_linear
 from onepass.gpt.parts import plain_activation
 from onepass.gpt.start import Start
+from onepass.nn.grouped import grouped_linear
 from onepass.nn.norm import MarkedParameters
+from onepass.nn.routing import Routes, collect, counted, routes_of, spread
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.bias_activation import bias_activation
 from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
-from onepass.runtime.dispatch import once
-
-
-class Routes(NamedTuple):
-    """Where T tokens go: T x k rows, sorted by expert."""
-
-    weights: Tensor  # [T x k] fp32, of the rows
-    tokens: Tensor  # [T x k]: each row's token
-    rows: Tensor  # [T, k]: each token's rows
-    ends: Tensor  # [experts] int32: where each expert's rows end
 
 
 def routed(probabilities: Tensor, k: int) -> Routes:
     """Each token to its k likeliest experts, whose weights are their probabilities, of several made to sum to 1."""
-    experts = probabilities.shape[1]
     weights, chosen = probabilities.topk(k, dim=1)
     if k > 1:
         weights = weights / weights.sum(1, keepdim=True)
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    rows = torch.empty_like(order)
-    rows[order] = torch.arange(order.shape[0], device=order.device)
-    counts = _counts(flat, experts)
-    return Routes(weights.flatten()[order], order // k, rows.view(-1, k), counts.cumsum(0).int())
-
-
-def _counts(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen. Not by bincount, which waits for the GPU."""
-    return (chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)).sum(0)
+    return routes_of(weights, chosen, probabilities.shape[1])
 
 
 def balance(probabilities: Tensor, k: int) -> Tensor:
     """Experts x sum of (share of the tokens x mean probability): least, and 1, where all experts get as many tokens."""
     tokens, experts = probabilities.shape
-    counts = _counts(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
+    counts = counted(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
     return experts / max(tokens * tokens * k, 1) * (counts * probabilities.sum(0)).sum()
-
-
-# ---- rows of tokens and back: each is the other's gradient, and neither needs atomics ----
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return x[tokens]
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        return dy[rows].sum(1), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return x[rows].sum(1)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,) = ctx.saved_tensors
-        return dy[tokens], None, None
-
-
-def spread(x: Tensor, routes: Routes) -> Tensor:
-    """[T x k, H] of [T, H]."""
-    y: Tensor = _Spread.apply(x, routes.tokens, routes.rows)  # type: ignore[no-untyped-call]
-    return y
-
-
-def collect(x: Tensor, routes: Routes) -> Tensor:
-    """[T, H] of [T x k, H]: the sum of each token's rows."""
-    y: Tensor = _Collect.apply(x, routes.tokens, routes.rows)  # type: ignore[no-untyped-call]
-    return y
 
 
 # ---- modules ----
