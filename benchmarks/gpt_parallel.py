@@ -10,7 +10,8 @@ bf16 weights, fp32 main_grad, masters and moments, clipping, deterministic. Sequ
             are reduced under the last backward
     tp_sp   2 ranks with tensor and sequence parallelism: 4 sequences a step for both (strong), and 8, as many a rank (weak)
     pp      2 stages, 8 microbatches of 1 sequence, a head that is not tied to the embedding; "later" is with
-            defer_embedding_wgrad_compute, of the first 2 microbatches or of all 8
+            defer_embedding_wgrad_compute, of the first 2 microbatches or of all 8; "uneven" has fewer layers in the last
+            stage, so that with the head it has as much to do as the first
 
 Scaling is tokens a second, over the ranks times those of the row on one GPU that is named beside it. Milliseconds are of steps
 that follow each other, optimizer included, on the slowest rank: the median of the rounds. The loss is of the same step in all
@@ -110,9 +111,19 @@ TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = UNTIED | {"pipeline_model_parallel_size": 2}
 
 
+def layers_beside_head(config: Config, multiple: int = 1) -> int:
+    """How many layers the last of two ranks is to have, so that with the head they are half of all: the nearest such multiple."""
+    # A parameter is a multiplication a token. 1B's head, vocab_size x hidden_size, has as many as 4.3 of its 16 blocks:
+    # (16 - 4.3) / 2 is 5.8, so the last rank has 6 layers and the first one 10.
+    block = config.replace(num_layers=2).parameters_count() - config.replace(num_layers=1).parameters_count()
+    exact = (config.num_layers - config.vocab_size * config.hidden_size / block) / 2
+    return max(1, round(exact / multiple)) * multiple
+
+
 def all_rows(size: Size, ranks: int) -> list[Row]:
     alone = "one, 8 x 1"
-    quarter = {"num_layers_per_virtual_pipeline_stage": preset(size.preset).num_layers // 4}  # two stages a rank
+    two = {"virtual_pipeline_model_parallel_size": 2}  # stages a rank
+    uneven, both = ({"num_layers_in_last_pipeline_stage": layers_beside_head(preset(size.preset), n)} for n in (1, 2))
 
     def pipeline(name: str, model: dict[str, Any], schedule: str = "1f1b") -> Row:
         return Row(name, "pp", 2, 8, 1, alone, STAGES | model, {"pipeline_schedule": schedule})
@@ -130,8 +141,12 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
         pipeline("pp", {}),
         pipeline("pp, 2 later", LATER | {"wgrad_deferral_limit": 2}),
         pipeline("pp, 8 later", LATER),
-        pipeline("pp, interleaved", quarter, "interleaved"),
+        pipeline("pp, interleaved", two, "interleaved"),
         pipeline("pp, zero-bubble", {}, "zero-bubble"),
+        pipeline("pp, uneven", uneven),
+        pipeline("pp, uneven, 2 later", uneven | LATER | {"wgrad_deferral_limit": 2}),
+        pipeline("pp, uneven, interleaved", both | two, "interleaved"),
+        pipeline("pp, uneven, zero-bubble", uneven, "zero-bubble"),
     ]
 
 

@@ -77,12 +77,20 @@ def test_the_same_model_and_sequences_give_the_same_loss(record: dict[str, Any])
 @pytest.mark.slow
 def test_a_pipelines_step_is_told_from_its_traces(record: dict[str, Any]) -> None:
     pipelines = {name: row["pipeline"] for name, row in record["rows"].items() if "pipeline" in row}
-    assert len(pipelines) == 5 and len(record["traces"]) == 2 * len(pipelines)
+    assert len(pipelines) == 9 and len(record["traces"]) == 2 * len(pipelines)
     for name, found in pipelines.items():
         assert 0 <= found["flush_idle_ms"] <= found["flush_ms"] < found["traced_ms"] and found["drain_ms"] < found["traced_ms"]
         assert all(0 < idle < found["traced_ms"] for idle in found["idle_ms"])
         works = "later" in name or "zero" in name  # in the flush
         assert (found["flush_idle_ms"] < 0.999 * found["flush_ms"]) == works, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "multiple", "layers"),
+    [({}, 1, 6), ({}, 2, 6), ({"num_layers": 17}, 1, 6), ({"vocab_size": 32000}, 1, 7), ({"num_layers": 4}, 2, 2)],
+)
+def test_the_head_takes_the_place_of_layers(bench: Any, changes: dict[str, int], multiple: int, layers: int) -> None:
+    assert bench.layers_beside_head(bench.preset("1B", **changes), multiple) == layers
 
 
 # ---- what a trace is read as ----

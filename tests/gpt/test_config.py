@@ -12,6 +12,7 @@ import torch
 from onepass.gpt import PRESETS, Config, Model, contradictions, preset
 
 MOE = {"num_moe_experts": 4}
+FIRST, LAST = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_pipeline_stage": 1}
 STAGES = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
 
 REFUSED = [  # the fields, and what is said
@@ -140,6 +141,59 @@ REFUSED = [  # the fields, and what is said
         "num_layers must be a multiple of 6, pipeline_model_parallel_size times num_layers_per_virtual_pipeline_stage, but is 4",
     ),
     (
+        STAGES | {"virtual_pipeline_model_parallel_size": 4},
+        "num_layers must be a multiple of 8, pipeline_model_parallel_size times virtual_pipeline_model_parallel_size, but is 4",
+    ),
+    (
+        STAGES | {"virtual_pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+        "num_layers_per_virtual_pipeline_stage must be None with virtual_pipeline_model_parallel_size 2, from which it follows, "
+        "but is 1",
+    ),
+    (
+        STAGES | LAST | {"num_layers_per_virtual_pipeline_stage": 1},
+        "num_layers_per_virtual_pipeline_stage must be None with num_layers_in_last_pipeline_stage, but is 1: ranks with more "
+        "layers would have more stages; virtual_pipeline_model_parallel_size gives all ranks as many",
+    ),
+    (STAGES | {"num_layers_in_last_pipeline_stage": 0}, "num_layers_in_last_pipeline_stage must be at least 1, but is 0"),
+    (
+        {"num_layers_in_first_pipeline_stage": 3},
+        "num_layers_in_first_pipeline_stage must be None with pipeline_model_parallel_size 1, where there are no stages, "
+        "but is 3",
+    ),
+    (
+        LAST,
+        "num_layers_in_last_pipeline_stage must be None with pipeline_model_parallel_size 1, where there are no stages, but is 1",
+    ),
+    (
+        STAGES | {"num_layers_in_last_pipeline_stage": 4},
+        "num_layers_in_last_pipeline_stage 4 must leave each of the pipeline's other ranks, 1, as many layers, and at least one, "
+        "but of num_layers 4 there are 0 left",
+    ),
+    (
+        STAGES | {"num_layers_in_first_pipeline_stage": 5},
+        "num_layers_in_first_pipeline_stage 5 must leave each of the pipeline's other ranks, 1, as many layers, and at least "
+        "one, but of num_layers 4 there are -1 left",
+    ),
+    (
+        STAGES | FIRST | LAST | {"pipeline_model_parallel_size": 4, "num_layers": 5},
+        "num_layers_in_first_pipeline_stage 1 and num_layers_in_last_pipeline_stage 1 must leave each of the pipeline's other "
+        "ranks, 2, as many layers, and at least one, but of num_layers 5 there are 3 left",
+    ),
+    (
+        STAGES | FIRST | LAST,
+        "num_layers_in_first_pipeline_stage 1 and num_layers_in_last_pipeline_stage 1 must be num_layers, 4, together: the "
+        "pipeline has no other ranks",
+    ),
+    (
+        STAGES | LAST | {"virtual_pipeline_model_parallel_size": 2},
+        "num_layers_in_last_pipeline_stage must be a multiple of virtual_pipeline_model_parallel_size, 2, but is 1",
+    ),
+    (
+        STAGES | {"num_layers": 5, "num_layers_in_first_pipeline_stage": 2, "virtual_pipeline_model_parallel_size": 2},
+        "what num_layers_in_first_pipeline_stage 2 leaves each of the pipeline's other ranks must be a multiple of "
+        "virtual_pipeline_model_parallel_size, 2, but is 3",
+    ),
+    (
         {"recompute_num_layers": 2},
         "recompute_num_layers must be None without recompute_granularity 'full', but is 2, and that is None",
     ),
@@ -177,6 +231,7 @@ ALLOWED = [  # what Megatron refuses, or accepts and then can't do
     MOE | {"moe_router_topk": 4, "add_qkv_bias": True},
     STAGES | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 3, "cross_entropy_fusion_impl": "native"},
     STAGES | {"num_layers": 3},
+    STAGES | {"num_layers": 3} | FIRST | {"num_layers_in_last_pipeline_stage": 2, "virtual_pipeline_model_parallel_size": 1},
 ]
 
 
@@ -241,6 +296,8 @@ def test_what_follows_from_the_fields():
     assert all(Config(**settings).activation_save == save for save, settings in saves.items())
     assert Config(params_dtype="bf16").dtype is torch.bfloat16
     assert Config(moe_ffn_hidden_size=8, **MOE).expert_size == 8 and Config(**MOE).expert_size == Config().ffn_size
+    virtual = {"virtual_pipeline_model_parallel_size": 2}, {"num_layers_per_virtual_pipeline_stage": 1}, {}
+    assert [Config(**STAGES | given).stages_per_rank for given in virtual] == [2, 2, 1]
     assert [Config(**{name: True}).qkv_bias for name in ("add_bias_linear", "add_qkv_bias")] == [True, True]
 
 
@@ -344,6 +401,9 @@ def test_every_field_is_a_flag_with_a_help_text():
         ("apply_rope_fusion", "--rope-fusion", "--no-rope-fusion", bool),
         ("attention_fusion", "--attention-fusion", "--no-attention-fusion", bool),
         ("num_moe_experts", "--num-experts", None, int),
+        ("num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers", None, int),
+        ("num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers", None, int),
+        ("virtual_pipeline_model_parallel_size", "--num-virtual-stages-per-pipeline-rank", None, int),
         ("normalization", "--normalization", None, str),
     ],
 )

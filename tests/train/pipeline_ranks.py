@@ -1,5 +1,6 @@
 """Training of a tiny model whose stages are divided over processes; what they found is saved for the test that asked."""
 
+from pathlib import Path
 from unittest import mock
 
 import numpy
@@ -10,7 +11,7 @@ from parallel.meeting import join
 import onepass
 from onepass.gpt import Config, Model
 from onepass.parallel import DeferredWgrad, MainGrads
-from onepass.train import layout
+from onepass.train import checkpoint, layout
 from onepass.train.batches import Batches
 from onepass.train.options import Options
 from onepass.train.setup import make
@@ -27,6 +28,9 @@ GPT2 = {
 }  # fmt: skip
 LATER = {"defer_embedding_wgrad_compute": True}
 EACH = {"num_layers_per_virtual_pipeline_stage": 1}
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+FIRST, LAST = ({f"num_layers_in_{which}_pipeline_stage": 1} for which in ("first", "last"))
+LAST_OF_SIX = {"num_layers": 6, "num_layers_in_last_pipeline_stage": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 INTERLEAVED, ZERO_BUBBLE = {"pipeline_schedule": "interleaved"}, {"pipeline_schedule": "zero-bubble"}
@@ -50,6 +54,12 @@ CASES = {
         "head later, one": (LATER | {"wgrad_deferral_limit": 1}, {}),
         "head later, interleaved": (LATER | EACH, INTERLEAVED),
         "head later, zero-bubble": (LATER | EACH, ZERO_BUBBLE),
+        "less on the first": (FIRST | GPT2, {}),
+        "less on the last": (LAST | LATER, {}),
+        "less on the last, interleaved": (LAST_OF_SIX | VIRTUAL, INTERLEAVED),
+        "less on the last, zero-bubble": (LAST_OF_SIX | VIRTUAL, ZERO_BUBBLE),
+        "less on the last, zero-bubble, a stage each": (LAST, ZERO_BUBBLE),
+        "less on the last, some recomputed": (LAST | {"recompute_granularity": "full", "recompute_num_layers": 2}, {}),
     },
     4: {
         "four stages": ({}, {}),
@@ -61,6 +71,11 @@ CASES = {
         "data, sharded": (LATER, SHARDED),
         "data, sharded, interleaved": (EACH, SHARDED | INTERLEAVED),
         "data, sharded, zero-bubble": (EACH | LATER, SHARDED | ZERO_BUBBLE),
+        "four stages, less on both": ({"num_layers": 6} | FIRST | LAST, {}),
+        "four stages, less on the last, interleaved": (LAST_OF_SIX | VIRTUAL | {"num_layers": 14}, INTERLEAVED),
+        "four stages, less on the last, zero-bubble": (LAST | {"num_layers": 7}, ZERO_BUBBLE),
+        "data, sharded, less on the last, interleaved": (LAST_OF_SIX | VIRTUAL, SHARDED | INTERLEAVED),
+        "tensor, sequence, less on the last": (SEQUENCE | LAST, {}),
     },
 }
 
@@ -71,7 +86,7 @@ def settings(name, ranks):
     model, plain = SHAPE | model, model.get("plain", False)
     model.pop("plain", None)
     if ranks == 1:
-        for key in [*SEQUENCE, *LATER, *EACH, "wgrad_deferral_limit"]:
+        for key in [*SEQUENCE, *LATER, *EACH, *VIRTUAL, *FIRST, *LAST, "wgrad_deferral_limit"]:
             model.pop(key, None)
         training = {key: value for key, value in training.items() if key.endswith("batch_size")}
     else:
@@ -84,12 +99,15 @@ def text():
     return numpy.random.default_rng(3).integers(0, SHAPE["vocab_size"], 400).astype(numpy.uint16)
 
 
+def batches_of(options, divided):
+    return Batches(text(), options.global_batch_size, LENGTH, 5, divided.data.rank, divided.data.size, divided.device)
+
+
 def trained(name, divided):
     """Losses, norms, and what is seen of the model afterwards."""
     config, options, plain = settings(name, divided.ranks)
     made = make(config, options, divided, plain and divided.ranks > 1)
-    data = divided.data
-    batches = Batches(text(), options.global_batch_size, LENGTH, 5, data.rank, data.size, divided.device)
+    batches = batches_of(options, divided)
     before = divided.average(made.steps.loss(batches.of_step(7)))
     losses, norms = [], []
     for step in range(STEPS):
@@ -113,6 +131,30 @@ def run(rank, ranks, folder, backend):
     onepass.use_backend("torch")
     found = {name: watched(name, layout._groups(settings(name, ranks)[0], device)) for name in CASES[ranks]}
     torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+# each of one step, from where the one before has saved
+HANDED_ON = ("less on the last", "interleaved", "less on the last, zero-bubble, a stage each")
+
+
+def hand_on(rank, ranks, folder, backend):
+    """Saves the losses of these steps; the last of their checkpoints is left in the folder."""
+    join(rank, ranks, folder, backend)
+    onepass.use_backend("torch")
+    losses, found = [], None
+    for step, name in enumerate(HANDED_ON):
+        config, options, _ = settings(name, ranks)
+        divided = layout._groups(config, torch.device("cpu"))
+        made = make(config, options.replace(seed=OPTIONS["seed"] + step), divided)  # no start but the first's counts
+        if found is not None:
+            assert checkpoint.load(found, made, config, divided) == step
+        loss, _ = made.steps.run(batches_of(options, divided).of_step(step))
+        made.update.step(3e-3)
+        losses.append(loss)
+        checkpoint.save(Path(folder) / "checkpoints", step + 1, made, config, options, divided)
+        found = checkpoint.find(Path(folder))
+    torch.save(torch.stack(losses), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,17 +1,22 @@
 """Training by pipeline schedules gives what one rank gives. The processes run pipeline_ranks.py."""
 
+import argparse
+
 import pytest
 import torch
 import torch.distributed as dist
 from parallel.worlds import PAIRS, WORLDS, found_by
 from train import pipeline_ranks
-from train.pipeline_ranks import CASES, OPTIONS, SHAPE, STEPS, settings, trained
+from train.pipeline_ranks import CASES, OPTIONS, SHAPE, STEPS, batches_of, settings, trained
 
 import onepass
 from onepass.gpt import Config
 from onepass.runtime.refused import Refused
+from onepass.train import checkpoint
+from onepass.train.command import _settings, add_arguments
 from onepass.train.layout import Layout
 from onepass.train.options import Options
+from onepass.train.setup import make
 from onepass.train.stages import check, divided
 
 FOURS = WORLDS[len(PAIRS) :]
@@ -66,7 +71,36 @@ def _same(found, name):
     assert sorted({each for rank in found for each in rank[name]["names"]}) == expected["names"]
 
 
+def test_a_run_goes_on_with_its_layers_divided_another_way(tmp_path):
+    losses = found_by(pipeline_ranks.hand_on, ("gloo", 2), tmp_path)
+    with onepass.use_backend("torch"):
+        alone = Layout(torch.device("cpu"))
+        expected = trained("1f1b", alone)
+        config, options, _ = settings("1f1b", 1)
+        made = make(config, options.replace(seed=9), alone)
+        assert checkpoint.load(checkpoint.find(tmp_path), made, config, alone) == STEPS
+        after = made.steps.loss(batches_of(options, alone).of_step(7))
+    for found in losses:
+        torch.testing.assert_close(found, expected["losses"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after, expected["after"], rtol=1e-5, atol=1e-5)
+
+
 # ---- what happens on the way ----
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("1f1b", [0, 1], [2, 3]),
+        ("less on the first", [0], [1, 2, 3]),
+        ("less on the last", [0, 1, 2], [3]),
+        ("less on the last, interleaved", [0, 1, 3, 4], [2, 5]),
+        ("less on the last, zero-bubble", [0, 1, 3, 4], [2, 5]),
+    ],
+)
+def test_a_rank_has_the_layers_that_it_is_given(two, name, first, last):
+    for rank, layers in zip(two, (first, last), strict=True):
+        assert sorted({int(each.split(".")[1]) for each in rank[name]["names"] if each.startswith("layers.")}) == layers
 
 
 @pytest.mark.parametrize(
@@ -112,7 +146,42 @@ def test_layers_are_divided_evenly_and_the_head_has_no_more(layers, stages, each
     assert [n for blocks in ranges for n in blocks] == [*range(layers)]
 
 
+@pytest.mark.parametrize(
+    ("layers", "ranks", "first", "last", "virtual", "sizes"),
+    [
+        (16, 2, None, 6, None, [10, 6]),
+        (16, 2, 7, None, None, [7, 9]),
+        (16, 2, 10, 6, None, [10, 6]),
+        (13, 4, None, 1, None, [4, 4, 4, 1]),
+        (13, 4, 4, None, None, [4, 3, 3, 3]),
+        (9, 4, 2, 1, None, [2, 3, 3, 1]),
+        (16, 2, None, 6, 2, [5, 3, 5, 3]),
+        (18, 4, 4, 2, 2, [2, 3, 3, 1, 2, 3, 3, 1]),
+        (16, 2, None, None, 4, [2] * 8),
+    ],
+)
+def test_the_first_and_the_last_rank_have_as_many_layers_as_they_are_given(layers, ranks, first, last, virtual, sizes):
+    shape = SHAPE | {"num_layers": layers, "pipeline_model_parallel_size": ranks}
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    ranges = divided(Config(**shape, **ends, virtual_pipeline_model_parallel_size=virtual))
+    assert [len(blocks) for blocks in ranges] == sizes
+    assert [n for blocks in ranges for n in blocks] == [*range(layers)]
+
+
+def test_flags_and_files_say_how_layers_are_divided(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("num_layers: 8\npipeline_model_parallel_size: 3\nnum_layers_in_last_pipeline_stage: 2\n")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = ["--config", str(file), "--decoder-first-pipeline-num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+    config, _ = _settings(parser.parse_args(given), torch.device("cpu"), None)
+    assert [len(blocks) for blocks in divided(config)] == [2, 1, 1, 2, 1, 1]
+    with pytest.raises(Refused, match="num_layers_in_last_pipeline_stage 4 must leave"):
+        _settings(parser.parse_args([*given, "--decoder-last-pipeline-num-layers", "4"]), torch.device("cpu"), None)
+
+
 VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
+TWO_STAGES, ONE_STAGE = ({"virtual_pipeline_model_parallel_size": stages} for stages in (2, 1))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +189,8 @@ VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
     [
         ({}, {"pipeline_schedule": "zero-bubble"}, 1, "pipeline_schedule must be '1f1b' with pipeline_model_parallel_size 1.*'z"),
         (VIRTUAL, {}, 2, "num_layers_per_virtual_pipeline_stage must be None with pipeline_schedule '1f1b'.*but is 1"),
+        (TWO_STAGES, {}, 2, "virtual_pipeline_model_parallel_size must be None with pipeline_schedule '1f1b'.*but is 2"),
+        (ONE_STAGE, {"pipeline_schedule": "interleaved"}, 2, "virtual_pipeline_model_parallel_size must be given.*but is 1"),
         ({}, {"pipeline_schedule": "interleaved"}, 2, "must be given with pipeline_schedule 'interleaved'.*but is None"),
         (
             {"num_layers_per_virtual_pipeline_stage": 2}, {"pipeline_schedule": "interleaved"}, 2,

@@ -117,7 +117,16 @@ class Config(Settings):
     tensor_model_parallel_size: int = setting(1, "ranks that share each layer")
     sequence_parallel: bool = setting(False, "divide what these ranks would have alike along the sequence")
     pipeline_model_parallel_size: int = setting(1, "ranks that have one stage of the layers each")
-    num_layers_per_virtual_pipeline_stage: int | None = setting(None, "blocks of a stage, where a rank has several stages")
+    num_layers_in_first_pipeline_stage: int | None = setting(
+        None, "blocks of the first of these ranks; those that are left are divided evenly over the others"
+    )
+    num_layers_in_last_pipeline_stage: int | None = setting(
+        None, "blocks of the last of them, which has the head; those that are left are divided evenly over the others"
+    )
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "stages of a rank, each with as many of its blocks; one")
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "blocks of a stage, where a rank has several stages: another way to say how many"
+    )
 
     def contradictions(self) -> Iterable[str]:
         return contradictions(self)
@@ -156,6 +165,14 @@ class Config(Settings):
     @property
     def qkv_bias(self) -> bool:
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def stages_per_rank(self) -> int:
+        """virtual_pipeline_model_parallel_size, or what it is where none is given."""
+        if self.virtual_pipeline_model_parallel_size is not None:
+            return self.virtual_pipeline_model_parallel_size
+        each = self.num_layers_per_virtual_pipeline_stage
+        return 1 if each is None else self.num_layers // (self.pipeline_model_parallel_size * each)
 
     @property
     def tied(self) -> bool:
@@ -244,4 +261,7 @@ _FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron's, where they are not 
     "add_bias_linear": ("--add-bias-linear", "--disable-bias-linear"),
     "apply_rope_fusion": ("--rope-fusion", "--no-rope-fusion"),
     "num_moe_experts": ("--num-experts", None),
+    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers", None),
+    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers", None),
+    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank", None),
 }

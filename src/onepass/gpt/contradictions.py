@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 _SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
     "max_position_embeddings", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "recompute_num_layers",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "rope_scaling_original_max_position_embeddings",
 )  # fmt: skip
 _ABOVE_ZERO = (
@@ -20,6 +21,8 @@ _ABOVE_ZERO = (
     "final_logit_softcapping", "activation_func_clamp_value",
 )  # fmt: skip
 _NOT_BELOW_ZERO = ("z_loss", "moe_aux_loss_coeff", "init_method_std")
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -149,26 +152,60 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
 
 
 def _pipeline(c: Config) -> Iterator[str]:
-    stages, each = c.pipeline_model_parallel_size, c.num_layers_per_virtual_pipeline_stage
-    if stages > c.num_layers:
-        yield f"pipeline_model_parallel_size must be at most num_layers, {c.num_layers}, but is {stages}"
-    if stages > 1 and c.tied:
+    ranks = c.pipeline_model_parallel_size
+    if ranks > c.num_layers:
+        yield f"pipeline_model_parallel_size must be at most num_layers, {c.num_layers}, but is {ranks}"
+    if ranks > 1 and c.tied:
         yield (
             "untie_embeddings_and_output_weights must be true with pipeline_model_parallel_size above 1, but is false: the first "
             "stage and the last would each have the weight, and a part of its gradient"
         )
-    if each is None:
+    given = {name: getattr(c, name) for name in (*_ENDS, *_VIRTUAL) if getattr(c, name) is not None}
+    if ranks == 1:
+        for name, value in given.items():
+            yield f"{name} must be None with pipeline_model_parallel_size 1, where there are no stages, but is {value}"
         return
-    if stages == 1:
+    ends = {name: given[name] for name in _ENDS if name in given}
+    yield from _virtual_stages(c, next(iter(ends), None))
+    yield from _uneven_stages(c, ends) if ends else _even_stages(c)
+
+
+def _virtual_stages(c: Config, end: str | None) -> Iterator[str]:
+    each, number = c.num_layers_per_virtual_pipeline_stage, c.virtual_pipeline_model_parallel_size
+    if each is not None and number is not None:
         yield (
-            "num_layers_per_virtual_pipeline_stage must be None with pipeline_model_parallel_size 1, "
-            f"where there are no stages, but is {each}"
+            f"num_layers_per_virtual_pipeline_stage must be None with virtual_pipeline_model_parallel_size {number}, "
+            f"from which it follows, but is {each}"
         )
-    elif c.num_layers % (stages * each):
+    if each is not None and end is not None:
         yield (
-            f"num_layers must be a multiple of {stages * each}, pipeline_model_parallel_size times "
-            f"num_layers_per_virtual_pipeline_stage, but is {c.num_layers}"
+            f"num_layers_per_virtual_pipeline_stage must be None with {end}, but is {each}: ranks with more layers would have "
+            "more stages; virtual_pipeline_model_parallel_size gives all ranks as many"
         )
+
+
+def _even_stages(c: Config) -> Iterator[str]:
+    for name in _VIRTUAL:
+        multiple = c.pipeline_model_parallel_size * (getattr(c, name) or 0)
+        if multiple and c.num_layers % multiple:
+            yield f"num_layers must be a multiple of {multiple}, pipeline_model_parallel_size times {name}, but is {c.num_layers}"
+
+
+def _uneven_stages(c: Config, ends: dict[str, int]) -> Iterator[str]:
+    """The first rank and the last leave the others as many layers each, and each rank's make as many stages."""
+    others, left = c.pipeline_model_parallel_size - len(ends), c.num_layers - sum(ends.values())
+    said = " and ".join(f"{name} {number}" for name, number in ends.items())
+    if left and not others:
+        yield f"{said} must be num_layers, {c.num_layers}, together: the pipeline has no other ranks"
+    if others and (left < others or left % others):
+        yield (
+            f"{said} must leave each of the pipeline's other ranks, {others}, as many layers, and at least one, "
+            f"but of num_layers {c.num_layers} there are {left} left"
+        )
+    middle = {f"what {said} leaves each of the pipeline's other ranks": left // others} if others else {}
+    for name, number in (ends | middle).items():
+        if number % c.stages_per_rank:
+            yield f"{name} must be a multiple of virtual_pipeline_model_parallel_size, {c.stages_per_rank}, but is {number}"
 
 
 def _recompute(c: Config) -> Iterator[str]:

@@ -5,7 +5,7 @@ Rank r of p ranks has stage r, or of several the stages r, r + p, r + 2 p, ...: 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -79,12 +79,22 @@ class Stages(nn.Module):
 
 
 def divided(config: Config) -> list[range]:
-    """The blocks of each stage. Where they don't come out even the first stages have one more: the last has the head."""
-    each = config.num_layers_per_virtual_pipeline_stage
-    stages = config.pipeline_model_parallel_size if each is None else config.num_layers // each
-    least, more = divmod(config.num_layers, stages)
-    starts = [number * least + min(number, more) for number in range(stages + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+    """The blocks of each stage. A rank's are its stages', as many each."""
+    sizes = [number // config.stages_per_rank for number in _of_ranks(config)] * config.stages_per_rank
+    return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _of_ranks(config: Config) -> list[int]:
+    """How many blocks each rank has: the first and the last what they are given, the others what is left.
+
+    Where that doesn't come out even, the first of them have one more: the last rank has the head.
+    """
+    first, last = (
+        [] if number is None else [number]
+        for number in (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
+    )
+    others, left = config.pipeline_model_parallel_size - len(first + last), config.num_layers - sum(first + last)
+    return first + [left // others + (at < left % others) for at in range(others)] + last
 
 
 def sequences(config: Config, options: Options, data_ranks: int) -> int:
@@ -125,16 +135,19 @@ def check(config: Config, options: Options, data_ranks: int) -> None:
 
 def _check_schedule(config: Config, schedule: str) -> None:
     ranks, each = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
-    several = len(divided(config)) > ranks
+    name, value = "virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size
+    if each is not None:
+        name, value = "num_layers_per_virtual_pipeline_stage", each
+    several = config.stages_per_rank > 1
     if schedule == "1f1b" and several:
         raise Refused(
-            "num_layers_per_virtual_pipeline_stage must be None with pipeline_schedule '1f1b', for which a rank has one stage, "
-            f"but is {each}: 'interleaved' and 'zero-bubble' take several"
+            f"{name} must be None with pipeline_schedule '1f1b', for which a rank has one stage, but is {value}: "
+            "'interleaved' and 'zero-bubble' take several"
         )
     if schedule == "interleaved" and not several:
         raise Refused(
-            "num_layers_per_virtual_pipeline_stage must be given with pipeline_schedule 'interleaved', and leave each of "
-            f"{ranks} ranks several stages of num_layers {config.num_layers}, but is {each}"
+            f"{name} must be given with pipeline_schedule 'interleaved', and leave each of {ranks} ranks several stages of "
+            f"num_layers {config.num_layers}, but is {value}"
         )
 
 
