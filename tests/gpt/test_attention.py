@@ -8,7 +8,7 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
-from onepass.gpt.block import faster_by_pytorch
+from onepass.ops.attention import faster_by_pytorch
 
 OFF = {"attention_fusion": False}
 

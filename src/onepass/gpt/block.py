@@ -19,7 +19,7 @@ from onepass.gpt.start import Start
 from onepass.kernels.attention_formula import parts_of
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
-from onepass.ops.attention import attention, unsupported
+from onepass.ops.attention import attention, faster_by_pytorch, unsupported
 
 
 class Attention(nn.Module):
@@ -105,14 +105,6 @@ class Attention(nn.Module):
             enable_gqa=c.query_groups != c.num_attention_heads,
         )
         return y.transpose(1, 2)
-
-
-def faster_by_pytorch(rows: Tensor, head_size: int) -> bool:
-    """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
-    heads. For heads of 64 it is as long, and ours needs less memory; PyTorch's others take longer than ours."""
-    if not rows.is_cuda or head_size <= 64 or torch.are_deterministic_algorithms_enabled():
-        return False
-    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 def sequences(x: Tensor, config: Config) -> Tensor:

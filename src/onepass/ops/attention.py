@@ -298,6 +298,14 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: A
     return None if reason is None else reason.replace("x is", "qkv is")
 
 
+def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
+    """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
+    heads. For heads of 64 it is as long, and ours needs less memory; PyTorch's others take longer than ours."""
+    if not qkv.is_cuda or head_size <= 64 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+
+
 def variant(
     qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, overwrite: bool = False, **options: Any
 ) -> str:  # fmt: skip

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.parallel.collectives import start_all_gather, with_others
+from onepass.runtime.joined import as_laid
 from onepass.runtime.main_grad import capturing, is_placeholder
 from onepass.runtime.validation import validating
 
@@ -93,10 +94,11 @@ class MainGrads:
 
     Args:
         parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
-            ones are skipped.
+            ones are skipped. Those that were laid together before (`onepass.runtime.joined`), on all ranks or on none, have their
+            main_grads one after another too.
         group: the data-parallel ranks; None is all of them. With one rank, or torch.distributed not initialised, nothing is sent.
         dtype: of the buffers, and of the sums over microbatches and over ranks: with a 16-bit type every one of them is rounded.
-        bucket_bytes: a bucket's size. A parameter that is larger has one of its own.
+        bucket_bytes: a bucket's size. A parameter that is larger, or several laid together, has one of its own.
         shard: reduce-scatter instead of all-reduce (ZeRO-1). After `finish` main_grad is right in this rank's part of each
             bucket (`Bucket.mine`) and undefined elsewhere.
         average: divide by the number of ranks, before the sum.
@@ -464,16 +466,20 @@ def _kind(parameter: Tensor) -> tuple[torch.device, torch.dtype]:
 
 def _planned(named: list[tuple[str, Any]], limit: int) -> list[list[Place]]:
     """The buckets, of up to limit elements, in the order in which their last gradients are expected."""
+    names = {id(parameter): name for name, parameter in named}
     filling: dict[tuple[torch.device, torch.dtype], tuple[int, list[Place]]] = {}
     full = []
-    for order, (name, parameter) in enumerate(reversed(named)):
-        kind = _kind(parameter)
+    for order, together in enumerate(reversed(as_laid([parameter for _, parameter in named]))):
+        kind = _kind(together[0])
         _, places = filling.get(kind, (order, []))
-        start = _up(places[-1].stop, _ALIGNED) if places else 0
-        if places and start + parameter.numel() > limit:
+        size = sum(_up(parameter.numel(), _ALIGNED) for parameter in together)
+        if places and _up(places[-1].stop, _ALIGNED) + size > limit:
             full.append(filling[kind])
-            places, start = [], 0
-        filling[kind] = order, [*places, Place(name, parameter, start, start + parameter.numel())]
+            places = []
+        for parameter in together:
+            start = _up(places[-1].stop, _ALIGNED) if places else 0
+            places = [*places, Place(names[id(parameter)], parameter, start, start + parameter.numel())]
+        filling[kind] = order, places
     return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]
 
 

@@ -67,12 +67,17 @@ def has_own_place(parameter: Tensor | None) -> bool:
 
 
 def keeps_main_grad(parameter: Tensor) -> bool:
-    """Whether the parameter's main_grad is there after backward too."""
-    return getattr(parameter, "main_grad", None) is not None and not in_fsdp(parameter)
+    """Whether the parameter's main_grad is there after backward too; that of several as one is made anew in each forward."""
+    return getattr(parameter, "main_grad", None) is not None and not in_fsdp(parameter) and not of_several(parameter)
 
 
 def in_fsdp(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "__fsdp_param__", False))
+
+
+def of_several(tensor_or_node: Any) -> bool:
+    """Whether it is several parameters as one (runtime/joined.py), or their node in autograd's graph."""
+    return bool(getattr(tensor_or_node, "of_several", False))
 
 
 # ---- who asks for it ----
@@ -104,6 +109,8 @@ def asked(ctx: Any, *given: bool) -> list[Asked]:
 
 
 def _asked_of(node: Any) -> Asked:
+    if of_several(node):
+        return _asked_of_several(node)
     try:
         wanted = torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
@@ -111,6 +118,14 @@ def _asked_of(node: Any) -> Asked:
             return Asked.GATHERED
         return Asked.CAPTURED if _to_be_captured(node) else Asked.RETURNED
     return Asked.GATHERED if wanted else Asked.NOT
+
+
+def _asked_of_several(node: Any) -> Asked:
+    """What is wanted of all alike, or the gradient itself, of which their node then puts each part where it belongs."""
+    found = {_asked_of(each) for each, _ in node.next_functions if each is not None}
+    if found == {Asked.NOT} and torch._C._will_engine_execute_node(node):  # asked for as one, by torch.autograd.grad
+        return Asked.RETURNED
+    return found.pop() if len(found) == 1 else Asked.RETURNED
 
 
 _graphed: frozenset[int] = frozenset()  # by id; for all threads, as backward runs in others than who asks for it
@@ -136,7 +151,7 @@ def _asked_now(parameter: Tensor) -> Asked:
     """By the pass that is running, which may be a compiled graph's: that adds to main_grad whoever asks for whatever."""
     running = torch._C._current_autograd_node()
     for node, _ in running.next_functions if running is not None else ():
-        if getattr(node, "variable", None) is not parameter:
+        if getattr(node, "variable", None) is not parameter and not (of_several(node) and parameter.grad_fn is node):
             continue
         wanted = _asked_of(node)
         if wanted in (Asked.RETURNED, Asked.NOT):
@@ -163,6 +178,8 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED, again: bool =
 
     `again`: `handed_already` said so before this gradient was added.
     """
+    if of_several(parameter):
+        return _placeholder_of_several(parameter)
     if not hasattr(parameter, "grad_added_to_main_grad") and wanted is not Asked.CAPTURED:
         return None
     if torch.compiler.is_compiling():
@@ -172,11 +189,24 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED, again: bool =
     cleared, recorded = _is_cleared(parameter), capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared
     kept = _zeros.get(kind)
-    if kept is None or kept._version or (not cleared and (recorded or _somebody_has(kept))):
+    if kept is None or kept._version or (not cleared and (recorded or somebody_has(kept))):
         if recorded:
             return torch.zeros_like(parameter)
         kept = _zeros[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return kept.detach()
+
+
+def _placeholder_of_several(parameter: Tensor) -> Tensor:
+    """One zero in the shape of all, for their node, which knows it again and hands each its own."""
+    if torch.compiler.is_compiling():
+        return torch.zeros_like(parameter)
+    kind = torch.Size(()), parameter.dtype, parameter.device, True
+    kept = _zeros.get(kind)
+    if kept is None or kept._version:
+        if capturing(parameter):
+            return torch.zeros_like(parameter)
+        kept = _zeros[kind] = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return kept.expand(parameter.shape)
 
 
 def handed_already(parameter: Any) -> bool:
@@ -192,13 +222,15 @@ def _is_cleared(parameter: Tensor) -> bool:
     return hasattr(parameter, "main_grads")
 
 
-def _somebody_has(kept: Tensor) -> bool:
+def somebody_has(kept: Tensor) -> bool:
+    """Whether anybody else has the tensor's storage."""
     return bool(torch._C._storage_Use_Count(kept.untyped_storage()._cdata) > _HOLDERS)
 
 
-def is_placeholder(grad: Tensor) -> bool:
-    """Whether it is surely the zeros that `MainGrads`' parameters are handed: adding them would be right, and in vain."""
-    kept = _zeros.get((grad.shape, grad.dtype, grad.device, True))
+def is_placeholder(grad: Tensor, several: bool = False) -> bool:
+    """Whether it is surely the zeros that `MainGrads`' parameters, or several as one, are handed: adding them would be right, and
+    in vain."""
+    kept = _zeros.get((torch.Size(()) if several else grad.shape, grad.dtype, grad.device, True))
     return kept is not None and kept.data_ptr() == grad.data_ptr() and not kept._version
 
 

@@ -1,0 +1,170 @@
+"""`apply`: what is replaced in a model, told as a table, and taken back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from onepass.integrations.huggingface.attentions import replace_attentions
+from onepass.integrations.huggingface.experts import replace_experts
+from onepass.integrations.huggingface.layers import replace_layers
+from onepass.integrations.huggingface.loss import replace_loss
+from onepass.integrations.huggingface.main_grad import MainGradAdamW, add_in_place
+from onepass.integrations.huggingface.mlps import replace_mlps
+from onepass.integrations.huggingface.norms import replace_norms
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.stand_in import undisturbed
+from onepass.parallel.main_grads import MainGrads
+
+PARTS = ("norm", "mlp", "rope", "loss", "qkv")
+_MARK = "_onepass_applied"
+
+
+class Applied:
+    """What `apply` has done to a model. `print` shows it, `undo` takes it back."""
+
+    def __init__(self, model: nn.Module, patches: Patches, rows: list[Row], main_grads: MainGrads | None = None) -> None:
+        self.model, self.rows, self.main_grads = model, rows, main_grads
+        self._patches = patches
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.by is not None]
+
+    @property
+    def left(self) -> list[Row]:
+        return [row for row in self.rows if row.by is None]
+
+    def undo(self) -> None:
+        """The model as it was, but for what training has changed of its weights. Raises where somebody has changed since what
+        would be taken back, and then takes nothing back."""
+        if not len(self._patches):
+            raise RuntimeError("there is nothing to undo: it has been undone already")
+        changed = list(self._patches.changed())
+        if changed:
+            raise RuntimeError(
+                f"the model was changed after onepass was applied: {', '.join(changed[:3])} is somebody else's now. "
+                "Take that back first, then undo"
+            )
+        if self.main_grads is not None:
+            self.main_grads.close()
+        self._patches.undo()
+
+    def optimizer(
+        self, groups: Iterable[Mapping[str, Any]] | None = None, *, max_norm: float | None = None, **options: Any
+    ) -> MainGradAdamW:
+        """AdamW over the model's main_grads, to use as any torch optimizer: step, zero_grad, schedulers, state_dict.
+
+        Args:
+            groups: parameters in groups with options, as torch.optim has them; None is one group of all.
+            max_norm: scale the gradient to a norm of at most this in `step`, as torch.nn.utils.clip_grad_norm_ would: that finds
+                no `.grad`.
+            options: lr, betas, eps, weight_decay, as torch.optim.AdamW has them.
+        """
+        if self.main_grads is None:
+            raise ValueError("main_grad must be True in apply for an optimizer of its gradients, but is False")
+        return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
+
+    def __str__(self) -> str:
+        out = StringIO()
+        Console(file=out, width=118).print(self.table())
+        return out.getvalue().rstrip()
+
+    def table(self) -> Table:
+        title = f"onepass in {type(self.model).__name__}"
+        made = Table("", "class", "part", "by", "left, because", title=title, title_justify="left")
+        made.columns[0].overflow = "fold"
+        for names, row in _grouped(self.rows):
+            made.add_row(names, row.kind, row.part, row.by or "", row.why or "")
+        return made
+
+
+def _grouped(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    """Rows that differ in a layer's number only, as one."""
+    groups: dict[tuple[str, str, str, str | None, str | None], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"\.\d+", ".#", row.name), row.kind, row.part, row.by, row.why), []).append(row)
+    for (pattern, *_), group in groups.items():
+        numbers = sorted({int(found[1]) for row in group if (found := re.search(r"\.(\d+)", row.name))})
+        yield pattern.replace(".#", f".{_ranges(numbers)}", 1).replace(".#", ".*"), group[0]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as {0-2,5}."""
+    if not numbers:
+        return ""
+    ends, start = [], numbers[0]
+    for number, after in zip(numbers, [*numbers[1:], None], strict=True):
+        if after != number + 1:
+            ends.append(str(start) if start == number else f"{start}-{number}")
+            start = after if after is not None else start
+    return ends[0] if len(numbers) == 1 else "{" + ",".join(ends) + "}"
+
+
+def apply(
+    model: nn.Module,
+    norm: bool = True,
+    mlp: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+    qkv: bool = True,
+    *,
+    main_grad: bool = False,
+) -> Applied:
+    """Gives this model, and no other, onepass's ops for what they can do of it; what can't be recognised stays as it is.
+
+    Args:
+        model: a model of transformers, of any family: what its modules compute is found by trying them, so no name matters. PEFT
+            may wrap it before or after; FSDP2, DDP and torch.compile come after.
+        norm: RMSNorm and LayerNorm; with `qkv` or `mlp` also norms within the products after them, and sums within the norms.
+        mlp: one product up, and the activation with the product down, which keep neither norm nor activation; of mixtures of
+            experts grouped products, with the router's weights in the activation's pass.
+        rope: rotation of q and k in one launch.
+        loss: the loss of hidden states and the head's weight, without logits, in training with labels. The output's `logits` are
+            empty there; without labels, in evaluation and in generation they are as before.
+        qkv: queries, keys and values by one product; and where attention is plain causal, with `rope`, all of it as one op.
+        main_grad: gradients are added in fp32 where they are made, and `.grad` stays None; `Applied.optimizer` steps by them.
+
+    Raises:
+        ValueError: there is nothing to replace, or it is applied already. The model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, but is {type(model).__name__}")
+    if vars(model).get(_MARK) is not None:
+        raise ValueError(f"onepass is applied to this {type(model).__name__} already: undo that first")
+    patches = Patches()
+    try:
+        with undisturbed():
+            rows = _replaced(model, patches, norm, mlp, rope, loss, qkv)
+    except BaseException:
+        patches.undo()
+        raise
+    if not len(patches):
+        reasons = (
+            "".join(f"\n  {row.name or type(model).__name__}: {row.why}" for row in rows if row.why)
+            or f": it has no {', '.join(PARTS)} that is known"
+        )
+        raise ValueError(f"there is nothing to replace in this {type(model).__name__}{reasons}")
+    main_grads = add_in_place(model, patches) if main_grad else None
+    applied = Applied(model, patches, rows, main_grads)
+    patches.set(model, _MARK, True)
+    return applied
+
+
+def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool) -> list[Row]:
+    rows = []
+    norms, told = replace_norms(model, patches) if norm else ({}, [])
+    rows += told
+    mlps, told = replace_mlps(model, patches) if mlp else ({}, [])
+    rows += told + (replace_experts(model, patches) if mlp else [])
+    attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
+    rows += told
+    if norms and (mlps or attentions):
+        rows += replace_layers(model, patches, norms, attentions, mlps)
+    return rows + (replace_loss(model, patches) if loss else [])

@@ -1,0 +1,300 @@
+"""Attention: its products up as one, rotation in one launch, and all of it, where it is plain, by `onepass.attention`.
+
+A module's own code goes on doing what it does between them: norms of q and k, caches, masks, the attention that the configuration
+names. It runs with another `apply_rotary_pos_emb` among its globals, and its linear layers hand out their parts of one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, sizes_of, tiny, weight_of
+from onepass.integrations.huggingface.norms import is_norm
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
+from onepass.integrations.huggingface.stand_in import (
+    FP64,
+    Function,
+    own_forward,
+    parameters_of,
+    randn,
+    run,
+    same,
+    shallow,
+    stand_in,
+)
+from onepass.kernels.attention_formula import Heads, attention_formula
+from onepass.ops.attention import attention, faster_by_pytorch
+from onepass.ops.attention import unsupported as attention_unsupported
+from onepass.ops.linear import linear
+
+_TOKENS, _HIDDEN = 5, 6
+_HARMLESS = frozenset(  # what models hand down to their attention that changes nothing without a mask and a cache
+    ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
+)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What `onepass.attention` is given for a module that is nothing but projections, rotation and causal attention."""
+
+    heads: int
+    groups: int
+    scale: float
+    rotation: Rotation | None
+
+
+@dataclass
+class Attention:
+    """A module that is attention, and what is known of it."""
+
+    module: nn.Module
+    projections: Product | None  # all that is made of its input, in the order of its calls
+    out: str  # the layer at its end
+    original: Callable[..., Any]  # its class's forward, perhaps with our rotation among its globals
+    rotation: Rotation | None
+    whole: Whole | None
+    folded: Folded | None = None  # for the projections, while the original forward runs
+    waiting: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # a layer's input, and its part of the product
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"original": None}  # no function of a module's: it can't be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.original = _original(self.module, self.rotation)
+
+    def ready(self) -> bool:
+        return self.projections is not None and self.projections.intact() and Patches.has(self.module, self)
+
+    # ---- by its own code ----
+
+    def by_original(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: Folded | None) -> Any:
+        self.folded = folded
+        try:
+            return self.original(self.module, x, *args, **options)
+        finally:
+            self.folded = None
+            self.waiting = {}
+
+    def part(self, name: str, layer: nn.Module, x: Tensor) -> Tensor:
+        """What this layer makes of x. The first that is asked makes the parts of all, and the others hand theirs out."""
+        if not self.ready():  # wrapped since, by PEFT say
+            return linear(x, weight_of(layer), bias_of(layer))
+        assert self.projections is not None
+        kept = self.waiting.pop(name, None)
+        if kept is None or kept[0] is not x:
+            parts = self.projections(x, self.folded).split(self.projections.sizes, -1)
+            self.waiting = {each: (x, part) for each, part in zip(self.projections.names, parts, strict=True)}
+            kept = self.waiting.pop(name)
+        return kept[1]
+
+    # ---- as one op ----
+
+    def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether `onepass.attention` does just what is asked for."""
+        if self.whole is None or args or x.dim() != 3 or not self.ready():
+            return False
+        if any(value is not None and value is not False and name not in _HARMLESS for name, value in options.items()):
+            return False
+        if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
+            return False
+        module: Any = self.module
+        if module.config._attn_implementation != "sdpa" or (module.training and _drops(module)):
+            return False
+        return not faster_by_pytorch(x, _head_size(module))
+
+    def at_once(self, x: Tensor, options: dict[str, Any], folded: Folded | None) -> tuple[Tensor, None]:
+        whole = self.whole
+        assert whole is not None and self.projections is not None
+        qkv = self.projections(x, folded)
+        cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
+        y = attention(
+            qkv,
+            whole.heads,
+            whole.groups,
+            cos=cos,
+            sin=sin,
+            interleaved=whole.rotation is not None and whole.rotation.interleaved,
+            scale=whole.scale,
+            overwrite=True,
+            backend=None if attention_unsupported(qkv, whole.heads, whole.groups) is None else "torch",
+        )
+        return self.module._modules[self.out](y), None  # type: ignore[misc]
+
+
+def _drops(module: nn.Module) -> bool:
+    """By a number, or by a layer of it."""
+    rates = [getattr(module, "attention_dropout", 0.0), *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+# ---- what a module is ----
+
+
+def find_attention(module: nn.Module, rotates: bool) -> Attention | None:
+    """`rotates`: whether the model's tables are such that its rotation may be ours."""
+    linears = [name for name, child in module._modules.items() if is_linear(child)]
+    if "attention" not in type(module).__name__.lower() or len(linears) < 2 or own_forward(module):
+        return None
+    rotation = find_rotation(type(module).forward) if rotates else None
+    projections, out = _roles(module, linears)
+    if projections is None and rotation is None:
+        return None
+    whole = None if projections is None else _as_whole(module, projections, out, rotation)
+    return Attention(module, projections, out, _original(module, rotation), rotation, whole)
+
+
+def _original(module: nn.Module, rotation: Rotation | None) -> Callable[..., Any]:
+    forward = type(module).forward
+    return forward if rotation is None else with_rotation(forward, rotation)
+
+
+def _roles(module: nn.Module, linears: list[str]) -> tuple[Product | None, str]:
+    """The layers that its input goes to, where it goes nowhere else, and the one at its end."""
+    if not all(is_norm(module._modules[name]) for name in _norms_in(module)):  # type: ignore[arg-type]
+        return None, linears[-1]
+    for width, by in product(_widths(module), ("sdpa", "eager")):  # PyTorch's knows no softcap
+        layers = {
+            name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears
+        }
+        hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
+        found = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
+        if not isinstance(found, Tensor):
+            continue
+        asked = [name for name in linears for args, _ in layers[name].calls if args and args[0] is hidden]
+        others = [name for name in linears if name not in asked]
+        if len(asked) == len(set(asked)) == len(linears) - 1 and len(layers[others[0]].calls) == 1:
+            made = layers[others[0]].calls[0][0][0]
+            if found.isfinite().all() and made.isfinite().all():
+                return Product.found(module, tuple(asked)), others[0]
+        break
+    return None, linears[-1]
+
+
+def _random_like(x: Tensor, size: int) -> Tensor:
+    return randn(*x.shape[:-1], size)
+
+
+def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Tensor, by: str) -> Any:
+    """What its code makes of these, with this attention, and with norms and the like left out."""
+    others = {name: Function(lambda x: x) for name in _norms_in(module)}
+    config = shallow(module.config, _attn_implementation=by)
+    made = stand_in(module, {**layers, **others}, config=config, training=False)
+    names = parameters_of(module)
+    options: dict[str, Any] = {"attention_mask": None} if "attention_mask" in names else {}
+    if "position_embeddings" in names:
+        options["position_embeddings"] = angles.cos(), angles.sin()
+    found = run(made, hidden, **options)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _norms_in(module: nn.Module) -> list[str]:
+    """Children with parameters that are no linear layers: norms, if it is to be recognised."""
+    there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(child)]
+    return [name for name, child in there if list(child.parameters())]
+
+
+def _widths(module: Any) -> list[int]:
+    """Of the tables: of the whole head, or what a model turns of it."""
+    size = _head_size(module)
+    part = getattr(module, "rotary_ndims", None) or int(size * (getattr(module.config, "partial_rotary_factor", None) or 1))
+    return [size, part, max(2, size // 4 * 2)]
+
+
+def _head_size(module: Any) -> int:
+    named = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    return int(named or module.config.hidden_size // module.config.num_attention_heads)
+
+
+def _as_whole(module: Any, projections: Product, out: str, rotation: Rotation | None) -> Whole | None:
+    """Whether it is but projections, rotation and causal attention: small ones of these sizes are compared."""
+    size, heads = _head_size(module), module.config.num_attention_heads
+    groups = (sum(projections.sizes) // size - heads) // 2
+    scale = getattr(module, "scaling", None)
+    whole = Whole(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation)
+    if ("position_embeddings" in parameters_of(module)) != (rotation is not None) or _norms_in(module):
+        return None
+    if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
+        return None
+    if heads * size != sizes_of(module._modules[out])[0]:
+        return None
+    layers = {
+        name: tiny(layer, _HIDDEN, outputs, 30 + i)
+        for i, (name, layer, outputs) in enumerate(zip(projections.names, projections.linears, projections.sizes, strict=True))
+    }
+    last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
+    x = randn(1, _TOKENS, _HIDDEN)
+    qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
+    for width in _widths(module):
+        angles = randn(1, _TOKENS, width // 2, seed=2)
+        doubled = angles if rotation is None else rotation.doubled(angles)
+        found = _tried(module, {**layers, out: last}, x, doubled, "sdpa")
+        cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
+        call = Heads(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
+        if same(found, last(attention_formula(qkv, cos, sin, call)).detach(), 1e-6):
+            return whole
+    return None
+
+
+# ---- in a model ----
+
+
+def replace_attentions(
+    model: nn.Module, patches: Patches, *, qkv: bool, rope: bool
+) -> tuple[dict[nn.Module, Attention], list[Row]]:
+    rotates = {how for how in map(Rotation, (False, True)) if tables_are_doubled(model, how)} if rope else set()
+    made, rows = {}, []
+    for name, module in model.named_modules():
+        found = find_attention(module, bool(rotates))
+        if found is not None and found.rotation is not None and found.rotation not in rotates:
+            found.original, found.rotation, found.whole = type(module).forward, None, None
+        if found is not None and (found.rotation is not None or (qkv and found.projections is not None)):
+            _replace(found, patches, qkv)
+            made[module] = found
+        if found is not None or "attention" in type(module).__name__.lower():
+            rows += _rows(name, module, made.get(module), qkv, rope, bool(rotates))
+    return made, rows
+
+
+def _replace(found: Attention, patches: Patches, qkv: bool) -> None:
+    if not qkv:
+        found.projections = found.whole = None
+    elif found.projections is not None:
+        found.projections.lay_together()
+        for name, layer in zip(found.projections.names, found.projections.linears, strict=True):
+            patches.set_forward(layer, _hand_out, (found, name))
+    patches.set_forward(found.module, _forward, found)
+
+
+def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope: bool, rotates: bool) -> list[Row]:
+    kind, rows = type(module).__name__, []
+    if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
+        turns = found is not None and found.rotation is not None
+        why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
+        rows.append(Row(name, kind, "rope", by="rope", why=None) if turns else Row(name, kind, "rope", why=why))
+    if qkv:
+        one = found is not None and found.projections is not None
+        by = None if not one else "attention" if found is not None and found.whole is not None else "linear"
+        why = "what its input goes to are not just linear layers"
+        rows.append(Row(name, kind, "qkv", by=by) if one else Row(name, kind, "qkv", why=why))
+    return rows
+
+
+def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folded | None = None, **options: Any) -> Any:
+    found: Attention = self._onepass
+    if found.suits(hidden_states, args, options):
+        return found.at_once(hidden_states, options, onepass_folded)
+    return found.by_original(hidden_states, args, options, onepass_folded)
+
+
+def _hand_out(self: Any, x: Tensor) -> Tensor:
+    found, name = self._onepass
+    return found.part(name, self, x)  # type: ignore[no-any-return]

@@ -1,0 +1,88 @@
+"""Mixtures of experts: all experts' products as grouped ones, with the router's weights in the activation's pass.
+
+Transformers keeps the weights of all experts in two tensors, [experts, 2 x inner, hidden] and [experts, hidden, inner], and calls
+such a module with the tokens, each one's experts and their weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.stand_in import own_forward, parameters_of, randn, run, same, shallow, stand_in
+from onepass.kernels.activations import ACTIVATIONS, Activation
+from onepass.nn.grouped import grouped_linear
+from onepass.nn.routing import collect, routes_of, spread
+from onepass.ops.bias_activation import bias_activation
+
+_EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
+
+
+@dataclass
+class Experts:
+    module: nn.Module
+    up: str
+    down: str
+    activation: str
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        up, down = self.module._parameters[self.up], self.module._parameters[self.down]
+        assert up is not None and down is not None
+        routes = routes_of(weights, chosen, up.shape[0])
+        h = grouped_linear(spread(x, routes), up, routes.ends)
+        return collect(
+            grouped_linear(bias_activation(h, None, self.activation, token_weight=routes.weights), down, routes.ends), routes
+        )
+
+
+def find_experts(module: nn.Module) -> Experts | None:
+    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    if len(shapes) != 2 or own_forward(module) or any(len(shape) != 3 for shape in shapes.values()):
+        return None
+    if len(parameters_of(module)) < 3:
+        return None
+    for up, down in (tuple(shapes), tuple(shapes)[::-1]):
+        experts, inner, hidden = shapes[up]
+        if shapes[down] == (experts, hidden, inner // 2):
+            found = next((name for name, act in ACTIVATIONS.items() if act.gated and _is(module, up, down, act)), None)
+            if found is not None:
+                return Experts(module, up, down, found)
+    return None
+
+
+def _is(module: Any, up: str, down: str, act: Activation) -> bool:
+    """Whether few and small experts, by the module's code, make of random tokens what this activation would."""
+    first, second = randn(_EXPERTS, 2 * _INNER, _HIDDEN, seed=2), randn(_EXPERTS, _HIDDEN, _INNER, seed=3)
+    x, weights = randn(_TOKENS, _HIDDEN), randn(_TOKENS, 2, seed=4).sigmoid()
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device="cpu")
+    config = getattr(module, "config", None)
+    attributes = {} if config is None else {"config": shallow(config, _experts_implementation="eager")}
+    parameters = {up: nn.Parameter(first), down: nn.Parameter(second)}
+    made = stand_in(module, {}, _parameters=parameters, num_experts=_EXPERTS, **attributes)
+    gate, linear = torch.einsum("th,eih->tei", x, first).chunk(2, -1)
+    each = torch.einsum("tei,ehi->teh", act.formula(gate) * linear, second)
+    expected = (each.gather(1, chosen[..., None].expand(-1, -1, _HIDDEN)) * weights[..., None]).sum(1)
+    return same(run(made, x, chosen, weights), expected, 1e-6)
+
+
+def replace_experts(model: nn.Module, patches: Patches) -> list[Row]:
+    rows = []
+    for name, module in model.named_modules():
+        found = find_experts(module)
+        if found is not None:
+            patches.set_forward(module, _forward, found)
+            rows.append(Row(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}"))
+        elif "experts" in type(module).__name__.lower():
+            rows.append(Row(name, type(module).__name__, "mlp", why="it computes something else, or by another activation"))
+    return rows
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    """Compiled, and where ranks have experts of their own, by its own code."""
+    if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False):
+        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+    return self._onepass(hidden_states, top_k_index, top_k_weights)

@@ -1,0 +1,228 @@
+"""A model's layers: norms go into the products after them, and sums of the residual stream into the norms.
+
+A layer is recognised by what its code computes of its children, of which stand-ins show it: h = x + after(attention(before(x))),
+then h + after(mlp(before(h))), where what comes after is a norm, a dropout or nothing; or both of x at once, as GPT-NeoX has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.attentions import Attention
+from onepass.integrations.huggingface.linears import Folded
+from onepass.integrations.huggingface.mlps import MLP
+from onepass.integrations.huggingface.norms import Norm
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
+
+_OF_NO_USE = frozenset(("use_cache", "cache_position", "position_ids"))  # where a layer doesn't hand them to its attention
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The names of a layer's children, by what they do in it."""
+
+    attention: str
+    mlp: str
+    before_attention: str
+    before_mlp: str
+    after_attention: str | None
+    after_mlp: str | None
+    parallel: bool  # attention and MLP are of the same
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a layer hands to its attention."""
+
+    names: tuple[str, ...]  # of the layer's own arguments, after the hidden states
+    passed: frozenset[str]  # those that its attention is given, under the same names
+    others_too: bool  # whether it is given what the layer has no name for
+
+    def handed_on(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
+        """Of a call; None where something is given that is not for the attention."""
+        passed = {}
+        for name, value in {**dict(zip(self.names, args, strict=False)), **options}.items():
+            if (name in self.passed) if name in self.names else self.others_too:
+                passed[name] = value
+            elif value is not None and value is not False and name not in _OF_NO_USE:
+                return None
+        return passed
+
+
+@dataclass
+class Layer:
+    module: nn.Module
+    shape: Shape
+    arguments: Arguments
+    attention: Attention
+    mlp: MLP | None  # None is something else in its place: a mixture of experts
+    before_attention: Norm
+    before_mlp: Norm
+
+    def __call__(self, x: Tensor, handed_on: dict[str, Any]) -> Tensor:
+        made, h = self._attention(x, handed_on)
+        if self.shape.parallel:
+            up, h = self._mlp(h, None)
+            return h + (up + made)
+        up, h = self._mlp(h, made)
+        return h + up
+
+    def _attention(self, x: Tensor, handed_on: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What is made of x, and x, to go on with."""
+        attention = self._child(self.shape.attention)
+        if attention is self.attention.module and self.attention.ready() and self.before_attention.untouched():
+            folded = Folded(self.before_attention)
+            made, h = attention(x, onepass_folded=folded, **handed_on)[0], folded.h
+            assert h is not None
+        else:
+            made, h = attention(self._child(self.shape.before_attention)(x), **handed_on)[0], x
+        return self._then(self.shape.after_attention, made), h
+
+    def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is made of the sum of h and what is late, and the sum."""
+        mlp = self._child(self.shape.mlp)
+        if self.mlp is not None and mlp is self.mlp.module and self.mlp.ready() and self.before_mlp.untouched():
+            folded = Folded(self.before_mlp, late)
+            made, total = mlp(h, onepass_folded=folded), folded.h
+            assert total is not None
+        elif late is not None and self.before_mlp.untouched():
+            normed, total = self.before_mlp(h, late)
+            made = mlp(normed)
+        else:
+            total = h if late is None else h + late
+            made = mlp(self._child(self.shape.before_mlp)(total))
+        return self._then(self.shape.after_mlp, made), total
+
+    def _child(self, name: str) -> Any:
+        return self.module._modules[name]
+
+    def _then(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else self._child(name)(x)
+
+
+# ---- what a layer is ----
+
+
+def find_layer(
+    module: nn.Module, norms: dict[nn.Module, Norm], attentions: dict[nn.Module, Attention], mlps: dict[nn.Module, MLP]
+) -> Layer | None:
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    own = [name for name, child in children.items() if child in attentions]
+    if len(own) != 1 or own_forward(module):
+        return None
+    normed = [name for name, child in children.items() if child in norms]
+    dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
+    rest = [name for name in children if name not in (*own, *normed, *dropouts)]
+    if len(rest) != 1 or len(normed) not in (2, 4) or not isinstance(mlps.get(children[rest[0]]), MLP | None):
+        return None
+    shape = _shape_of(module, own[0], rest[0], normed, dropouts)
+    if shape is None:
+        return None
+    made, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
+    return Layer(
+        module,
+        shape,
+        _arguments_of(module, own[0], rest[0]),
+        attentions[children[own[0]]],
+        mlps.get(children[rest[0]]),
+        made,
+        second,
+    )
+
+
+def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> Shape | None:
+    """The one whose formula gives what the layer's code gives, with stand-ins for all children."""
+    x = randn(1, 3, 4)
+    functions: dict[str, Any] = {attention: torch.sin, mlp: lambda x: torch.cos(1.3 * x)}
+    functions |= {name: lambda x, factor=i + 2: factor * x - 0.1 * factor for i, name in enumerate([*norms, *dropouts])}
+    found = [run(_standing(module, functions, attention, training), x) for training in (False, True)]
+    for shape in _shapes(attention, mlp, norms, dropouts):
+        expected = _formula(shape, functions, x)
+        if all(same(each, expected) for each in found):
+            return shape
+    return None
+
+
+def _standing(module: nn.Module, functions: dict[str, Any], attention: str, training: bool = False) -> nn.Module:
+    children: dict[str, nn.Module] = {name: Function(function) for name, function in functions.items()}
+    children[attention] = Function(_as_attention(functions[attention]))
+    return stand_in(module, children, training=training)
+
+
+def _as_attention(function: Any) -> Any:
+    """Returns no weights, and takes whatever else it is given."""
+
+    def called(*args: Any, hidden_states: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
+        return function(args[0] if hidden_states is None else hidden_states), None
+
+    return called
+
+
+def _shapes(attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> Iterator[Shape]:
+    for first, second, *after in permutations(norms):
+        for later in [after] if after else product([None, *dropouts], repeat=2):
+            for parallel in (False, True):
+                yield Shape(attention, mlp, first, second, later[0], later[1], parallel)
+
+
+def _formula(shape: Shape, functions: dict[str, Any], x: Tensor) -> Tensor:
+    def then(name: str | None, y: Tensor) -> Tensor:
+        return y if name is None else functions[name](y)
+
+    h = x + then(shape.after_attention, functions[shape.attention](functions[shape.before_attention](x)))
+    made = then(shape.after_mlp, functions[shape.mlp](functions[shape.before_mlp](x if shape.parallel else h)))
+    return h + made
+
+
+def _arguments_of(module: nn.Module, attention: str, mlp: str) -> Arguments:
+    """By giving each argument alone, and looking whether it arrives."""
+    parameters = parameters_of(module)
+    names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
+    passed = frozenset(name for name in names if _arrives(module, attention, name))
+    return Arguments(names, passed, _arrives(module, attention, "onepass_asks"))
+
+
+def _arrives(module: nn.Module, attention: str, name: str) -> bool:
+    given = object()
+    functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
+    made = _standing(module, functions, attention)
+    run(made, randn(1, 3, 4), **{name: given})
+    stub: Any = made._modules[attention]
+    return any(options.get(name) is given for _, options in stub.calls)
+
+
+# ---- in a model ----
+
+
+def replace_layers(
+    model: nn.Module,
+    patches: Patches,
+    norms: dict[nn.Module, Norm],
+    attentions: dict[nn.Module, Attention],
+    mlps: dict[nn.Module, MLP],
+) -> list[Row]:
+    rows = []
+    for name, module in model.named_modules():
+        found = find_layer(module, norms, attentions, mlps)
+        if found is not None:
+            patches.set_forward(module, _forward, found)
+            rows.append(Row(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums"))
+        elif any(child in attentions for child in module._modules.values()):
+            why = "its norms stay apart: what it makes of its children is not known"
+            rows.append(Row(name, type(module).__name__, "norm", why=why))
+    return rows
+
+
+def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    layer: Layer = self._onepass
+    handed_on = layer.arguments.handed_on(args, options)
+    if handed_on is None:
+        return type(self).forward(self, hidden_states, *args, **options)
+    return layer(hidden_states, handed_on)

@@ -1,0 +1,114 @@
+"""Linear layers of a model as the weights of one product: of several that have one input, and of the norm before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.norms import Norm
+from onepass.integrations.huggingface.stand_in import hooked
+from onepass.ops.linear import linear
+from onepass.ops.norm_linear import norm_linear
+from onepass.runtime.joined import joined, lay_together
+
+
+@dataclass
+class Folded:
+    """A norm done by the product after it, of the sum of what comes to it and `late`. The product leaves the sum in h."""
+
+    norm: Norm
+    late: Tensor | None = None
+    h: Tensor | None = None
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """nn.Linear itself, or Transformers' Conv1D, whose weight lies the other way."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """[N, K]."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if is_conv1d(module) else weight
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    return module.bias  # type: ignore[return-value]
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs."""
+    outputs, inputs = weight_of(module).shape
+    return inputs, outputs
+
+
+class Product:
+    """Children of one module that are linear layers of one input."""
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
+        self.owner, self.names = owner, names
+        self.linears = [owner.get_submodule(name) for name in names]
+        self.sizes = [sizes_of(module)[1] for module in self.linears]
+        self.biased = bias_of(self.linears[0]) is not None
+
+    @classmethod
+    def found(cls, owner: nn.Module, names: tuple[str, ...]) -> Product | None:
+        """Where these are linear layers that can be one."""
+        modules = [owner._modules.get(name) for name in names]
+        if not all(map(is_linear, modules)) or (len(names) > 1 and any(map(is_conv1d, modules))):
+            return None
+        there = [module for module in modules if module is not None]
+        if len({sizes_of(module)[0] for module in there}) > 1 or len({bias_of(module) is None for module in there}) > 1:
+            return None
+        return cls(owner, names)
+
+    def lay_together(self) -> None:
+        """The weights, and the biases, one after another, so that they are one without a copy."""
+        if len(self.linears) > 1:
+            lay_together([weight_of(module) for module in self.linears])
+            if self.biased:
+                lay_together(self._biases())
+
+    def intact(self) -> bool:
+        """Whether these are still the owner's children, unwrapped, and nobody looks at their own calls."""
+        children = self.owner._modules
+        return all(
+            children.get(name) is module and not hooked(module) for name, module in zip(self.names, self.linears, strict=True)
+        )
+
+    def weight(self) -> Tensor:
+        return joined([weight_of(module) for module in self.linears])
+
+    def bias(self) -> Tensor | None:
+        return joined(self._biases()) if self.biased else None
+
+    def _biases(self) -> list[Tensor]:
+        return [module.bias for module in self.linears]  # type: ignore[misc]
+
+    def __call__(self, x: Tensor, folded: Folded | None = None, *, biased: bool = True) -> Tensor:
+        """x, or its norm, times the weight; without the bias where that is added later."""
+        bias = self.bias() if biased else None
+        if folded is None:
+            return linear(x, self.weight(), bias)
+        norm = folded.norm
+        options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
+        y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, residual=folded.late, return_input=True, **options)
+        return y  # type: ignore[no-any-return]
+
+
+def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:
+    """A small one in fp64, with a bias where the module has one."""
+    made = nn.Linear(inputs, outputs, bias=bias_of(module) is not None, dtype=torch.float64, device="cpu")
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=random) / inputs**0.5)
+    return made

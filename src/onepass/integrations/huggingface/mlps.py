@@ -1,0 +1,123 @@
+"""MLPs: recognised by what they compute, replaced by one product up, and the activation with the product down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.linears import Folded, Product, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
+from onepass.kernels.activations import ACTIVATIONS
+from onepass.ops.activation_linear import activation_linear
+
+_HIDDEN, _INNER = 6, 10
+
+
+@dataclass
+class MLP:
+    """A module that goes up by one product, or one of two layers, through an activation and down again."""
+
+    module: nn.Module
+    up: Product
+    down: Product
+    activation: str
+    dropout: nn.Module | None  # of the result
+
+    def ready(self) -> bool:
+        return self.up.intact() and self.down.intact() and Patches.has(self.module, self)
+
+    def __call__(self, x: Tensor, folded: Folded | None = None) -> Tensor:
+        """Of x, or of the norm that is folded in."""
+        up = self.up(x, folded, biased=False)
+        y: Tensor = activation_linear(up, self.down.weight(), self.down.bias(), self.activation, activation_bias=self.up.bias())
+        return y if self.dropout is None else self.dropout(y)
+
+
+def find_mlp(module: nn.Module) -> MLP | str | None:
+    """What this module is, or why it can't be replaced though it looks like one, or None."""
+    linears = [name for name, child in module._modules.items() if is_linear(child)]
+    if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
+        return None
+    if not _goes_up_and_down([sizes_of(module._modules[name]) for name in linears]):  # type: ignore[arg-type]
+        return None
+    others = [name for name, child in module._modules.items() if name not in linears and child is not None]
+    dropouts = [name for name in others if isinstance(module._modules[name], nn.Dropout)]
+    if len(dropouts) > 1 or any(list(module._modules[name].parameters()) for name in others):  # type: ignore[union-attr]
+        return "it has more than linear layers, an activation and a dropout at its end"
+    for up_names, down_name in _roles(linears):
+        up, down = Product.found(module, up_names), Product.found(module, (down_name,))
+        if up is not None and down is not None:
+            activation = _activation_of(module, up, down, dropouts)
+            if activation is not None:
+                return MLP(module, up, down, activation, module._modules[dropouts[0]] if dropouts else None)
+    return "it computes something else, or by an activation that onepass doesn't have"
+
+
+def _goes_up_and_down(sizes: list[tuple[int, int]]) -> bool:
+    """From one size to another, and back to the first."""
+    inputs, outputs = {size[0] for size in sizes}, {size[1] for size in sizes}
+    return len(inputs) == 2 and len(outputs) == 2 and bool(inputs & outputs)
+
+
+def _roles(names: list[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    for *up, down in permutations(names):
+        yield tuple(up), down
+
+
+def _activation_of(module: nn.Module, up: Product, down: Product, dropouts: list[str]) -> str | None:
+    """By which of onepass's activations a small one with these roles computes what the module's code makes of it."""
+    gated = len(up.names) == 2 or up.sizes[0] == 2 * sizes_of(down.linears[0])[0]
+    if sum(up.sizes) != (2 if gated else 1) * sizes_of(down.linears[0])[0]:
+        return None
+    each = 2 * _INNER if gated and len(up.names) == 1 else _INNER
+    layers = {name: tiny(layer, _HIDDEN, each, 10 + i) for i, (name, layer) in enumerate(zip(up.names, up.linears, strict=True))}
+    layers[down.names[0]] = last = tiny(down.linears[0], _INNER, _HIDDEN, 20)
+    children: dict[str, nn.Module] = {**layers, **{name: Function(lambda y: 3 * y) for name in dropouts}}
+    x = 3 * randn(7, _HIDDEN)
+    found = [run(stand_in(module, children, training=training), x) for training in (False, True)]
+    first = torch.cat([layers[name](x) for name in up.names], -1).detach()
+    for name, act in ACTIVATIONS.items():
+        if act.gated == gated:
+            inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
+            expected = last(inner).detach() * (3 if dropouts else 1)
+            if all(same(each, expected, 1e-6) for each in found):
+                return name
+    return None
+
+
+def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, MLP], list[Row]]:
+    made, rows = {}, []
+    for name, module in model.named_modules():
+        found = find_mlp(module)
+        if isinstance(found, MLP):
+            found.up.lay_together()
+            patches.set_forward(module, _forward, found)
+            made[module] = found
+            rows.append(Row(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}"))
+        elif found is not None or _looks_like_an_mlp(module):
+            rows.append(Row(name, type(module).__name__, "mlp", why=found or _why(module)))
+    return made, rows
+
+
+def _looks_like_an_mlp(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith(("mlp", "feedforward"))
+
+
+def _why(module: nn.Module) -> str:
+    if own_forward(module):
+        return "it has a forward of its own already"
+    kinds = {type(child).__name__ for child in module._modules.values() if child is not None and list(child.parameters())}
+    return "its layers are " + ", ".join(sorted(kinds)) if kinds and kinds != {"Linear"} else "it computes something else"
+
+
+def _forward(self: Any, hidden_states: Tensor, *, onepass_folded: Folded | None = None) -> Any:
+    mlp: MLP = self._onepass
+    if not mlp.ready():  # wrapped since, by PEFT say
+        return type(self).forward(self, hidden_states)
+    return mlp(hidden_states, onepass_folded)

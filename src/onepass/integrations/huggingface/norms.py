@@ -1,0 +1,123 @@
+"""Norms: recognised by what they compute, replaced by `onepass.rms_norm` and `onepass.layer_norm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.patches import Patches, Row
+from onepass.integrations.huggingface.stand_in import FP64, hooked, own_forward, randn, run, same, stand_in
+from onepass.ops.norm import layer_norm, rms_norm
+
+_SIZE = 16
+_SLACK = 1e-5  # theirs are fp32 inside
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A module of the model that normalises, and how."""
+
+    module: nn.Module
+    layer: bool
+    eps: float
+    zero_centered: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "zero_centered_gamma": self.zero_centered}
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module._parameters.get("bias") if self.layer else None
+
+    @property
+    def name(self) -> str:
+        return ("layer_norm" if self.layer else "rms_norm") + (", zero-centred" if self.zero_centered else "")
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """The norm; or with a residual that of the sum, and the sum."""
+        if self.layer:
+            return layer_norm(x, self.weight, self.bias, residual=residual, **self.options)
+        return rms_norm(x, self.weight, residual=residual, **self.options)
+
+    def untouched(self) -> bool:
+        """Whether nobody looks at this module's own calls, so that its work may be done elsewhere."""
+        return not hooked(self.module) and Patches.has(self.module, self)
+
+
+def find_norm(module: nn.Module) -> Norm | None:
+    """What this module is as a norm over the last dimension, if it is one."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or module._modules or own_forward(module):
+        return None
+    if type(module).forward is nn.LayerNorm.forward:
+        assert isinstance(module, nn.LayerNorm)
+        return Norm(module, True, module.eps, False) if len(module.normalized_shape) == 1 else None
+    if type(module).forward is nn.RMSNorm.forward:
+        assert isinstance(module, nn.RMSNorm)
+        return Norm(module, False, module.eps, False) if len(module.normalized_shape) == 1 and module.eps is not None else None
+    eps = _eps_of(module)
+    return None if eps is None or module._parameters.keys() - {"weight", "bias"} else _by_trial(module, eps)
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("_onepass"), Norm) or find_norm(module) is not None
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    """The one attribute that can be it."""
+    numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _by_trial(module: nn.Module, eps: float) -> Norm | None:
+    """Compares what it makes of random numbers with each of the norms that onepass has."""
+    weight, bias = randn(_SIZE, seed=2), randn(_SIZE, seed=3)
+    parameters = {
+        name: None if p is None else nn.Parameter({"weight": weight, "bias": bias}[name])
+        for name, p in module._parameters.items()
+    }
+    x = randn(5, _SIZE) * torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64)[:, None]  # in the last the epsilon shows
+    found = run(stand_in(module, {}, _parameters=parameters), x)
+    for layer in (False, True):
+        shift = bias if layer and parameters.get("bias") is not None else None
+        if (parameters.get("bias") is not None) != (shift is not None):
+            continue
+        for centered in (False, True):
+            factor = weight + 1 if centered else weight
+            sizes = (_SIZE,)
+            expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
+            if same(found, expected, _SLACK):
+                return Norm(module, layer, eps, centered)
+    return None
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not module._modules and bool(module._parameters)
+
+
+def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, Norm], list[Row]]:
+    made, rows = {}, []
+    for name, module in model.named_modules():
+        norm = find_norm(module)
+        row = partial(Row, name, type(module).__name__, "norm")
+        if norm is not None:
+            patches.set_forward(module, _forward, norm)
+            made[module] = norm
+            rows.append(row(by=norm.name))
+        elif looks_like_a_norm(module):
+            rows.append(row(why="it has a forward of its own already" if own_forward(module) else "it computes something else"))
+    return made, rows
+
+
+def _forward(self: Any, hidden_states: Tensor) -> Any:
+    return self._onepass(hidden_states)

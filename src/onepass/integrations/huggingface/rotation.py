@@ -1,0 +1,120 @@
+"""Rotary positions: what a model's `apply_rotary_pos_emb` computes, found by calling it, and the same by `onepass.rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.stand_in import parameters_of, randn, same
+from onepass.kernels.rope_formula import rope_formula
+from onepass.ops.rope import rope
+
+ROTATION = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Which numbers of a head are a pair. The model's tables have every number twice: side by side, or one half and again."""
+
+    interleaved: bool
+
+    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, R/2], or [B, S, R/2] where sequences have positions of their own, of [B, S, R]."""
+        cos, sin = (x[..., ::2] if self.interleaved else x[..., : x.shape[-1] // 2] for x in (cos, sin))
+        return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
+
+    def doubled(self, half: Tensor) -> Tensor:
+        return half.repeat_interleave(2, -1) if self.interleaved else torch.cat([half, half], -1)
+
+    @property
+    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return _interleaved if self.interleaved else _halves
+
+
+def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return _rotated(Rotation(False), q, k, cos, sin, unsqueeze_dim)
+
+
+def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return _rotated(Rotation(True), q, k, cos, sin, unsqueeze_dim)
+
+
+def _rotated(how: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """`heads`: which dimension of q and k they are in, 1 or 2."""
+    tables = how.tables(cos, sin)
+    if heads == 2:
+        return rope(q, k, *tables, interleaved=how.interleaved)
+    q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=how.interleaved)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
+    """Of the function that this one finds among its globals."""
+    function = _code_of(forward).get(ROTATION)
+    return None if function is None else next((how for how in map(Rotation, (False, True)) if _is(function, how)), None)
+
+
+def _code_of(forward: Any) -> dict[str, Any]:
+    """The globals that a plain function uses."""
+    if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or ROTATION not in forward.__code__.co_names:
+        return {}
+    return forward.__globals__
+
+
+def _is(function: Callable[..., Any], how: Rotation) -> bool:
+    q, k, angles = randn(2, 3, 5, 8), randn(2, 1, 5, 8, seed=2), randn(2, 5, 4, seed=3)
+    cos, sin = angles.cos(), angles.sin()
+    try:
+        found = function(q, k, how.doubled(cos), how.doubled(sin))
+    except Exception:
+        return False
+    expected = (rope_formula(x.transpose(1, 2), cos, sin, how.interleaved).transpose(1, 2) for x in (q, k))
+    return len(found) == 2 and all(same(y, other, 1e-6) for y, other in zip(found, expected, strict=True))
+
+
+def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
+    """Its code with our rotation among its globals. These have no __name__: compilers look in the module of that name."""
+    assert isinstance(forward, FunctionType)
+    names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
+    made = FunctionType(
+        forward.__code__, names | {ROTATION: how.function}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+# ---- the tables ----
+
+
+def tables_are_doubled(model: nn.Module, how: Rotation) -> bool:
+    """Whether every module that makes the tables gives each number twice, as `how` says."""
+    makers = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
+    return bool(makers) and all(_doubles(module, how) for module in makers)
+
+
+def _doubles(maker: nn.Module, how: Rotation) -> bool:
+    device = next((buffer.device for buffer in maker.buffers()), torch.device("cpu"))
+    if device.type == "meta":
+        return False
+    x, positions = torch.zeros(1, 8, 4, device=device), torch.arange(8, device=device)[None]
+    try:
+        tables = [maker(x, positions, *more) for more in _more_arguments(maker)]
+    except Exception:
+        return False
+    return all(table.dim() == 3 and table.equal(how.doubled(_half(table, how))) for pair in tables for table in pair)
+
+
+def _half(table: Tensor, how: Rotation) -> Tensor:
+    return table[..., ::2] if how.interleaved else table[..., : table.shape[-1] // 2]
+
+
+def _more_arguments(maker: nn.Module) -> Iterable[tuple[Any, ...]]:
+    """Of models whose layers have tables of several types."""
+    if "layer_type" not in parameters_of(maker):
+        return [()]
+    return [(kind,) for kind in sorted(set(maker.config.layer_types))]  # type: ignore[union-attr, arg-type]

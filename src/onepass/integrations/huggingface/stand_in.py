@@ -1,0 +1,93 @@
+"""What a module's code does, found by running it: with small children in the place of its own, in fp64, on the CPU.
+
+So no name has to be known, nor a class, and a model's code that has changed since is not mistaken for what it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FP64 = torch.float64
+
+
+def stand_in(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) -> nn.Module:
+    """Of the module's class, with its attributes but for those given, and with these children beside the others."""
+    made = object.__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if name != "forward"}
+    vars(made).update(own, _modules={**module._modules, **children}, **attributes)
+    return made
+
+
+def run(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """The class's forward, past hooks and __call__'s own ways; None where it can't take this."""
+    with torch.no_grad():
+        try:
+            return type(module).forward(module, *args, **options)
+        except Exception:
+            return None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random numbers go on after it as they would have; within it PyTorch's defaults are those of a fresh process."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def randn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=FP64, device="cpu", generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: Any, expected: Tensor, tolerance: float = 1e-9) -> bool:
+    """HF's norms and rotations are fp32 inside: their tolerance is wider."""
+    if not isinstance(found, Tensor) or found.shape != expected.shape or found.device != expected.device:
+        return False
+    return bool(torch.allclose(found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance))
+
+
+class Function(nn.Module):
+    """A child that is a function, and keeps what it was called with."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.calls.append((args, options))
+        return self.function(*args, **options)
+
+
+def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """Of the class's forward, but self."""
+    return dict(list(inspect.signature(type(module).forward).parameters.items())[1:])
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether somebody has given this instance a forward of its own."""
+    return "forward" in vars(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def shallow(value: Any, **attributes: Any) -> Any:
+    """A copy, of a configuration say, with other attributes."""
+    made = copy.copy(value)
+    for name, other in attributes.items():
+        setattr(made, name, other)
+    return made

@@ -1,0 +1,68 @@
+"""What two processes find of a model that makes its loss in its head, under DDP and fully_shard, and of one that doesn't."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+    import onepass.testing.interpreter
+
+import onepass
+from onepass.integrations.huggingface.loss import replace_loss
+from onepass.integrations.huggingface.patches import Patches
+
+
+def fully_sharded(model, *own):
+    """The layers and these each by themselves, and what is left with the root."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.model.layers, *own):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+CASES = {
+    "DDP": DistributedDataParallel,
+    "fully_shard": fully_sharded,
+    "fully_shard, the head too": lambda model: fully_sharded(model, model.lm_head),
+    "fully_shard, norm and head": lambda model: fully_sharded(model, [model.model.norm, model.lm_head]),
+}
+
+
+def step(called, model, ids):
+    """The logits' shape, the loss, and the gradients, whole."""
+    with onepass.use_backend("torch"):
+        outputs = called(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+    grads = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return tuple(outputs.logits.shape), outputs.loss.detach(), grads
+
+
+def alone(model, batches):
+    """Each rank's loss, and the mean of their gradients."""
+    losses = [step(model, model, ids)[1] for ids in batches]  # gradients are added up
+    return losses, {name: p.grad / len(batches) for name, p in model.named_parameters()}
+
+
+def run(rank, ranks, folder, backend):
+    """What a spawned process runs."""
+    import transformers
+
+    join(rank, ranks, folder, backend)
+    torch.manual_seed(0)
+    size = {"vocab_size": 307, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    start = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).train()
+    batches = torch.randint(307, (ranks, 2, 12)).unbind()
+    found = {"alone": alone(copy.deepcopy(start), batches)}
+    for name, wrapped in CASES.items():
+        model = copy.deepcopy(start)
+        (row,) = replace_loss(model, Patches())
+        assert row.by is not None, row
+        found[name] = step(wrapped(model), model, batches[rank])
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,367 @@
+"""`apply` on models of every family: the same numbers, all as before around them, and all of it taken back."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", minversion="5")
+
+from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, assert_alike, batch, made, step
+
+import onepass
+from onepass.integrations import huggingface
+from onepass.testing.poison import bytes_kept, saved_tensors
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
+    "ignore:None of the inputs have requires_grad:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _by_pytorch():
+    with onepass.use_backend("torch"):
+        yield
+
+
+def both(family="Llama", **options):
+    """The model with onepass, what it was, and what was done."""
+    model = made(family, **options)
+    before = copy.deepcopy(model)
+    return model, before, huggingface.apply(model)
+
+
+def prompt():
+    return torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+# ---- families ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_replaced(family):
+    _, _, applied = both(family)
+    found = {}
+    for row in applied.replaced:
+        found.setdefault(row.part, set()).add(row.by)
+    assert found == REPLACED[family]
+    assert all(row.why and not row.by for row in applied.left)
+    for row in applied.rows:
+        assert row.part in str(applied) and row.kind in str(applied)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_the_same(family):
+    model, before, _ = both(family)
+    for given in (batch(), batch(masked=True), batch() | {"num_items_in_batch": torch.tensor(5)}, batch() | {"use_cache": False}):
+        assert_alike(step(model, **given), step(before, **given))
+
+
+@pytest.mark.parametrize("family", ("Llama", "Gemma2", "GPT2", "GPTNeoX", "Qwen3Moe"))
+def test_a_step_in_bf16_is_as_near(family):
+    """As the same in fp32, and as eager in bf16 is."""
+    model, before, _ = both(family)
+    exact = step(before, **batch())
+    found, plain = step(model.bfloat16(), **batch()), step(before.bfloat16(), **batch())
+
+    def error(result):
+        return sum((result[1][name].float() - grad).square().sum() for name, grad in exact[1].items()).sqrt()
+
+    assert error(found) < 1.25 * error(plain)
+    assert abs(found[0] - exact[0]) < 1.5 * abs(plain[0] - exact[0]) + 2e-4 * exact[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_and_generation_are_the_same(family):
+    model, before, _ = both(family)
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    for each in (model, before):
+        each.eval()
+    with torch.no_grad():
+        found, expected = (each(input_ids=ids, attention_mask=mask, labels=ids) for each in (model, before))
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    written = [each.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False) for each in (model, before)]
+    assert written[0].equal(written[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_leaves_nothing(family):
+    def attributes():
+        return [(set(vars(module)), type(module), vars(module).get("forward")) for module in model.modules()]
+
+    model = made(family)
+    step(model, **batch())  # transformers has notes of its own
+    before = attributes()
+    parameters = [(id(p), p.clone()) for p in model.parameters()]
+    applied = huggingface.apply(model)
+    step(model, **batch())
+    applied.undo()
+    assert attributes() == before
+    assert all(id(p) == name and p.equal(value) for p, (name, value) in zip(model.parameters(), parameters, strict=True))
+    with pytest.raises(RuntimeError, match="nothing to undo"):
+        applied.undo()
+    huggingface.apply(model)
+
+
+@pytest.mark.parametrize("part", ("norm", "mlp", "rope", "loss", "qkv"))
+@pytest.mark.parametrize("family", ("Llama", "Gemma3Text"))
+def test_each_part_alone_and_all_but_it(family, part):
+    before = made(family)
+    parts = dict.fromkeys(("norm", "mlp", "rope", "loss", "qkv"), False)
+    for chosen in (parts | {part: True}, dict.fromkeys(parts, True) | {part: False}):
+        model = copy.deepcopy(before)
+        applied = huggingface.apply(model, **chosen)
+        assert {row.part for row in applied.replaced} <= {name for name, wanted in chosen.items() if wanted}
+        assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+# ---- what models are put through ----
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_gradient_checkpointing(reentrant):
+    model, before, _ = both()
+    for each in (model, before):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+@pytest.mark.parametrize("family", ("Llama", "Gemma3Text", "GPTNeoX"))
+def test_autocast(family):
+    model, before, _ = both(family)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_alike(step(model, **batch()), step(before, **batch()), 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2", "GPT2"))
+def test_compiled_as_one_graph(family):
+    model, before, _ = both(family)
+    given = batch() | {"use_cache": False}
+    assert_alike(step(torch.compile(model, fullgraph=True, backend="aot_eager"), **given), step(before, **given))
+
+
+@pytest.mark.parametrize(
+    "targets", (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+)
+@pytest.mark.parametrize("first", ("onepass", "PEFT"))
+def test_lora(first, targets):
+    peft = pytest.importorskip("peft")
+    model = made()
+    before = copy.deepcopy(model)
+
+    def wrapped(inner):
+        torch.manual_seed(3)
+        return peft.get_peft_model(inner, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+    if first == "onepass":
+        huggingface.apply(model)
+        model = wrapped(model)
+    else:
+        model = wrapped(model)
+        huggingface.apply(model)
+    assert_alike(step(model, **batch()), step(wrapped(before), **batch()))
+
+
+def test_an_attention_that_shows_its_weights():
+    model, before, _ = both(attn_implementation="eager")
+    ids = prompt()
+    found, expected = (each(input_ids=ids, output_attentions=True, output_hidden_states=True) for each in (model, before))
+    torch.testing.assert_close(found.attentions, expected.attentions)
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+
+
+def test_hooks_are_called_as_before():
+    model, before, _ = both()
+    seen = {model: [], before: []}
+    for each in (model, before):
+        for name, module in each.named_modules():
+            module.register_forward_hook(lambda *_, each=each, name=name: seen[each].append(name))
+    assert_alike(step(model, **batch()), step(before, **batch()))
+    assert seen[model] == seen[before]
+
+
+def test_a_copy_has_its_own_weights():
+    model, before, _ = both()
+    expected = step(before, **batch())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        assert_alike(step(copied, **batch()), expected)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+
+def test_training_goes_on_by_the_same_optimizer():
+    model, before = made(), None
+    before = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, before)]
+    applied = huggingface.apply(model)
+    for at in range(6):
+        losses = []
+        for each, optimizer in zip((model, before), optimizers, strict=True):
+            losses.append(step(each, **batch())[0])
+            optimizer.step()
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+        if at == 3:
+            applied.undo()
+
+
+def test_saved_as_before(tmp_path):
+    model, before, _ = both()
+    for name, each in (("onepass", model), ("before", before)):
+        each.save_pretrained(tmp_path / name)
+    files = [sorted((path.name, path.stat().st_size) for path in (tmp_path / name).iterdir()) for name in ("onepass", "before")]
+    assert files[0] == files[1]
+    again = type(model).from_pretrained(tmp_path / "onepass").train()
+    assert_alike(step(again, **batch()), step(before, **batch()), 0)
+
+
+def test_weights_that_are_replaced_are_seen():
+    model, _, _ = both()
+    other = made()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.7)
+    model.load_state_dict(other.state_dict(), assign=True)
+    model.tie_weights()
+    assert_alike(step(model, **batch()), step(other, **batch()))
+
+
+def test_frozen_weights_get_no_gradient():
+    model, before, _ = both()
+    for each in (model, before):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("k_proj" in name or "input_layernorm" in name)
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+def test_less_is_kept_for_backward():
+    model, before, _ = both(num_hidden_layers=4, tie_word_embeddings=False)
+    given = batch(tokens=48) | {"use_cache": False}
+    kept = []
+    for each in (model, before):
+        with saved_tensors() as saved:
+            each(**given)
+        weights = {p.untyped_storage().data_ptr() for p in each.parameters()}
+        kept.append(bytes_kept([t for t in saved if t.untyped_storage().data_ptr() not in weights]))
+    assert kept[0] < 0.6 * kept[1], kept
+
+
+def test_apply_leaves_random_numbers_and_defaults_alone():
+    model = made()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    huggingface.apply(model)
+    assert torch.rand(3).equal(expected)
+    assert not torch.overrides._get_current_function_mode_stack()  # a default device is one
+
+
+# ---- models that nobody has heard of ----
+
+
+class Scale(nn.Module):
+    """RMSNorm under another name."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.small = nn.Parameter(torch.rand(size)), 1e-5
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + self.small).rsqrt() * self.weight
+
+
+class Widen(nn.Module):
+    """A gated MLP whose layers have other names, in another order."""
+
+    def __init__(self, size, inner, act=nn.functional.silu):
+        super().__init__()
+        self.back, self.b, self.a, self.act = nn.Linear(inner, size), nn.Linear(size, inner), nn.Linear(size, inner), act
+
+    def forward(self, x):
+        return self.back(self.b(x) * self.act(self.a(x)))
+
+
+def test_norms_and_mlps_of_any_name():
+    model = nn.Sequential(Scale(16), Widen(16, 24), Scale(16))
+    before, x = copy.deepcopy(model), torch.randn(3, 16)
+    applied = huggingface.apply(model)
+    assert [row.by for row in applied.replaced] == ["rms_norm", "rms_norm", "activation_linear, swiglu"]
+    torch.testing.assert_close(model(x), before(x))
+
+
+def other_scale(forward):
+    return lambda size: type("Other", (Scale,), {"forward": forward})(size)
+
+
+def other_widen(forward):
+    return lambda size: type("Other", (Widen,), {"forward": forward})(size, 24)
+
+
+NEARLY = {
+    "an epsilon outside": other_scale(lambda s, x: x / (x.square().mean(-1, keepdim=True).sqrt() + s.small) * s.weight),
+    "a sum for a mean": other_scale(lambda s, x: x * (x.square().sum(-1, keepdim=True) + s.small).rsqrt() * s.weight),
+    "of the first dimension": other_scale(lambda s, x: x * (x.square().mean(0, keepdim=True) + s.small).rsqrt() * s.weight),
+    "no weight": other_scale(lambda s, x: x * (x.square().mean(-1, keepdim=True) + s.small).rsqrt()),
+    "another activation": lambda size: Widen(size, 24, torch.tanh),
+    "both halves through the activation": other_widen(lambda s, x: s.back(s.act(s.b(x)) * s.act(s.a(x)))),
+    "dropout inside": other_widen(lambda s, x: s.back(nn.functional.dropout(s.b(x) * s.act(s.a(x)), 0.1, s.training))),
+    "a sum of its own": other_widen(lambda s, x: x + s.back(s.b(x) * s.act(s.a(x)))),
+}
+
+
+@pytest.mark.parametrize("what", NEARLY)
+def test_what_is_nearly_one_is_left(what):
+    model = nn.Sequential(NEARLY[what](16))
+    keys = set(vars(model[0]))
+    with pytest.raises(ValueError, match="there is nothing to replace"):
+        huggingface.apply(model, loss=False)
+    assert set(vars(model[0])) == keys
+
+
+# ---- bad input ----
+
+
+def test_nothing_to_replace():
+    with pytest.raises(ValueError, match="nothing to replace in this Sequential"):
+        huggingface.apply(nn.Sequential(nn.Conv2d(3, 3, 3)))
+    with pytest.raises(TypeError, match="model must be a module, but is str"):
+        huggingface.apply("gpt2")
+
+
+def test_twice():
+    model, _, applied = both()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match="applied to this LlamaForCausalLM already"):
+        huggingface.apply(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    applied.undo()
+
+
+def test_undo_of_what_somebody_has_changed_since():
+    model, before, applied = both()
+    inner = model.model.layers[0].mlp
+    mine = inner.forward
+    inner.forward = lambda x: mine(x)
+    with pytest.raises(RuntimeError, match=r"changed after onepass was applied: LlamaMLP\.forward"):
+        applied.undo()
+    assert_alike(step(model, **batch()), step(before, **batch()))  # all is there still
+    inner.forward = mine
+    applied.undo()
+
+
+def test_a_failure_leaves_the_model_alone(monkeypatch):
+    model = made()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    monkeypatch.setattr("onepass.integrations.huggingface.applied.replace_layers", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        huggingface.apply(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

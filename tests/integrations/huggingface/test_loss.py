@@ -1,0 +1,588 @@
+"""The loss made in the head of transformers' models: against an untouched copy of the model, and where it must step aside."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from integrations.huggingface import loss_ranks  # noqa: E402
+from parallel.worlds import found_by  # noqa: E402
+from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+
+import onepass  # noqa: E402
+from onepass.integrations.huggingface.loss import replace_loss  # noqa: E402
+from onepass.integrations.huggingface.patches import Patches  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers' and PEFT's own
+
+VOCABULARY = 307
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, **SPECIAL,
+}  # fmt: skip
+MOE = {**SMALL, "output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+FAMILIES = {
+    "Llama": SMALL,
+    "Qwen2": SMALL,
+    "Qwen3": {**SMALL, "head_dim": 16},
+    "Mistral": SMALL,
+    "Gemma2": {**SMALL, "head_dim": 16, "final_logit_softcapping": 0.5},  # so low that it tells
+    "Gemma3Text": {**SMALL, "head_dim": 16, "final_logit_softcapping": 0.5},
+    "Phi3": SMALL,
+    "GPT2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+    },
+    "GPTNeoX": {**SMALL, "rotary_pct": 0.5},
+    "OPT": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "Mixtral": {**MOE, "num_local_experts": 4},
+    "Qwen3Moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    "Granite": {**SMALL, "logits_scaling": 0.25},
+    "Cohere": {**SMALL, "logit_scale": 3.0},
+    "StableLm": SMALL,
+}
+SAID = {"Gemma2": ", softcap 0.5", "Gemma3Text": ", softcap 0.5", "Granite": ", logit_scale 4", "Cohere": ", logit_scale 3"}
+
+
+def made(family="Llama", **options):
+    options = {**SPECIAL, **FAMILIES[family], **options}
+    config = getattr(transformers, f"{family}Config")(**options)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def replaced(family="Llama", **options):
+    """A model that makes its loss in its head, what it was, and what takes it back."""
+    model, patches = made(family, **options), Patches()
+    before = copy.deepcopy(model)
+    (row,) = replace_loss(model, patches)
+    assert row.by is not None, row
+    return model, before, patches
+
+
+def batch(ignored=3):
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    labels = ids.clone()
+    labels[0, :ignored] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def step(model, **given):
+    """The outputs of a step in training, and each gradient."""
+    with onepass.use_backend("torch"):
+        outputs = model(**given)
+        outputs.loss.backward()
+    return outputs, {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agree(model, before, fused=True, tolerance=None, **given):
+    given = given or batch()
+    got, grads = step(model, **given)
+    wanted, expected = step(before, **given)
+    width = given["labels"].shape[1]
+    assert got.logits.shape == (2, width, 0 if fused else VOCABULARY)
+    assert got.loss.dtype == wanted.loss.dtype and got.loss.shape == wanted.loss.shape
+    tolerance = tolerance or {}
+    torch.testing.assert_close(got.loss, wanted.loss, **tolerance)
+    torch.testing.assert_close(grads, expected, **tolerance)
+    return got, wanted
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_of_each_family(family):
+    model = made(family)
+    before = copy.deepcopy(model)
+    (row,) = replace_loss(model, Patches())
+    assert (row.name, row.kind, row.part, row.why) == ("lm_head", "Linear", "loss", None)
+    assert row.by == "linear_cross_entropy" + SAID.get(family, "")
+    got, wanted = agree(model, before)
+    if "router_aux_loss_coef" in FAMILIES[family]:
+        assert wanted.aux_loss > 0
+        torch.testing.assert_close(got.aux_loss, wanted.aux_loss)
+
+
+def test_bf16():
+    model, before, _ = replaced(dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
+
+
+def test_autocast():
+    model, before, _ = replaced()
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
+
+
+def test_by_kernels():
+    """In Triton's interpreter where there is no GPU."""
+    model, before, _ = replaced("Gemma2")
+    given = batch()
+    with onepass.use_backend("triton"):
+        loss = model(**given).loss
+    loss.backward()
+    wanted, expected = step(before, **given)
+    torch.testing.assert_close(loss, wanted.loss)
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("items", (7, torch.tensor(7), torch.tensor(7.0)))
+def test_num_items_in_batch(items):
+    model, before, _ = replaced()
+    agree(model, before, **batch(), num_items_in_batch=items)
+
+
+def test_ignore_index():
+    model, before, _ = replaced()
+    given = batch()
+    given["labels"][0, :3] = given["labels"][1, 4:9] = 5
+    agree(model, before, **given, ignore_index=5)
+
+
+def test_labels_that_are_shifted_already():
+    model, before, _ = replaced()
+    given = batch()
+    shifted = torch.randint(VOCABULARY, given["labels"].shape)
+    shifted[1, 2] = -100
+    agree(model, before, **given, shift_labels=shifted)
+
+
+def test_all_ignored():
+    """F.cross_entropy's mean of nothing is NaN, and would be every weight after it."""
+    model, _, _ = replaced()
+    given = batch()
+    given["labels"].fill_(-100)
+    outputs, grads = step(model, **given)
+    assert outputs.loss == 0 and all((grad == 0).all() for grad in grads.values())
+    outputs, _ = step(model, **given, num_items_in_batch=3)
+    assert outputs.loss == 0
+
+
+def test_labels_by_position_and_outputs_as_a_tuple():
+    model, before, _ = replaced()
+    given = batch()
+    place = list(inspect.signature(before.forward).parameters).index("labels")
+    args = [given["input_ids"], given["attention_mask"], *[None] * (place - 2), given["labels"]]
+    with onepass.use_backend("torch"):
+        got, wanted = model(*args, return_dict=False), before(*args, return_dict=False)
+    assert isinstance(got, tuple) and got[1].shape == (2, 12, 0)
+    torch.testing.assert_close(got[0], wanted[0])
+
+
+def test_frozen_head_and_frozen_below():
+    for freeze in (lambda model: model.lm_head, lambda model: model.model):
+        model, before, _ = replaced()
+        for each in (model, before):
+            freeze(each).requires_grad_(False)
+        agree(model, before)
+
+
+def test_bias_of_the_head():
+    model = made()
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
+    before = copy.deepcopy(model)
+    replace_loss(model, Patches())
+    agree(model, before)
+
+
+def test_tied_embeddings():
+    model, before, _ = replaced(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    agree(model, before)
+
+
+def test_main_grad():
+    model, before, _ = replaced()
+    model.lm_head.weight.main_grad = torch.ones(VOCABULARY, 64)
+    given = batch()
+    _, grads = step(model, **given)
+    _, expected = step(before, **given)
+    assert "lm_head.weight" not in grads
+    torch.testing.assert_close(model.lm_head.weight.main_grad, expected["lm_head.weight"] + 1)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_gradient_checkpointing(reentrant):
+    model, before, _ = replaced()
+    for each in (model, before):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    agree(model, before)
+
+
+def test_two_steps_are_a_step_each():
+    model, before, _ = replaced()
+    for _ in range(2):
+        agree(model, before)
+    assert model._onepass.call is None
+
+
+# ---- everything else is as before ----
+
+
+def test_evaluation_has_logits():
+    model, before, _ = replaced()
+    given = batch()
+    for each in (model, before):
+        each.eval()
+    got, wanted = model(**given), before(**given)
+    assert torch.equal(got.logits, wanted.logits) and torch.equal(got.loss, wanted.loss)
+
+
+def test_logits_without_labels_without_gradients_and_a_part_of_them():
+    model, before, _ = replaced()
+    given = batch()
+    labels = given.pop("labels")
+    assert torch.equal(model(**given).logits, before(**given).logits)
+    with torch.no_grad():
+        got, wanted = model(**given, labels=labels), before(**given, labels=labels)
+    assert torch.equal(got.logits, wanted.logits) and torch.equal(got.loss, wanted.loss)
+    part = {"logits_to_keep": 4, "shift_labels": labels[:, -4:].contiguous()}
+    got, wanted = model(**given, labels=labels, **part), before(**given, labels=labels, **part)
+    assert got.logits.shape == (2, 4, 0)  # as many labels as hidden states are left
+    torch.testing.assert_close(got.loss, wanted.loss)
+
+
+def test_more_labels_than_hidden_states_is_the_models_own_error():
+    model, _, _ = replaced()
+    with pytest.raises(ValueError, match=r"input batch_size \(8\)"):
+        model(**batch(), logits_to_keep=4)
+
+
+def test_an_option_that_we_do_not_know_goes_the_models_way():
+    model, before, _ = replaced()
+    agree(model, before, fused=False, **batch(), label_smoothing=0.1)
+    agree(model, before, fused=True, **batch(), output_hidden_states=True)
+
+
+def test_generation():
+    model, before, _ = replaced()
+    ids = batch()["input_ids"]
+    for each in (model, before):
+        each.eval()
+    assert torch.equal(model.generate(ids, max_new_tokens=5), before.generate(ids, max_new_tokens=5))
+
+
+def test_a_loss_function_set_later():
+    model, before, _ = replaced()
+    for each in (model, before):
+        each.loss_function = lambda logits, labels, vocab_size, **options: logits.square().mean()
+    agree(model, before, fused=False)
+
+
+def test_a_hook_on_the_head_sees_logits():
+    model, before, _ = replaced()
+    seen = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape))
+    agree(model, before, fused=False)
+    assert seen == [(2, 12, VOCABULARY)]
+    handle.remove()
+    agree(model, before)
+
+
+class Quantised(torch.Tensor):
+    """A weight that isn't only its numbers."""
+
+
+def test_a_weight_of_another_kind():
+    model, _, _ = replaced()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
+    assert type(model.lm_head.weight) is Quantised
+    assert model(**batch()).logits.shape == (2, 12, VOCABULARY)
+
+
+def test_a_failed_call_leaves_nothing():
+    model, before, _ = replaced()
+    given = batch()
+    with onepass.use_backend("torch"), pytest.raises((ValueError, IndexError, RuntimeError)):
+        model(**{**given, "labels": given["labels"] + VOCABULARY})
+    assert model._onepass.call is None
+    assert torch.equal(model.lm_head(torch.ones(1, 64)), before.lm_head(torch.ones(1, 64)))
+
+
+def test_signature_and_name():
+    model, before, _ = replaced()
+    assert inspect.signature(model.forward) == inspect.signature(before.forward)
+    assert model.forward.__name__ == "forward" and not hasattr(model.forward, "__wrapped__")
+
+
+@pytest.mark.parametrize("family", ("Llama", "GPT2", "Gemma2"))
+def test_undo(family):
+    model = made(family)
+    head = model.get_output_embeddings()
+    was = dict(vars(model)), dict(vars(head))
+    patches = Patches()
+    replace_loss(model, patches)
+    assert vars(model) != was[0] and vars(head) != was[1]
+    step(model, **batch())
+    patches.undo()
+    assert vars(model) == was[0] and vars(head) == was[1]
+    assert model.loss_function is ForCausalLMLoss
+    assert model(**batch()).logits.shape == (2, 12, VOCABULARY)
+
+
+def test_a_deep_copy_uses_its_own_weights():
+    model, _, _ = replaced()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.5)
+    plain = made()
+    plain.load_state_dict(copied.state_dict())
+    agree(copied, plain)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_save_pretrained(tmp_path):
+    model, before, _ = replaced()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "forward" not in vars(loaded)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(before.state_dict()))
+
+
+def test_a_pickled_model_makes_its_loss_as_before(tmp_path):
+    model, before, _ = replaced()
+    torch.save(model, tmp_path / "model.pt")
+    agree(torch.load(tmp_path / "model.pt", weights_only=False), before, fused=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("Llama", "Gemma2"))
+def test_compiled_as_one_graph(family):
+    model, before, _ = replaced(family)
+    torch._dynamo.reset()
+    agree(torch.compile(model, fullgraph=True, backend="aot_eager"), before)
+
+
+def test_accelerates_wrapper_comes_and_goes():
+    accelerate = pytest.importorskip("accelerate")
+    model, before, _ = replaced()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare_model(model)
+    with onepass.use_backend("torch"):
+        outputs = prepared(**batch())
+    assert outputs.logits.shape == (2, 12, 0)
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    agree(plain, before)
+
+
+# ---- PEFT ----
+
+
+def lora(model, modules, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, config).train()
+
+
+def test_lora_on_attention():
+    model, before, _ = replaced()
+    agree(lora(model, ["q_proj", "v_proj"]), lora(before, ["q_proj", "v_proj"]))
+
+
+def test_lora_on_attention_before():
+    model = lora(made(), ["q_proj"])
+    before = copy.deepcopy(model)
+    (row,) = replace_loss(model, Patches())
+    assert row.by == "linear_cross_entropy" and row.name.endswith("lm_head")
+    agree(model, before)
+
+
+def test_lora_on_the_head_and_off_again():
+    model, before, _ = replaced()
+    wrapped, plain = (lora(each, ["lm_head"]).unload().requires_grad_() for each in (model, before))
+    agree(wrapped, plain)
+
+
+@pytest.mark.parametrize("options", ({"modules": ["q_proj", "lm_head"]}, {"modules": ["q_proj"], "modules_to_save": ["lm_head"]}))
+def test_lora_on_the_head_after(options):
+    model, before, _ = replaced()
+    wrapped, plain = lora(model, **options), lora(before, **options)
+    agree(wrapped, plain, fused=False)
+
+
+def test_lora_on_the_head_before():
+    model = lora(made(), ["lm_head"])
+    was = dict(vars(model.get_base_model()))
+    (row,) = replace_loss(model, patches := Patches())
+    assert row.by is None and "no plain torch.nn.Linear, but peft" in row.why
+    assert not len(patches) and vars(model.get_base_model()) == was
+
+
+# ---- what is left as it is ----
+
+
+class Odd(nn.Module):
+    """As transformers' models are, but for what it does with the head's products, which is each case's own."""
+
+    loss_function, loss_type = transformers.PreTrainedModel.loss_function, "ForCausalLM"
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.lm_head, self.norm = nn.Embedding(9, 4), nn.Linear(4, 9), nn.LayerNorm(9)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def ends(self, logits, labels, options, columns=9):
+    return {"loss": self.loss_function(logits, labels, columns, **options)}
+
+
+def odd(body):
+    def forward(self, input_ids=None, labels=None, **options):
+        return body(self, self.model(input_ids).last_hidden_state, labels, options)
+
+    return type("Odd", (Odd,), {"forward": forward})()
+
+
+def assert_left(model, why):
+    head = model.get_output_embeddings()
+    was = dict(vars(model)), dict(vars(head))
+    (row,) = replace_loss(model, patches := Patches())
+    assert row.by is None and why in row.why
+    assert not len(patches) and (vars(model), vars(head)) == was
+
+
+LEFT = {
+    "squared": (lambda self, h, y, o: ends(self, self.lm_head(h) ** 2, y, o), "than to scale or to cap"),
+    "clamped": (lambda self, h, y, o: ends(self, self.lm_head(h).clamp(-9, 9), y, o), "than to scale or to cap"),
+    "a learnt scale": (lambda self, h, y, o: ends(self, self.lm_head(h) * self.scale, y, o), "than to scale or to cap"),
+    "a normed product": (lambda self, h, y, o: ends(self, self.norm(self.lm_head(h)), y, o), "than to scale or to cap"),
+    "a bias that is zero": (lambda self, h, y, o: ends(self, self.lm_head(h) + torch.zeros(9), y, o), "can't be followed"),
+    "fewer columns": (lambda self, h, y, o: ends(self, self.lm_head(h)[..., :8], y, o, 8), "not over the 9 columns"),
+    "other labels": (lambda self, h, y, o: ends(self, self.lm_head(h), y.clone(), o), "as they are"),
+    "no options": (lambda self, h, y, o: ends(self, self.lm_head(h), y, {}), "as they are"),
+    "twice": (lambda self, h, y, o: ends(self, (self.lm_head(h) + self.lm_head(h)) / 2, y, o), "and once"),
+    "none": (lambda self, h, y, o: ends(self, h, y, o), "and once"),
+    "its own loss": (lambda self, h, y, o: {"loss": self.lm_head(h).mean()}, "doesn't leave the loss"),
+    "more loss": (lambda self, h, y, o: {"loss": ends(self, z := self.lm_head(h), y, o)["loss"] + z.mean()}, "alone"),
+    "unknown": (lambda self, h, y, o: h.nothing, "can't be followed (AttributeError"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_forward_that_needs_its_logits(case):
+    body, why = LEFT[case]
+    assert_left(odd(body), why)
+
+
+def test_a_forward_that_needs_none():
+    (row,) = replace_loss(odd(lambda self, h, y, o: ends(self, self.lm_head(h) * 3.0, y, o)), Patches())
+    assert row.by == "linear_cross_entropy, logit_scale 3"
+
+
+def test_a_forward_that_looks_at_its_tokens():
+    model = odd(None)
+
+    def forward(self, input_ids=None, labels=None, **options):
+        return ends(self, self.lm_head(self.model(input_ids).last_hidden_state[:, -input_ids.shape[1] :]), labels, options)
+
+    type(model).forward = forward
+    (row,) = replace_loss(model, Patches())
+    assert row.by == "linear_cross_entropy"
+
+
+def test_a_head_with_a_forward_of_its_own():
+    model = made()
+    model.lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+    assert_left(model, "its head is no plain torch.nn.Linear, but ")
+
+
+def test_what_is_replaced_already():
+    model, _, _ = replaced()
+    assert_left(model, "its head's forward has been replaced already")
+
+
+def test_another_loss_function():
+    model = made()
+    model.loss_function = lambda logits, labels, vocab_size: logits.mean()
+    assert_left(model, "its loss is another than transformers' ForCausalLMLoss")
+
+
+def test_a_class_with_its_own_loss_function():
+    model = odd(lambda self, h, y, o: ends(self, self.lm_head(h), y, o))
+    type(model).loss_function = staticmethod(ForCausalLMLoss)
+    assert_left(model, "its class has a loss_function of its own")
+
+
+@pytest.mark.parametrize("whose", (__name__, "torch.distributed.tensor.parallel.style"))
+def test_a_hooked_head(whose):
+    model = made()
+
+    def hook(*args):
+        return None
+
+    hook.__module__ = whose
+    model.lm_head.register_forward_hook(hook)
+    assert_left(model, "its head has hooks, which may want the logits")
+
+
+def test_a_model_without_a_head():
+    (row,) = replace_loss(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), Patches())
+    assert (row.name, row.kind, row.by, row.why) == ("", "LlamaModel", None, "it has no head")
+
+
+LATE = {
+    "labels": (
+        lambda self, h, y, o: ends(self, self.lm_head(h), y.clone(), o),
+        r"Odd.forward gave its loss function other labels",
+    ),
+    "options": (lambda self, h, y, o: ends(self, self.lm_head(h), y, {"ignore_index": 3}), r"Odd.forward gave its loss function"),
+    "head": (lambda self, h, y, o: ends(self, self.lm_head(h) + self.lm_head(h), y, o), r"the head was called again"),
+    "columns": (lambda self, h, y, o: ends(self, self.lm_head(h), y, o, 8), r"vocab_size must be the head's 9, but is 8"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_only_a_call_can_show(case):
+    late, said = LATE[case]
+
+    def body(self, hidden, labels, options):
+        if labels.shape[1] > 2:
+            return late(self, hidden, labels, options)
+        return ends(self, self.lm_head(hidden), labels, options)
+
+    model = odd(body)
+    model.model.forward = lambda ids: SimpleNamespace(last_hidden_state=torch.randn(*ids.shape, 4))
+    (row,) = replace_loss(model, Patches())
+    assert row.by == "linear_cross_entropy"
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    with onepass.use_backend("torch"), pytest.raises((RuntimeError, ValueError), match=said):
+        model(ids, labels=ids)
+    assert model._onepass.call is None
+
+
+# ---- several processes ----
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return found_by(loss_ranks.run, ("gloo", 2), tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize("case", loss_ranks.CASES)
+def test_over_ranks(ranks, case):
+    for rank, mine in enumerate(ranks):
+        shape, loss, grads = mine[case]
+        losses, expected = mine["alone"]
+        assert shape == (2, 12, 0)
+        torch.testing.assert_close(loss, losses[rank])
+        torch.testing.assert_close(grads, expected)
