@@ -1,5 +1,6 @@
 """Every example runs, as a reader would run it; and the pages show what runs have shown."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import onepass
 from onepass.profiling.model import Row
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS = {"finetune_huggingface": ("transformers", "accelerate")}
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
 
 
@@ -32,6 +35,8 @@ puzzlers = loaded(ROOT / "examples" / "puzzlers.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path):
+    for package in NEEDS.get(path.stem, ()):
+        pytest.importorskip(package)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error::UserWarning:__main__", str(path), "--small", "--out", "found"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -134,3 +139,50 @@ def test_the_page_tells_the_same_program():
     page, script = puzzlers.PAGE.read_text(), (ROOT / "examples" / "puzzlers.py").read_text()
     said = [line for line in page.partition("```python")[2].partition("```")[0].splitlines() if line.startswith("    ")]
     assert len(said) == 6 and all(line.replace("16", "SLICES") in script for line in said)
+
+
+# ---- finetune_huggingface ----
+
+
+@pytest.fixture
+def finetune(monkeypatch):
+    for package in NEEDS["finetune_huggingface"]:
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location("finetune_huggingface", ROOT / "examples" / "finetune_huggingface.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    smaller = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+    tiny = module.SIZES["tiny"]
+    monkeypatch.setitem(module.SIZES, "tiny", dataclasses.replace(tiny, length=32, rate=1e-2, model=tiny.model | smaller))
+    threads = torch.get_num_threads()
+    with onepass.use_backend("torch"):
+        yield module
+    torch.set_num_threads(threads)
+
+
+def finetuned(module, monkeypatch, out, steps=12):
+    monkeypatch.setattr(sys, "argv", ["finetune_huggingface.py", "--steps", str(steps), "--out", str(out)])
+    module.main()
+    return json.loads((out / "losses.json").read_text())
+
+
+@pytest.mark.slow
+def test_finetuning_learns_the_same_with_onepass(finetune, monkeypatch, tmp_path, capsys):
+    losses = finetuned(finetune, monkeypatch, tmp_path)
+    assert set(losses) == {"as it is", "with onepass"} and len(losses["with onepass"]) == 12
+    assert losses["with onepass"] == pytest.approx(losses["as it is"], abs=1e-4)
+    assert losses["with onepass"][-1] < losses["with onepass"][0] - 0.5
+    said = capsys.readouterr().out
+    assert "onepass in LlamaForCausalLM" in said and "linear_cross_entropy" in said
+    assert re.search(r"tokens/s +│ +[\d,]+ +│ +[\d,]+", said)
+    saved = finetune.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert saved.config.hidden_size == 32
+
+
+@pytest.mark.slow
+def test_finetuning_says_where_losses_differ(finetune, monkeypatch, tmp_path):
+    monkeypatch.setattr(finetune, "apply", lambda model: model.lm_head.weight.data.mul_(1.5))
+    with pytest.raises(SystemExit, match=r"the losses of both runs must be within 0\.02"):
+        finetuned(finetune, monkeypatch, tmp_path, steps=3)
+    assert not (tmp_path / "losses.json").exists()

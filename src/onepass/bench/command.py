@@ -1,4 +1,4 @@
-"""`onepass bench [op ...]`: measure ops against their peers and show it.
+"""`onepass bench [op ...]`: measure ops against their peers and show it; `onepass bench huggingface`: whole training steps.
 
 Exit status: 0 where every result of ours is right, 1 where one is not, 2 where what was asked for can't be done, 130 where
 it was interrupted; what had been measured by then is kept.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from onepass.bench import record, registry, runner
+from onepass.bench import huggingface, record, registry, runner
 from onepass.bench.model import Case, Contender, CpuTimes, OpBench
 from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
@@ -26,7 +26,8 @@ _NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
-    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all of them: {', '.join(registry.known_ops())})")
+    known = ", ".join(registry.known_ops())
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
     parser.add_argument("--quick", action="store_true", help="a few small cases, done in well under a minute")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_NAMED, default="bf16", help="of inputs and results (bf16)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything measured, the hardware and versions to FILE")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the fractions of the copy bandwidth (.png, .svg, .pdf)")
+    huggingface.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)
+    if huggingface.NAME in args.ops:
+        return huggingface.run(args, device)
+    huggingface.refuse_options(args)
     dtype = DTYPES[args.dtype]
     peers = find_peers()
     skipped = "torch.compile left out of --quick on a CPU" if args.quick and device.type == "cpu" else None
@@ -103,7 +108,7 @@ def _ops(named: list[str]) -> list[str]:
     known = registry.known_ops()
     for op in named:
         if op not in known:
-            raise Refused(f"unknown op {op!r}; known are {', '.join(known)}")
+            raise Refused(f"unknown op {op!r}; known are {', '.join(known)}, and {huggingface.NAME} by itself")
     return list(dict.fromkeys(named)) or known
 
 

@@ -13,6 +13,7 @@ from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, as
 
 import onepass
 from onepass.integrations import huggingface
+from onepass.runtime.joined import lie_together
 from onepass.testing.poison import bytes_kept, saved_tensors
 
 pytestmark = pytest.mark.filterwarnings(
@@ -32,6 +33,14 @@ def both(family="Llama", **options):
     model = made(family, **options)
     before = copy.deepcopy(model)
     return model, before, huggingface.apply(model)
+
+
+def kept_by(model, given):
+    """Bytes for backward, weights apart."""
+    with saved_tensors() as saved:
+        model(**given)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return bytes_kept([t for t in saved if t.untyped_storage().data_ptr() not in weights])
 
 
 def prompt():
@@ -124,11 +133,21 @@ def test_each_part_alone_and_all_but_it(family, part):
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
-def test_gradient_checkpointing(reentrant):
-    model, before, _ = both()
+@pytest.mark.parametrize("family", ("Llama", "Gemma2", "GPTNeoX", "Mixtral", "OPT"))
+def test_gradient_checkpointing(family, reentrant):
+    model, before, _ = both(family)
     for each in (model, before):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_alike(step(model, **batch()), step(before, **batch()))
+    assert_alike(step(model, **batch(masked=True)), step(before, **batch(masked=True)))
+
+
+def test_gradient_checkpointing_keeps_a_layers_input_only():
+    model, _, _ = both(tie_word_embeddings=False)
+    given = batch(tokens=48) | {"use_cache": False}
+    without = kept_by(model, given)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert kept_by(model, given) < 0.5 * without
 
 
 @pytest.mark.parametrize("family", ("Llama", "Gemma3Text", "GPTNeoX"))
@@ -166,6 +185,15 @@ def test_lora(first, targets):
         model = wrapped(model)
         huggingface.apply(model)
     assert_alike(step(model, **batch()), step(wrapped(before), **batch()))
+
+
+def test_training_makes_no_cache_unasked():
+    model, before, _ = both()
+    assert model(**batch()).past_key_values is None and before(**batch()).past_key_values is not None
+    asked = model(**batch(), use_cache=True)
+    assert asked.past_key_values.get_seq_length() == 12
+    assert model(input_ids=prompt()).past_key_values is not None
+    torch.testing.assert_close(asked.loss, before(**batch()).loss)
 
 
 def test_an_attention_that_shows_its_weights():
@@ -235,6 +263,26 @@ def test_weights_that_are_replaced_are_seen():
     assert_alike(step(model, **batch()), step(other, **batch()))
 
 
+def test_weights_that_are_moved_lie_together_again():
+    model, before, _ = both()
+    model.double().float()
+    attention = model.model.layers[0].self_attn
+
+    def together():
+        return lie_together([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+
+    assert not together()
+    assert_alike(step(model.double(), **batch()), step(before, **batch()))
+    assert together()
+
+
+def test_undo_where_an_equal_method_has_been_put_back():
+    """As accelerate does when it unwraps a model."""
+    model, _, applied = both()
+    model.forward = model.forward.__func__.__get__(model)
+    applied.undo()
+
+
 def test_frozen_weights_get_no_gradient():
     model, before, _ = both()
     for each in (model, before):
@@ -246,12 +294,7 @@ def test_frozen_weights_get_no_gradient():
 def test_less_is_kept_for_backward():
     model, before, _ = both(num_hidden_layers=4, tie_word_embeddings=False)
     given = batch(tokens=48) | {"use_cache": False}
-    kept = []
-    for each in (model, before):
-        with saved_tensors() as saved:
-            each(**given)
-        weights = {p.untyped_storage().data_ptr() for p in each.parameters()}
-        kept.append(bytes_kept([t for t in saved if t.untyped_storage().data_ptr() not in weights]))
+    kept = [kept_by(each, given) for each in (model, before)]
     assert kept[0] < 0.6 * kept[1], kept
 
 

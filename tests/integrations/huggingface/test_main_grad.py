@@ -41,7 +41,7 @@ def test_gradients_are_the_same(family, backwards):
 
 
 def test_what_is_laid_together_is_added_at_once():
-    model, _, applied = both("Llama")
+    model, _, _applied = both("Llama")
     attention = model.model.layers[0].self_attn
     places = [getattr(attention, name).weight.main_grad for name in ("q_proj", "k_proj", "v_proj")]
     assert places[0].data_ptr() + places[0].nbytes == places[1].data_ptr()

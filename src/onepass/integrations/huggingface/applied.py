@@ -27,7 +27,8 @@ _MARK = "_onepass_applied"
 
 
 class Applied:
-    """What `apply` has done to a model. `print` shows it, `undo` takes it back."""
+    """What `apply` has done to a model. `print` shows it, `undo` takes it back. With main_grad it is to be kept: dropped, it lets
+    go of the gradients, as `MainGrads` does."""
 
     def __init__(self, model: nn.Module, patches: Patches, rows: list[Row], main_grads: MainGrads | None = None) -> None:
         self.model, self.rows, self.main_grads = model, rows, main_grads

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -225,4 +226,16 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> An
     handed_on = layer.arguments.handed_on(args, options)
     if handed_on is None:
         return type(self).forward(self, hidden_states, *args, **options)
+    if _is_checkpointed(self):
+        return self._gradient_checkpointing_func(partial(layer, handed_on=_without_caches(handed_on)), hidden_states)
     return layer(hidden_states, handed_on)
+
+
+def _is_checkpointed(module: Any) -> bool:
+    """Whether its class's forward would be made again in backward. (Where its __call__ sees to that, ours is called so.)"""
+    return module.training and getattr(module, "gradient_checkpointing", False) and type(module).__call__ is nn.Module.__call__
+
+
+def _without_caches(options: dict[str, Any]) -> dict[str, Any]:
+    """A second forward would write keys and values a second time."""
+    return {name: value for name, value in options.items() if name not in ("use_cache", "past_key_values", "layer_past")}

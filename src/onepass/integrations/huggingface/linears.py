@@ -58,6 +58,7 @@ class Product:
         self.linears = [owner.get_submodule(name) for name in names]
         self.sizes = [sizes_of(module)[1] for module in self.linears]
         self.biased = bias_of(self.linears[0]) is not None
+        self.kind = self._kind()  # where and of what type they were laid together
 
     @classmethod
     def found(cls, owner: nn.Module, names: tuple[str, ...]) -> Product | None:
@@ -72,6 +73,7 @@ class Product:
 
     def lay_together(self) -> None:
         """The weights, and the biases, one after another, so that they are one without a copy."""
+        self.kind = self._kind()
         if len(self.linears) > 1:
             lay_together([weight_of(module) for module in self.linears])
             if self.biased:
@@ -84,7 +86,13 @@ class Product:
             children.get(name) is module and not hooked(module) for name, module in zip(self.names, self.linears, strict=True)
         )
 
+    def _kind(self) -> tuple[torch.device, torch.dtype]:
+        weight = weight_of(self.linears[0])
+        return weight.device, weight.dtype
+
     def weight(self) -> Tensor:
+        if self.kind != self._kind() and not torch.compiler.is_compiling():  # moved as a whole since, as by Trainer
+            self.lay_together()
         return joined([weight_of(module) for module in self.linears])
 
     def bias(self) -> Tensor | None:

@@ -3,8 +3,8 @@
 A call with labels, in training and with gradients, leaves its labels where the head finds them. The head's forward then makes the
 loss at once, where its weight is whole even if FSDP divides it, and returns logits with no columns; the model's own code goes on
 with those, and the loss function, which it calls at the end, hands out what the head has made. So `outputs.logits` of such a
-call has shape [..., 0]. Every other call goes the model's own way: evaluation, no labels, no gradients, a head that was wrapped
-or hooked since, an option for the loss that we don't know.
+call has shape [..., 0], and there is no cache but where one is asked for. Every other call goes the model's own way: evaluation,
+no labels, no gradients, a head that was wrapped or hooked since, an option for the loss that we don't know.
 
 What the model does with its logits on their way to the loss is measured once, when the loss is replaced.
 One difference is meant: where all labels are ignored the mean is 0 and so are its gradients, not NaN.
@@ -28,6 +28,7 @@ from onepass.integrations.huggingface.stand_in import FP64, own_forward, paramet
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
+_CACHES = {"use_cache", "past_key_values"}
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
 
 
@@ -60,6 +61,7 @@ class _Shared:
     head: nn.Linear
     logits: _Logits
     place: int  # of labels among forward's arguments
+    caches: bool  # whether forward takes use_cache
     known: frozenset[str]  # keywords that change nothing of the loss, or that we follow
     original: Callable[..., Any]  # the loss function
     call: _Call | None = None
@@ -109,7 +111,7 @@ def _set(model: Any, head: nn.Linear, logits: _Logits, patches: Patches) -> None
 
     names = list(parameters_of(model))
     known = frozenset((*names, *_OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
-    shared = _Shared(head, logits, names.index("labels"), known, model.loss_function)
+    shared = _Shared(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
     patches.set(model, "forward", MethodType(_forward_like(type(model).forward), model))  # accelerate looks for a method
@@ -128,6 +130,8 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         labels = args[shared.place] if len(args) > shared.place else kwargs.get("labels")
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
+        if shared.caches and len(args) <= shared.place and not kwargs.keys() & _CACHES:
+            kwargs["use_cache"] = False  # unasked, models would copy keys and values of every layer into one, for nobody
         shared.call = _Call(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:
             return type(self).forward(self, *args, **kwargs)

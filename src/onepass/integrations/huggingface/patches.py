@@ -64,7 +64,8 @@ class Patches:
     def changed(self) -> Iterator[str]:
         """What has been replaced again since, by somebody else."""
         for patch in self._last():
-            if vars(patch.owner).get(patch.name, _ABSENT) is not patch.now:
+            now = vars(patch.owner).get(patch.name, _ABSENT)
+            if now is not patch.now and now != patch.now:  # accelerate puts an equal one back
                 yield f"{type(patch.owner).__name__}.{patch.name}"
 
     def undo(self) -> None:

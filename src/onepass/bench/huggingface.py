@@ -1,0 +1,267 @@
+"""`onepass bench huggingface`: training steps of Hugging Face models, eager, compiled, by Liger and by onepass.
+
+Each contender trains each model in a process of its own (huggingface_process.py). One that fails is a row that says so. What does
+not fit into --budget is left out and said to be. With --json the rows are written as they come, beside those that the file has
+of other cases and contenders from the same commit, machine and versions: so one table can be filled by several commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onepass.bench.huggingface_cases import (
+    COMPILED,
+    CONTENDERS,
+    LIGER,
+    OURS_COMPILED,
+    RIGHT,
+    Case,
+    Found,
+    cases,
+    compare,
+    reached,
+)
+from onepass.bench.peers import find_peers
+from onepass.bench.record import commit, device_name, versions
+from onepass.runtime.refused import Refused
+
+NAME = "huggingface"
+STEPS, STEPS_QUICK = 50, 5
+Rows = dict[str, dict[str, Found]]  # by case, by contender
+_FIELDS = {field.name for field in fields(Found)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(f"only for {NAME}, which stands alone: training steps of Hugging Face models")
+    group.add_argument("--contender", metavar="NAME", action="append", choices=CONTENDERS, help="only this one (can be repeated)")
+    group.add_argument("--steps", type=int, metavar="N", help=f"whose losses are compared ({STEPS}; --quick: {STEPS_QUICK})")
+    group.add_argument("--budget", type=float, metavar="SECONDS", help="leave out what takes longer, and end (no limit)")
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Those of this command where it wasn't asked for."""
+    for option in ("contender", "steps", "budget"):
+        if getattr(args, option) is not None:
+            raise Refused(f"--{option} is only for {NAME}: onepass bench {NAME}")
+
+
+def run(args: argparse.Namespace, device: torch.device) -> int:
+    wanted = _wanted(args, device)
+    steps = args.steps or (STEPS_QUICK if args.quick else STEPS)
+    facts = _facts(device, steps, args.quick)
+
+    from onepass.bench.huggingface_report import Report  # rich: not needed for saying no
+
+    report = Report()
+    report.header(facts)
+    rows = _kept(args.json, facts)
+    ends = time.monotonic() + (args.budget or float("inf"))
+    stopped = 0
+    try:
+        for case in wanted:
+            for name in args.contender or CONTENDERS:
+                found = _skipped(name, args, device, ends)
+                if found is None:
+                    report.begins(case, name)
+                    found = _measured(case, name, device, steps, args.quick, ends)
+                of_case = rows.setdefault(case.name, {})
+                if found.status == "skipped":
+                    of_case.setdefault(name, found)  # what an earlier command found stays
+                else:
+                    of_case[name] = found
+                    compare(list(of_case.values()))
+                    report.row(case, found)
+                _save(args.json, facts, rows)
+            report.table(case, _in_order(rows[case.name]))
+    except KeyboardInterrupt:
+        report.say("[yellow]interrupted[/]")
+        stopped = 130
+    if args.json:
+        report.say(f"rows in {args.json}")
+    failed = [case.name for case in wanted if _wrong(case, _in_order(rows.get(case.name, {})))]
+    if failed:
+        report.say(f"[red]onepass is wrong, or raised, in {', '.join(failed)}[/]")
+    return stopped or int(bool(failed))
+
+
+def _wrong(case: Case, rows: list[Found]) -> bool:
+    """Ours too far from eager, or broken. Being slow is no error."""
+    missed = [found for bar in case.bars if bar.figure in RIGHT and (found := reached(bar, rows)) and not found[1]]
+    return bool(missed) or any(row.mine and row.status == "error" for row in rows)
+
+
+# ---- what was asked for ----
+
+
+def _wanted(args: argparse.Namespace, device: torch.device) -> list[Case]:
+    if args.ops != [NAME]:
+        raise Refused(f"{NAME} stands alone, but is asked for with {', '.join(op for op in args.ops if op != NAME)}")
+    for option in ("peer", "plot"):
+        if getattr(args, option):
+            raise Refused(f"--{option} is for ops; {NAME} has --case, --contender, --steps, --budget and --json")
+    if args.dtype != "bf16":
+        raise Refused(f"--dtype must be bf16 for {NAME}, but is {args.dtype}")
+    if args.steps is not None and args.steps < 1:
+        raise Refused(f"--steps must be at least 1, but is {args.steps}")
+    if args.budget is not None and args.budget <= 0:
+        raise Refused(f"--budget must be more than 0 seconds, but is {args.budget:g}")
+    if device.type == "cpu" and not args.quick:
+        raise Refused(f"{NAME} needs a GPU: on a CPU there is --quick, with small models")
+    if _version("transformers") is None:
+        raise Refused(f"{NAME} needs transformers: pip install transformers")
+    known = cases(args.quick)
+    found = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
+    if not found:
+        raise Refused(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> Found | None:
+    why = None
+    if time.monotonic() >= ends:
+        why = "no time is left of --budget"
+    elif name == LIGER and LIGER not in find_peers():
+        why = "not installed"
+    elif name == LIGER and device.type == "cpu":
+        why = "its kernels need a GPU"
+    elif name in (COMPILED, OURS_COMPILED) and device.type == "cpu" and not args.contender:
+        why = "left out of --quick on a CPU, where compiling takes most of the time"
+    return None if why is None else Found(name, "skipped", why)
+
+
+# ---- a contender's process ----
+
+
+def _measured(case: Case, name: str, device: torch.device, steps: int, quick: bool, ends: float) -> Found:
+    begun = time.monotonic()
+    shown = asdict(case) | {"asked": ()}
+    asked = {"case": shown, "contender": name, "device": str(device), "steps": steps, "quick": quick}
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "found.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "onepass.bench.huggingface_process", json.dumps(asked), str(file)]
+        ended = _run(command, log, None if ends == float("inf") else ends - begun)
+        if file.exists():
+            found = Found(**json.loads(file.read_text()))
+        elif ended is None:
+            found = Found(name, "skipped", f"not done after {time.monotonic() - begun:.0f} s, when --budget ended")
+        else:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            found = Found(name, "error", f"ended with status {ended}: {''.join(last)}")
+    found.seconds = time.monotonic() - begun
+    return found
+
+
+def _run(command: list[str], log: Path, seconds: float | None) -> int | None:
+    """The status a process ends with, or None where it takes longer. None that it starts outlives it."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """And a compiler's processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---- the record ----
+
+
+def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
+    """What must be the same for rows to stand in one table."""
+    peers = {name: version for name, version in find_peers().items() if name == LIGER}
+    return {
+        "commit": commit(),
+        "device": device_name(device),
+        "versions": {**versions(), "transformers": _version("transformers"), "peers": peers},
+        "dtype": "bf16",
+        "quick": quick,
+        "steps": steps,
+    }
+
+
+def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
+    """The rows of a file that is from the same commit, machine and versions; none where that can't be said."""
+    known = facts["commit"] is not None and not facts["commit"].endswith("+")
+    if path is None or not path.exists() or not known:
+        return {}
+    try:
+        told = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    if any(told.get(name) != value for name, value in facts.items()):
+        return {}
+    rows: Rows = {}
+    for row in told["rows"]:
+        found = rows.setdefault(row["case"], {})[row["contender"]] = Found(**{name: row[name] for name in _FIELDS & row.keys()})
+        found.losses = [float(loss) for loss in found.losses]  # a NaN is a word there
+        found.errors = {kind: float(error) for kind, error in found.errors.items()}
+    for of_case in rows.values():
+        compare(list(of_case.values()))
+    return rows
+
+
+def _save(path: Path | None, facts: dict[str, Any], rows: Rows) -> None:
+    if path is None:
+        return
+    known = {case.name: case for case in cases(facts["quick"])}
+    written = [_row(known[name], found) for name, of_case in rows.items() for found in _in_order(of_case)]
+    bars = [_bar(case, _in_order(rows[name])) for name, case in known.items() if name in rows]
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = {"schema": 1, "date": date, **facts, "rows": written, "bars": [bar for of_case in bars for bar in of_case]}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _row(case: Case, found: Found) -> dict[str, Any]:
+    shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "attention": case.attention}
+    return shown | {name: _plain(value) for name, value in asdict(found).items()}
+
+
+def _bar(case: Case, rows: list[Found]) -> list[dict[str, Any]]:
+    found = []
+    for bar in case.bars:
+        is_now = reached(bar, rows)
+        value, enough = is_now or (None, None)
+        found.append({"case": case.name, **asdict(bar), "is": _plain(value), "reached": enough})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """NaN, which JSON lacks, becomes a word; of figures more than seven digits is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if abs(value) < float("inf") else str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
+
+
+def _in_order(rows: dict[str, Found]) -> list[Found]:
+    return [rows[name] for name in CONTENDERS if name in rows]

@@ -1,0 +1,144 @@
+"""What `onepass bench huggingface` compares: models by their sizes, who trains them, and what is asked of us."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EAGER, COMPILED, LIGER, OURS, OURS_COMPILED = CONTENDERS = (
+    "eager", "torch.compile", "Liger", "onepass", "onepass + torch.compile",
+)  # fmt: skip
+MINE = (OURS, OURS_COMPILED)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """At most this: a number, or so many times what another contender has."""
+
+    contender: str
+    figure: str  # a key of FIGURES
+    most: float
+    of: str | None = None
+
+
+# What a bar can be about: how it is said, and how it is written.
+FIGURES = {
+    "ms": ("ms a step", ".1f"),
+    "peak_gib": ("peak GiB", ".2f"),
+    "loss_apart": ("losses' distance to eager's", ".1e"),
+    "error_of_eager": ("gradients' error over eager's", ".2f"),
+}
+RIGHT = ("loss_apart", "error_of_eager")  # where one of ours is over such a bar it is wrong, not slow
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    family: str  # transformers' model_type
+    sequences: int
+    length: int
+    sizes: dict[str, Any]
+    attention: str = "sdpa"
+    asked: tuple[Bar, ...] = ()
+    error_of_eager: float = 1.25
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    @property
+    def bars(self) -> tuple[Bar, ...]:
+        far = (("loss_apart", 2e-3), ("error_of_eager", self.error_of_eager))
+        return (*self.asked, *(Bar(name, *bar) for name in MINE for bar in far))
+
+
+def cases(quick: bool) -> list[Case]:
+    return _QUICK if quick else _REAL
+
+
+_LLAMA_1B = {
+    "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+}  # fmt: skip
+_QWEN3_600M = {
+    "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+_GEMMA2_2B = {
+    "num_hidden_layers": 26, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "vocab_size": 256000,
+}  # fmt: skip
+_TINY = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+
+_COMPILES = Bar(OURS_COMPILED, "ms", 1.0, OURS)
+_BEATS_LIGER = (Bar(OURS, "ms", 1.0, LIGER), Bar(OURS, "peak_gib", 1.0, LIGER))
+_REAL = [
+    Case(
+        "llama_1b 4x4096", "llama", 4, 4096, _LLAMA_1B,
+        asked=(Bar(OURS, "ms", 0.90, LIGER), Bar(OURS, "peak_gib", 22.0), _COMPILES),
+    ),
+    Case("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(Bar(OURS, "ms", 0.95, EAGER),)),
+    Case("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
+    # Softcapped attention, which SDPA doesn't have, keeps the scores: one sequence is what fits.
+    Case("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
+]  # fmt: skip
+# Their norms' gradients are a few numbers, whose errors are a matter of chance.
+_QUICK = [
+    Case("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
+    Case("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
+]
+
+
+@dataclass
+class Found:
+    """One contender on one case. Its process fills in what it measured, `compare` what follows from eager's."""
+
+    contender: str
+    status: str = "ok"  # "ok", "error", "skipped"
+    message: str | None = None
+    ms: float | None = None  # a step, the median of the rounds
+    ms_range: list[float] = field(default_factory=list)
+    cpu_ms: float | None = None  # a step, until the CPU has said all that is to be done
+    peak_gib: float | None = None
+    first_s: float | None = None  # the first step, what is compiled included
+    seconds: float | None = None  # all that the process took
+    losses: list[float] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)  # of each kind of parameter's gradients, against fp32
+    loss_apart: float | None = None
+    error_of_eager: float | None = None  # the worst, over the same kind's of eager
+
+    @property
+    def mine(self) -> bool:
+        return self.contender in MINE
+
+    @property
+    def worst_error(self) -> float | None:
+        # a NaN is the worst there is, and max() would not say so
+        return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
+
+
+def compare(rows: list[Found]) -> None:
+    """Fills in how far each is from eager, where eager was measured."""
+    eager = next((row for row in rows if row.contender == EAGER and row.status == "ok"), None)
+    for row in rows:
+        if eager is None or row.status != "ok" or len(row.losses) != len(eager.losses):
+            continue
+        row.loss_apart = _worst([abs(a - b) for a, b in zip(row.losses, eager.losses, strict=True)])
+        row.error_of_eager = _worst([(row.errors[kind] - 1e-6) / max(error, 1e-9) for kind, error in eager.errors.items()])
+
+
+def _worst(values: list[float]) -> float | None:
+    return max(values, key=lambda value: (value != value, value)) if values else None
+
+
+def reached(bar: Bar, rows: list[Found]) -> tuple[float, bool] | None:
+    """What it is, of the other's where the bar is over another's; and whether that is enough. None where it isn't known."""
+    by_name = {row.contender: row for row in rows if row.status == "ok"}
+    value = getattr(by_name.get(bar.contender), bar.figure, None)
+    if bar.of is not None:
+        other = getattr(by_name.get(bar.of), bar.figure, None)
+        value = value / other if value is not None and other else None
+    return None if value is None else (value, value <= bar.most)

@@ -1,0 +1,197 @@
+"""One contender trains one model, in a process of its own: nothing that a peer patches, and no memory, outlives it.
+
+    python -m onepass.bench.huggingface_process '{"case": ..., "contender": ...}' FILE
+
+The model is made from a seed in bf16 and trained on random tokens from seeds, by AdamW(fused=True) on the bf16 weights: the same
+in every process. In order: the gradients of the first step against eager's in fp32; the losses of the steps; then rounds of steps
+on one batch, for their time and peak memory. FILE gets what was found, or why it failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.bench.huggingface_cases import COMPILED, LIGER, OURS, OURS_COMPILED, Case, Found
+from onepass.bench.peers import imported
+
+_ROUNDS, _WARM = 5, 3
+_ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and its steps
+_RATE = 1e-4
+
+
+def main(asked: str, file: str) -> None:
+    told = json.loads(asked)
+    name, device = told["contender"], torch.device(told["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        found = measured(Case(**told["case"]), name, device, told["steps"], told["quick"])
+    except Exception as error:  # a row of the table says it
+        found = Found(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    written = Path(file)
+    written.with_suffix(".part").write_text(json.dumps(asdict(found)))
+    written.with_suffix(".part").rename(written)  # there whole or not at all
+
+
+def measured(case: Case, contender: str, device: torch.device, steps: int, quick: bool) -> Found:
+    batches = tokens(case, device)
+    first = next(batches)
+    exact = exact_gradients(case, first)
+    gc.collect()  # its model, which may hold itself, is not to be in anybody's peak memory
+    model = new_model(case, device)
+    trainer = _Trainer(model, contender)
+    found = Found(contender)
+    begun = time.perf_counter()
+    losses = [trainer.gradients(first)]
+    found.errors = errors(model, exact)
+    del exact
+    trainer.update()
+    _synchronize(device)
+    found.first_s = time.perf_counter() - begun
+    losses += [trainer.step(next(batches)) for _ in range(steps - 1)]
+    found.losses = [float(loss) for loss in losses]
+    _time(found, lambda: trainer.step(first), device, quick)
+    return found
+
+
+# ---- the model and what it is trained on ----
+
+
+def new_model(case: Case, device: torch.device) -> Any:
+    config = imported("transformers", "AutoConfig").for_model(case.family, **case.sizes, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        make = imported("transformers", "AutoModelForCausalLM").from_config
+        return make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
+
+
+def tokens(case: Case, device: torch.device) -> Iterator[Tensor]:
+    """A batch after the other, the same on every device. Few tokens are frequent, as words are: there is something to learn."""
+    random, shape = torch.Generator().manual_seed(1), (case.sequences, case.length)
+    while True:
+        ranks = case.sizes["vocab_size"] ** torch.rand(shape, generator=random)
+        yield (ranks.long() - 1).to(device)
+
+
+# ---- who trains it ----
+
+
+def _onepass(model: Any) -> Any:
+    from onepass.integrations.huggingface import apply
+
+    apply(model)
+    return model
+
+
+def _liger(model: Any) -> Any:
+    imported("liger_kernel.transformers", "_apply_liger_kernel_to_instance")(model=model)
+    return model
+
+
+def _compiled(model: Any) -> Any:
+    return torch.compile(model, dynamic=False)
+
+
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    COMPILED: _compiled,
+    LIGER: _liger,
+    OURS: _onepass,
+    OURS_COMPILED: lambda model: _compiled(_onepass(model)),
+}
+
+
+class _Trainer:
+    def __init__(self, model: nn.Module, contender: str) -> None:
+        self.run = _MAKE.get(contender, lambda model: model)(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+
+    def gradients(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.run(input_ids=batch, labels=batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, batch: Tensor) -> Tensor:
+        loss = self.gradients(batch)
+        self.update()
+        return loss
+
+
+# ---- what is found out about it ----
+
+
+def exact_gradients(case: Case, batch: Tensor) -> dict[str, Tensor]:
+    """Eager's in fp32, from the same bf16 weights: a sequence at a time and layers made again, as all at once wouldn't fit."""
+    model = new_model(case, batch.device).float()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is its older name
+    for sequence in batch.split(1):
+        (model(input_ids=sequence, labels=sequence).loss / len(batch)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
+    """Relative RMS, for each kind of parameter over all layers."""
+    found: dict[str, list[float]] = {}
+    for name, parameter in model.named_parameters():
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        found.setdefault(kind, []).append(_error(parameter.grad, exact[name]))
+    return {kind: (sum(value**2 for value in values) / len(values)) ** 0.5 for kind, values in found.items()}
+
+
+def _error(grad: Tensor | None, exact: Tensor) -> float:
+    if grad is None:
+        raise RuntimeError("a parameter has no gradient")
+    return float((grad.float() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def _time(found: Found, step: Callable[[], object], device: torch.device, quick: bool) -> None:
+    for _ in range(_WARM):
+        step()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    once, _ = _round(step, 1, device)
+    count = _FEWEST if quick else max(_FEWEST, min(_MOST, int(_ROUND_MS / once)))
+    rounds = [_round(step, count, device) for _ in range(_ROUNDS)]
+    times = [whole for whole, _ in rounds]
+    found.ms, found.ms_range = statistics.median(times), [min(times), max(times)]
+    found.cpu_ms = statistics.median(queued for _, queued in rounds)
+    if device.type == "cuda":
+        found.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def _round(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds a step of steps that follow each other: until all is done, and until the CPU has said all of it."""
+    _synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(count):
+        step()
+    queued = time.perf_counter()
+    _synchronize(device)
+    return (time.perf_counter() - begun) / count * 1e3, (queued - begun) / count * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched: the models are made here
+    main(*sys.argv[1:])

@@ -1,0 +1,380 @@
+"""`onepass bench huggingface` on a CPU: what a contender's process finds, and what is made of several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.benching import bench
+
+import onepass
+from onepass.bench import huggingface, huggingface_process
+from onepass.bench.huggingface_cases import (
+    CONTENDERS,
+    EAGER,
+    LIGER,
+    OURS,
+    OURS_COMPILED,
+    Bar,
+    Case,
+    Found,
+    cases,
+    compare,
+    reached,
+)
+
+CPU = torch.device("cpu")
+LLAMA = cases(quick=True)[0]
+
+
+@pytest.fixture(autouse=True)
+def _not_the_interpreter() -> Iterator[None]:
+    with onepass.use_backend("torch"):
+        yield
+
+
+# ---- in a contender's process ----
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.family)
+def test_ours_is_as_good_as_eager(case: Case) -> None:
+    rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in (EAGER, OURS)]
+    compare(rows)
+    for row in rows:
+        assert row.status == "ok"
+        assert len(row.losses) == 5
+        assert row.ms is not None and row.ms_range[0] <= row.ms <= row.ms_range[1]
+        assert row.peak_gib is None  # a GPU's
+    assert {"model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight", "model.norm.weight"} <= rows[0].errors.keys()
+    assert all(1e-4 < error < 0.05 for error in rows[0].errors.values())  # of bf16
+    assert all(found is not None and found[1] for bar in case.bars if bar.contender == OURS for found in [reached(bar, rows)])
+    assert rows[0].losses != rows[1].losses  # they did not do the same
+
+
+@pytest.mark.usefixtures("transformers")
+def test_a_contender_that_computes_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(model: Any) -> Any:
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+        return model
+
+    monkeypatch.setitem(huggingface_process._MAKE, OURS, off)
+    rows = [huggingface_process.measured(LLAMA, name, CPU, 2, True) for name in (EAGER, OURS)]
+    compare(rows)
+    assert rows[1].error_of_eager is not None and rows[1].error_of_eager > 5
+    assert huggingface._wrong(LLAMA, rows)
+
+
+@pytest.mark.usefixtures("transformers")
+def test_all_train_the_same_model_on_the_same_tokens() -> None:
+    models = [huggingface_process.new_model(LLAMA, CPU) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert {parameter.dtype for parameter in models[0].parameters()} == {torch.bfloat16}
+    first, again = huggingface_process.tokens(LLAMA, CPU), huggingface_process.tokens(LLAMA, CPU)
+    batches = [next(first) for _ in range(20)]
+    assert all(torch.equal(batch, next(again)) for batch in batches)
+    assert not torch.equal(batches[0], batches[1])
+    drawn = torch.stack(batches)
+    assert drawn.shape == (20, 2, 64)
+    assert drawn.min() == 0 and 256 < drawn.max() < 512
+    assert 0.3 < (drawn < 16).float().mean() < 0.6  # log(17) / log(512) of them
+
+
+@pytest.mark.usefixtures("transformers")
+def test_exact_gradients_are_those_of_the_whole_batch() -> None:
+    batch = next(huggingface_process.tokens(LLAMA, CPU))
+    model = huggingface_process.new_model(LLAMA, CPU).float()
+    model(input_ids=batch, labels=batch).loss.backward()
+    exact = huggingface_process.exact_gradients(LLAMA, batch)
+    assert {grad.dtype for grad in exact.values()} == {torch.float32}
+    assert max(huggingface_process.errors(model, exact).values()) < 1e-5
+
+
+def test_errors_by_kind() -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(2, 1, bias=False) for _ in range(2))})
+    exact = {name: torch.tensor([[3.0, 4.0]]) for name, _ in model.named_parameters()}
+    for factor, parameter in zip((1.3, 0.6), model.parameters(), strict=True):
+        parameter.grad = factor * torch.tensor([[3.0, 4.0]])
+    assert huggingface_process.errors(model, exact) == {"layers.*.weight": pytest.approx(((0.3**2 + 0.4**2) / 2) ** 0.5)}
+    parameter.grad = torch.full_like(parameter, float("nan"))
+    found = Found(OURS, errors={"fine": 0.1, **huggingface_process.errors(model, exact), "last": 0.2})
+    assert found.worst_error != found.worst_error
+    parameter.grad = None
+    with pytest.raises(RuntimeError, match="no gradient"):
+        huggingface_process.errors(model, exact)
+
+
+def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Found:
+        raise ValueError("not like this\nand more lines")
+
+    monkeypatch.setattr(huggingface_process, "measured", fails)
+    asked = {"case": asdict(LLAMA) | {"asked": ()}, "contender": LIGER, "device": "cpu", "steps": 1, "quick": True}
+    huggingface_process.main(json.dumps(asked), str(tmp_path / "found.json"))
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
+    found = Found(**json.loads((tmp_path / "found.json").read_text()))
+    assert (found.contender, found.status, found.message) == (LIGER, "error", "ValueError: not like this")
+
+
+# ---- what is made of several ----
+
+
+def test_bars() -> None:
+    losses = [3.0, 2.0]
+    rows = [
+        Found(EAGER, ms=100.0, peak_gib=50.0, losses=losses, errors={"a": 0.1, "b": 0.001}),
+        Found(LIGER, ms=80.0, peak_gib=30.0, losses=[3.0, 2.01], errors={"a": 0.1, "b": 0.002}),
+        Found(OURS, ms=70.0, peak_gib=20.0, losses=[3.001, 2.0], errors={"a": 0.11, "b": 0.001}),
+        Found(OURS_COMPILED, "error", "it crashed"),
+    ]
+    compare(rows)
+    assert rows[1].loss_apart == pytest.approx(0.01)
+    assert rows[1].error_of_eager == pytest.approx(2.0, rel=1e-2)
+    assert reached(Bar(OURS, "ms", 0.9, LIGER), rows) == (0.875, True)
+    assert reached(Bar(OURS, "ms", 0.8, LIGER), rows) == (0.875, False)
+    assert reached(Bar(OURS, "peak_gib", 22.0), rows) == (20.0, True)
+    assert reached(Bar(OURS_COMPILED, "ms", 1.0, OURS), rows) is None
+    assert reached(Bar(OURS, "ms", 1.0, OURS_COMPILED), rows) is None
+    assert not huggingface._wrong(LLAMA, rows[:3])  # Liger is, but that is no fault of ours
+    assert huggingface._wrong(LLAMA, rows)
+    for far, errors in (
+        ([2.9, 2.0], {"a": 0.1, "b": 0.001}),
+        ([float("nan"), 2.0], {"a": 0.1, "b": 0.001}),
+        (losses, {"a": 1, "b": 0}),
+    ):
+        rows[2].losses, rows[2].errors = far, errors
+        compare(rows)
+        assert huggingface._wrong(LLAMA, rows[:3])
+
+
+def test_the_cases_are_those_asked_for() -> None:
+    real = {case.name: case for case in cases(quick=False)}
+    assert list(real) == ["llama_1b 4x4096", "llama_1b 1x1024", "qwen3_0.6b 4x4096", "gemma2_2b 1x4096"]
+    assert Bar(OURS, "ms", 0.9, LIGER) in real["llama_1b 4x4096"].bars
+    assert all(bar.contender in CONTENDERS and bar.of in (None, *CONTENDERS) for case in real.values() for bar in case.bars)
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize(
+    ("name", "millions"), [("llama_1b 4x4096", 1236), ("qwen3_0.6b 4x4096", 596), ("gemma2_2b 1x4096", 2614)]
+)
+def test_the_models_have_their_sizes(name: str, millions: int) -> None:
+    case = next(case for case in cases(quick=False) if case.name == name)
+    model = huggingface_process.new_model(case, torch.device("meta"))
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+    assert model.config._attn_implementation == case.attention
+
+
+# ---- the command ----
+
+Answer = Callable[[str], "Found | None"]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[tuple[str, str]]]:
+    """Puts a function in the place of the contenders' processes. None is one that crashes. The list has who was asked what."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(huggingface, "commit", lambda: "abc")
+
+    def answering(answer: Answer) -> list[tuple[str, str]]:
+        calls: list[tuple[str, str]] = []
+
+        def run(command: list[str], log: Path, seconds: float | None) -> int:
+            asked = json.loads(command[3])
+            calls.append((asked["case"]["name"], asked["contender"]))
+            found = answer(asked["contender"])
+            log.write_text("Traceback\nSegmentation fault\n")
+            if found is not None:
+                Path(command[4]).write_text(json.dumps(asdict(found)))
+            return 0 if found else -11
+
+        monkeypatch.setattr(huggingface, "_run", run)
+        return calls
+
+    return answering
+
+
+def fine(name: str, ms: float = 2.0, losses: tuple[float, ...] = (5.0, 4.0)) -> Found:
+    return Found(name, ms=ms, cpu_ms=1.0, first_s=0.1, losses=list(losses), errors={"a": 0.1})
+
+
+def rows_of(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["case"], row["contender"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+Processes = Callable[[Answer], list[tuple[str, str]]]
+
+
+def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = processes(lambda name: fine(name, 2.0 if name == EAGER else 1.0))
+    file = tmp_path / "run.json"
+    assert bench("huggingface", "--json", str(file)) == 0
+    assert calls == [(case.name, name) for case in cases(quick=True) for name in (EAGER, OURS)]
+    said = capsys.readouterr()
+    assert "llama 2 x 64 bf16, sdpa attention" in said.out
+    assert "gemma2 2 x 64 bf16, eager attention" in said.out
+    assert "> onepass                       1.0    0.500   128,000" in said.out
+    assert "onepass, losses' distance to eager's at most 2.0e-03: 0.0e+00, reached" in said.out
+    assert "torch.compile: left out of --quick on a CPU" in said.out
+    assert f"{LLAMA.name}: eager" in said.err
+    record = json.loads(file.read_text())
+    assert record["commit"] == "abc"
+    assert record["versions"]["transformers"]
+    assert (record["steps"], record["quick"], record["dtype"]) == (5, True, "bf16")
+    assert rows_of(file)[LLAMA.name, OURS]["shape"] == [2, 64]
+    assert {row["status"] for row in record["rows"]} == {"ok", "skipped"}
+    assert {(bar["contender"], bar["reached"]) for bar in record["bars"]} == {(OURS, True), (OURS_COMPILED, None)}
+
+
+def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = ("huggingface", "--case", "llama", "--contender", EAGER, "--contender", "torch.compile", "--contender", OURS)
+    processes(lambda name: fine(name) if name != "torch.compile" else Found(name, "error", "ValueError: [no] graph"))
+    assert bench(*both, "--json", str(tmp_path / "run.json")) == 0  # a peer's fault is no fault of ours
+    assert "torch.compile: error: ValueError: [no] graph" in capsys.readouterr().out
+    assert rows_of(tmp_path / "run.json")[LLAMA.name, "torch.compile"]["ms"] is None
+    processes(lambda name: fine(name) if name != OURS else None)
+    assert bench(*both) == 1
+    said = capsys.readouterr().out
+    assert "ended with status -11: Segmentation fault" in said
+    assert "onepass is wrong, or raised, in llama_tiny 2x64" in said
+    processes(lambda name: fine(name, losses=(5.0, 4.0 + 0.1 * (name == OURS))))
+    assert bench(*both) == 1
+    assert "2.0e-03: 1.0e-01, not reached" in capsys.readouterr().out
+
+
+def test_several_commands_fill_one_file(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    asked = ("huggingface", "--case", "llama", "--json", str(file), "--contender")
+    processes(lambda name: fine(name, 2.0, (5.0, float("nan") if name == LIGER else 4.0)))
+    assert bench(*asked, EAGER) == 0
+    assert bench(*asked, OURS) == 0
+    rows = rows_of(file)
+    assert set(rows) == {(LLAMA.name, EAGER), (LLAMA.name, OURS)}
+    assert rows[LLAMA.name, OURS]["loss_apart"] == 0
+    assert bench(*asked, OURS, "--budget", "1e-9") == 0  # nothing was done: what was found stays
+    assert rows_of(file) == rows
+    processes(lambda name: fine(name, 3.0))
+    assert bench(*asked, OURS) == 0
+    assert rows_of(file)[LLAMA.name, OURS]["ms"] == 3.0
+    for other in ("def", "def+", None):
+        monkeypatch.setattr(huggingface, "commit", lambda other=other: other)
+        assert bench(*asked, EAGER) == 0
+        assert len(rows_of(file)) == 1
+        assert bench(*asked, OURS) == 0
+        assert len(rows_of(file)) == (2 if other == "def" else 1)  # what can't be told to be the same is not mixed
+    file.write_text("no JSON")
+    assert bench(*asked, EAGER) == 0
+    assert len(rows_of(file)) == 1
+
+
+def test_a_nan_is_kept_as_one(processes: Processes, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    asked = ("huggingface", "--case", "llama", "--json", str(file), "--contender")
+    processes(lambda name: fine(name, losses=(5.0, float("nan") if name == OURS else 4.0)))
+    assert bench(*asked, OURS) == 0  # eager is not known yet
+    assert rows_of(file)[LLAMA.name, OURS]["losses"] == [5.0, "nan"]
+    assert bench(*asked, EAGER) == 1
+    assert rows_of(file)[LLAMA.name, OURS]["loss_apart"] == "nan"
+
+
+def test_interruption(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(name: str) -> Found:
+        if name == OURS:
+            raise KeyboardInterrupt
+        return fine(name)
+
+    processes(interrupted)
+    assert bench("huggingface", "--json", str(tmp_path / "run.json")) == 130
+    assert rows_of(tmp_path / "run.json")[LLAMA.name, EAGER]["status"] == "ok"
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_a_budget_ends_a_process_and_all_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    pid, popen = tmp_path / "pid", subprocess.Popen
+    slow = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", slow], **options))
+    monkeypatch.setattr(huggingface, "commit", lambda: "abc")
+    begun = time.monotonic()
+    assert bench("huggingface", "--case", "llama", "--budget", "2") == 0
+    assert time.monotonic() - begun < 20
+    said = capsys.readouterr().out
+    assert "eager: not done after 2 s, when --budget ended" in said
+    assert "onepass: no time is left of --budget" in said
+    assert not _runs(int(pid.read_text()))
+
+
+def _runs(pid: int) -> bool:
+    for _ in range(50):  # the system may take a moment
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["huggingface", "norm"], "huggingface stands alone, but is asked for with norm"),
+        (["huggingface", "--peer", "liger"], "--peer is for ops"),
+        (["huggingface", "--plot", "run.png"], "--plot is for ops"),
+        (["huggingface", "--dtype", "fp32"], "--dtype must be bf16 for huggingface, but is fp32"),
+        (["huggingface", "--steps", "0"], "--steps must be at least 1, but is 0"),
+        (["huggingface", "--budget", "0"], "--budget must be more than 0 seconds, but is 0"),
+        (["huggingface", "--case", "bert"], "there are llama_tiny 2x64, gemma2_tiny 2x64"),
+        (["norm", "--contender", "eager"], "--contender is only for huggingface"),
+        (["--steps", "3"], "--steps is only for huggingface"),
+        (["norm", "--budget", "3"], "--budget is only for huggingface"),
+        (["nonsense"], "and huggingface by itself"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    assert bench(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(huggingface, "_version", lambda distribution: None)
+    assert bench("huggingface") == 2
+    assert "huggingface needs transformers: pip install transformers" in capsys.readouterr().err
+    from onepass.cli import main
+
+    assert main(["bench", "huggingface", "--device", "cpu"]) == 2
+    assert "huggingface needs a GPU: on a CPU there is --quick" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("transformers")
+def test_the_real_thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    file = tmp_path / "run.json"
+    assert bench("huggingface", "--case", "llama", "--steps", "3", "--json", str(file)) == 0
+    rows = rows_of(file)
+    assert [rows[LLAMA.name, name]["status"] for name in (EAGER, OURS)] == ["ok", "ok"]
+    assert len(rows[LLAMA.name, OURS]["losses"]) == 3
+    assert rows[LLAMA.name, LIGER]["status"] == "skipped"
+    assert {bar["reached"] for bar in json.loads(file.read_text())["bars"] if bar["contender"] == OURS} == {True}

@@ -1,0 +1,71 @@
+"""Models of transformers on a GPU: by the kernels as near as eager, compiled, gradients in fp32, and less memory."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+
+from integrations.huggingface.families import FAMILIES, batch, made, step
+
+from onepass.integrations import huggingface
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LARGER = {"vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+
+
+def on_gpu(family="Llama", **options):
+    """With onepass in bf16, eager in bf16, and in fp32 what both should give; the batch."""
+    exact = made(family, **options).cuda()
+    model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
+    huggingface.apply(model)
+    return model, plain, exact, {name: value.cuda() for name, value in batch(tokens=48).items()}
+
+
+def error(found, exact):
+    return sum((found[1][name].float() - grad).square().sum() for name, grad in exact[1].items()).sqrt()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", (False, True))
+def test_as_near_as_eager(family, cache):
+    model, plain, exact, given = on_gpu(family)
+    found, eager, expected = (step(each, **given, use_cache=cache) for each in (model, plain, exact))
+    assert error(found, expected) < 1.25 * error(eager, expected)
+    torch.testing.assert_close(found[0].float(), expected[0].float(), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2"))
+def test_compiled(family):
+    model, plain, exact, given = on_gpu(family)
+    found, eager, expected = step(torch.compile(model), **given), step(plain, **given), step(exact, **given)
+    assert error(found, expected) < 1.25 * error(eager, expected)
+
+
+def test_gradients_in_fp32():
+    _, model, _, given = on_gpu()
+    applied = huggingface.apply(model, main_grad=True)
+    optimizer = applied.optimizer(lr=1e-3, max_norm=1.0)
+    for _ in range(3):
+        for _ in range(2):
+            loss = model(**given).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert model(**given).loss < loss
+
+
+def test_less_memory():
+    model, plain, *_ = on_gpu(**LARGER, num_hidden_layers=4, max_position_embeddings=512)
+    given = {"input_ids": torch.randint(3, 1024, (8, 512), device="cuda")}
+    peaks = []
+    for each in (model, plain):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        each(**given, labels=given["input_ids"], use_cache=False).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        each.zero_grad()
+    assert peaks[0] < 0.6 * peaks[1]
