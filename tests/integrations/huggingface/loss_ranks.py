@@ -1,7 +1,9 @@
-"""What two processes find of a model that makes its loss in its head, under DDP and fully_shard, and of one that doesn't."""
+"""What two processes find of a model that makes its loss in its head, of one with all of onepass, and of one without, under DDP
+and fully_shard."""
 
 import copy
 import os
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
+from onepass.integrations import huggingface
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.patches import Patches
 
@@ -32,6 +35,9 @@ CASES = {
     "fully_shard, the head too": lambda model: fully_sharded(model, model.lm_head),
     "fully_shard, norm and head": lambda model: fully_sharded(model, [model.model.norm, model.lm_head]),
 }
+
+
+PUT = {"the loss": lambda model: replace_loss(model, Patches()), "all": huggingface.apply}
 
 
 def step(called, model, ids):
@@ -59,10 +65,9 @@ def run(rank, ranks, folder, backend):
     start = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).train()
     batches = torch.randint(307, (ranks, 2, 12)).unbind()
     found = {"alone": alone(copy.deepcopy(start), batches)}
-    for name, wrapped in CASES.items():
+    for (name, wrapped), (what, put) in product(CASES.items(), PUT.items()):
         model = copy.deepcopy(start)
-        (row,) = replace_loss(model, Patches())
-        assert row.by is not None, row
-        found[name] = step(wrapped(model), model, batches[rank])
+        put(model)
+        found[f"{name}, {what}"] = step(wrapped(model), model, batches[rank])
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -276,6 +276,20 @@ def test_weights_that_are_moved_lie_together_again():
     assert together()
 
 
+@pytest.mark.parametrize("family", ("Llama", "Gemma3Text"))
+def test_weights_that_lie_apart_are_not_copied(family):
+    model, before, _ = both(family)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.clone()
+    assert_alike(step(model, **batch()), step(before, **batch()))
+    with saved_tensors() as saved:
+        model(**batch())
+    attention = model.model.layers[0].self_attn
+    rows = sum(getattr(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
+    assert not [t for t in saved if t.shape == (rows, attention.q_proj.in_features)]
+
+
 def test_undo_where_an_equal_method_has_been_put_back():
     """As accelerate does when it unwraps a model."""
     model, _, applied = both()

@@ -578,10 +578,11 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize("what", loss_ranks.PUT)
 @pytest.mark.parametrize("case", loss_ranks.CASES)
-def test_over_ranks(ranks, case):
+def test_over_ranks(ranks, case, what):
     for rank, mine in enumerate(ranks):
-        shape, loss, grads = mine[case]
+        shape, loss, grads = mine[f"{case}, {what}"]
         losses, expected = mine["alone"]
         assert shape == (2, 12, 0)
         torch.testing.assert_close(loss, losses[rank])

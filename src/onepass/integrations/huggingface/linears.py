@@ -12,7 +12,7 @@ from onepass.integrations.huggingface.norms import Norm
 from onepass.integrations.huggingface.stand_in import hooked
 from onepass.ops.linear import linear
 from onepass.ops.norm_linear import norm_linear
-from onepass.runtime.joined import joined, lay_together
+from onepass.runtime.joined import joined, lay_together, lie_together
 
 
 @dataclass
@@ -90,9 +90,23 @@ class Product:
         weight = weight_of(self.linears[0])
         return weight.device, weight.dtype
 
-    def weight(self) -> Tensor:
-        if self.kind != self._kind() and not torch.compiler.is_compiling():  # moved as a whole since, as by Trainer
+    def _lies_apart(self) -> bool:
+        """Whether one weight would be a copy, and kept for backward: FSDP has each layer's for a moment only."""
+        if len(self.linears) == 1 or torch.compiler.is_compiling():
+            return False
+        if self.kind != self._kind():  # moved as a whole since, as by Trainer
             self.lay_together()
+        return not lie_together([weight_of(module) for module in self.linears])
+
+    def _one_by_one(self, x: Tensor, folded: Folded | None, biased: bool) -> Tensor:
+        if folded is not None and folded.late is not None:
+            x, folded.h = folded.norm(x, folded.late)
+        elif folded is not None:
+            x, folded.h = folded.norm(x), x
+        parts = [linear(x, weight_of(module), bias_of(module) if biased else None) for module in self.linears]
+        return torch.cat(parts, -1)
+
+    def weight(self) -> Tensor:
         return joined([weight_of(module) for module in self.linears])
 
     def bias(self) -> Tensor | None:
@@ -103,6 +117,8 @@ class Product:
 
     def __call__(self, x: Tensor, folded: Folded | None = None, *, biased: bool = True) -> Tensor:
         """x, or its norm, times the weight; without the bias where that is added later."""
+        if self._lies_apart():
+            return self._one_by_one(x, folded, biased)
         bias = self.bias() if biased else None
         if folded is None:
             return linear(x, self.weight(), bias)
