@@ -37,6 +37,7 @@ FAMILIES = {
     "StableLm": SMALL,
     "Olmo2": SMALL,
 }
+FAMILIES_BESIDE = {"Starcoder2": SMALL | {"residual_dropout": 0.0}}
 
 # Of each family what is replaced: of the norms alone, MLPs, rotation, products up, whole layers. The rest is said to be left.
 _LLAMA = {
@@ -67,7 +68,7 @@ REPLACED = {
 
 def made(family="Llama", **options):
     """In training, its norms' weights and biases random too."""
-    config = getattr(transformers, f"{family}Config")(**SPECIAL | FAMILIES[family] | options)
+    config = getattr(transformers, f"{family}Config")(**SPECIAL | (FAMILIES | FAMILIES_BESIDE)[family] | options)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,19 +2,20 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, assert_alike, batch, made, step
+from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, assert_alike, batch, made, step  # noqa: E402
 
-import onepass
-from onepass.integrations import huggingface
-from onepass.runtime.joined import lie_together
-from onepass.testing.poison import bytes_kept, saved_tensors
+import onepass  # noqa: E402
+from onepass.integrations import huggingface  # noqa: E402
+from onepass.runtime.joined import lie_together  # noqa: E402
+from onepass.testing.poison import bytes_kept, saved_tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
@@ -214,6 +215,109 @@ def test_hooks_are_called_as_before():
     assert seen[model] == seen[before]
 
 
+@pytest.mark.parametrize("place", ("self_attn", "mlp", "input_layernorm", "self_attn.q_proj", "mlp.up_proj"))
+def test_a_hook_on_one_module_sees_and_changes_what_it_did(place):
+    model, before, _ = both()
+    seen = []
+    for each in (model, before):
+        module = each.model.layers[0].get_submodule(place)
+        module.register_forward_pre_hook(
+            lambda _, args, named: (
+                tuple(a + 1 for a in args),
+                {k: v + 1 if k == "hidden_states" else v for k, v in named.items()},
+            ),
+            with_kwargs=True,
+        )
+        module.register_forward_hook(lambda _, args, result: seen.append((args, result)))
+    assert_alike(step(model, **batch()), step(before, **batch()))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("place", ("self_attn.q_proj", "mlp.up_proj", "mlp", "self_attn"))
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_a_forward_that_somebody_has_replaced_is_kept(place, when):
+    model = made()
+    before = copy.deepcopy(model)
+
+    def replace(each):
+        module = each.model.layers[0].get_submodule(place)
+        original = type(module).forward
+        module.forward = lambda x=None, **named: (
+            original(module, 2 * named.pop("hidden_states"), **named) if x is None else original(module, 2 * x, **named)
+        )
+
+    if when == "before":
+        replace(model)
+    huggingface.apply(model)
+    if when == "after":
+        replace(model)
+    replace(before)
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+def zeros_made_by(model, place):
+    """The share of zeros in what it makes in training."""
+    found = []
+    handle = model.get_submodule(place).register_forward_hook(lambda _, args, result: found.append(result))
+    model(**batch())
+    handle.remove()
+    result = found[0][0] if isinstance(found[0], tuple) else found[0]
+    return (result == 0).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "options"),
+    [
+        ("GPT2", "transformer.h.0.attn", {"resid_pdrop": 0.5}),
+        ("GPT2", "transformer.h.0.mlp", {"resid_pdrop": 0.5}),
+        ("Starcoder2", "model.layers.0.self_attn", {"residual_dropout": 0.5}),
+        ("Starcoder2", "model.layers.0.mlp", {"residual_dropout": 0.5}),
+    ],
+)
+def test_dropout_stays(family, place, options):
+    model, before, _ = both(family, **options)
+    assert zeros_made_by(before, place) > 0.3
+    assert abs(zeros_made_by(model, place) - zeros_made_by(before, place)) < 0.15
+
+
+def test_attention_dropout_that_comes_later_is_seen():
+    model, before, _ = both("Llama")
+    for each in (model, before):
+        for layer in each.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        torch.manual_seed(2)
+    first, second = (model(**batch()).loss for _ in range(2))
+    assert first != second
+
+
+def test_a_mask_that_is_asked_for_otherwise_is_kept():
+    model, before, _ = both()
+    given = batch() | {"is_causal": False, "attention_mask": {"full_attention": None}}
+    del given["attention_mask"]
+    assert_alike(step(model, **given), step(before, **given))
+    for each in (model, before):
+        each.set_attn_implementation("eager")
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+def test_positions_that_begin_again_are_packed_where_they_were():
+    model, before, _ = both()
+    given = batch() | {"position_ids": torch.arange(12).remainder(5).expand(2, -1)}
+    assert_alike(step(model, **given), step(before, **given))
+    assert_alike(step(model, **given, use_cache=False), step(before, **given, use_cache=False))
+
+
+def test_threads_do_not_meet():
+    model, before, _ = both("Qwen3")
+    for each in (model, before):
+        each.eval()
+    ids = [torch.randint(3, VOCABULARY, (2, 9)) for _ in range(12)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: model(input_ids=x).logits, ids))
+        for logits, x in zip(found, ids, strict=True):
+            torch.testing.assert_close(logits, before(input_ids=x).logits)
+
+
 def test_a_copy_has_its_own_weights():
     model, before, _ = both()
     expected = step(before, **batch())
@@ -250,6 +354,33 @@ def test_saved_as_before(tmp_path):
     assert files[0] == files[1]
     again = type(model).from_pretrained(tmp_path / "onepass").train()
     assert_alike(step(again, **batch()), step(before, **batch()), 0)
+
+
+def own_storage(tensor):
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_state_dict_shares_no_storage_and_is_the_weights():
+    """Who saves tensors, as accelerate and safetensors do, drops all but one of those in one storage."""
+    model, _, applied = both()
+    state = model.state_dict()
+    assert not own_storage(model.model.layers[0].self_attn.k_proj.weight)
+    assert all(map(own_storage, state.values()))
+    with torch.no_grad():
+        state["model.layers.0.self_attn.k_proj.weight"].fill_(3)
+    assert (model.model.layers[0].self_attn.k_proj.weight == 3).all()
+    applied.undo()
+    assert all(own_storage(p) for p in model.parameters())
+
+
+def test_accelerate_saves_all(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, before, _ = both()
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
+    other = made()
+    accelerate.load_checkpoint_in_model(other, tmp_path)
+    assert_alike(step(other, **batch()), step(before, **batch()), 0)
 
 
 def test_weights_that_are_replaced_are_seen():
@@ -347,6 +478,17 @@ class Widen(nn.Module):
         return self.back(self.b(x) * self.act(self.a(x)))
 
 
+class Dropping(Widen):
+    """T5's: dropout within."""
+
+    def __init__(self, size, inner):
+        super().__init__(size, inner)
+        self.back, self.dropout = nn.Linear(inner, size, bias=False), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.back(self.dropout(self.b(x) * self.act(self.a(x))))
+
+
 def test_norms_and_mlps_of_any_name():
     model = nn.Sequential(Scale(16), Widen(16, 24), Scale(16))
     before, x = copy.deepcopy(model), torch.randn(3, 16)
@@ -371,6 +513,11 @@ NEARLY = {
     "another activation": lambda size: Widen(size, 24, torch.tanh),
     "both halves through the activation": other_widen(lambda s, x: s.back(s.act(s.b(x)) * s.act(s.a(x)))),
     "dropout inside": other_widen(lambda s, x: s.back(nn.functional.dropout(s.b(x) * s.act(s.a(x)), 0.1, s.training))),
+    "a gate that may come": other_scale(
+        lambda s, x, gate=None: x * (x.square().mean(-1, keepdim=True) + s.small).rsqrt() * s.weight
+    ),
+    "a norm of groups": lambda size: nn.GroupNorm(1, size),
+    "dropout before the last layer": lambda size: Dropping(size, 24),
     "a sum of its own": other_widen(lambda s, x: x + s.back(s.b(x) * s.act(s.a(x)))),
 }
 
@@ -394,6 +541,33 @@ def test_nothing_to_replace():
         huggingface.apply("gpt2")
 
 
+OTHERS = {
+    "Bloom": {"n_layer": 2, "n_head": 4},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "CodeGen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0},
+    "FalconMamba": {},
+    "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0, "decoder_start_token_id": 0},
+    "Bert": {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True},
+    "Olmo": {"clip_qkv": 0.05, "intermediate_size": 48},
+    "Starcoder2": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "GptOss": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4},
+    "Falcon": {},
+    "Nemotron": {"intermediate_size": 48, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_train_as_before(family):
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(**size | OTHERS[family])
+    kind = transformers.AutoModelForSeq2SeqLM if family == "T5" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).train()
+    before = copy.deepcopy(model)
+    huggingface.apply(model)
+    assert_alike(step(model, **batch()), step(before, **batch()), 1e-4)
+
+
 def test_twice():
     model, _, applied = both()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -413,6 +587,14 @@ def test_undo_of_what_somebody_has_changed_since():
     assert_alike(step(model, **batch()), step(before, **batch()))  # all is there still
     inner.forward = mine
     applied.undo()
+
+
+def test_data_parallel_is_refused():
+    model, _, applied = both()
+    with pytest.raises(RuntimeError, match=r"can't be replicated by torch\.nn\.DataParallel"):
+        model._replicate_for_data_parallel()  # as it does on several GPUs
+    applied.undo()
+    assert model._replicate_for_data_parallel() is not model
 
 
 def test_a_failure_leaves_the_model_alone(monkeypatch):

@@ -371,6 +371,7 @@ def test_compiled_as_one_graph(family):
 def test_accelerates_wrapper_comes_and_goes():
     accelerate = pytest.importorskip("accelerate")
     model, before, _ = replaced()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare_model(model)
     with onepass.use_backend("torch"):

@@ -143,6 +143,7 @@ def apply(
     try:
         with undisturbed():
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv)
+        main_grads = add_in_place(model, patches) if main_grad and len(patches) else None
     except BaseException:
         patches.undo()
         raise
@@ -152,10 +153,18 @@ def apply(
             or f": it has no {', '.join(PARTS)} that is known"
         )
         raise ValueError(f"there is nothing to replace in this {type(model).__name__}{reasons}")
-    main_grads = add_in_place(model, patches) if main_grad else None
     applied = Applied(model, patches, rows, main_grads)
     patches.set(model, _MARK, True)
+    patches.set(model, "_replicate_for_data_parallel", _refuse_replicas)
     return applied
+
+
+def _refuse_replicas() -> None:
+    """Their forwards would be the first one's, of its weights on its device."""
+    raise RuntimeError(
+        "a model with onepass can't be replicated by torch.nn.DataParallel, which Trainer takes for several GPUs in one process: "
+        "start a process a GPU (torchrun, accelerate launch), let one be seen (CUDA_VISIBLE_DEVICES), or undo() first"
+    )
 
 
 def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool) -> list[Row]:

@@ -22,6 +22,7 @@ from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_r
 from onepass.integrations.huggingface.stand_in import (
     FP64,
     Function,
+    hooked,
     own_forward,
     parameters_of,
     randn,
@@ -29,6 +30,7 @@ from onepass.integrations.huggingface.stand_in import (
     same,
     shallow,
     stand_in,
+    thread,
 )
 from onepass.kernels.attention_formula import Heads, attention_formula
 from onepass.ops.attention import attention, faster_by_pytorch
@@ -39,6 +41,7 @@ _TOKENS, _HIDDEN = 5, 6
 _HARMLESS = frozenset(  # what models hand down to their attention that changes nothing without a mask and a cache
     ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
 )
+_SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # harmless where they are off
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ class Whole:
     rotation: Rotation | None
 
 
+class _Running:
+    """A call of a module's own code."""
+
+    def __init__(self, folded: Folded | None) -> None:
+        self.folded = folded  # for the projections
+        self.waiting: dict[str, tuple[Tensor, Tensor]] = {}  # a layer's input, and its part of the product
+
+
 @dataclass
 class Attention:
     """A module that is attention, and what is known of it."""
@@ -61,39 +72,42 @@ class Attention:
     original: Callable[..., Any]  # its class's forward, perhaps with our rotation among its globals
     rotation: Rotation | None
     whole: Whole | None
-    folded: Folded | None = None  # for the projections, while the original forward runs
-    waiting: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # a layer's input, and its part of the product
+    running: dict[int, _Running] = field(default_factory=dict)  # by thread
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"original": None}  # no function of a module's: it can't be pickled
+        return vars(self) | {"original": None, "running": {}}  # no function of a module's: it can't be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.original = _original(self.module, self.rotation)
 
     def ready(self) -> bool:
-        return self.projections is not None and self.projections.intact() and Patches.has(self.module, self)
+        if self.projections is None or not self.projections.intact():
+            return False
+        return Patches.has(self.module, self) and not hooked(self.module)
 
     # ---- by its own code ----
 
     def by_original(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: Folded | None) -> Any:
-        self.folded = folded
+        key = thread()
+        self.running[key] = _Running(folded)
         try:
             return self.original(self.module, x, *args, **options)
         finally:
-            self.folded = None
-            self.waiting = {}
+            self.running.pop(key, None)
 
     def part(self, name: str, layer: nn.Module, x: Tensor) -> Tensor:
         """What this layer makes of x. The first that is asked makes the parts of all, and the others hand theirs out."""
-        if not self.ready():  # wrapped since, by PEFT say
+        running = self.running.get(thread())
+        if running is None or self.projections is None or not self.projections.intact():  # wrapped since, by PEFT say
             return linear(x, weight_of(layer), bias_of(layer))
-        assert self.projections is not None
-        kept = self.waiting.pop(name, None)
+        kept = running.waiting.pop(name, None)
         if kept is None or kept[0] is not x:
-            parts = self.projections(x, self.folded).split(self.projections.sizes, -1)
-            self.waiting = {each: (x, part) for each, part in zip(self.projections.names, parts, strict=True)}
-            kept = self.waiting.pop(name)
+            made, at = self.projections(x, running.folded), 0
+            for other, size in zip(self.projections.names, self.projections.sizes, strict=True):
+                running.waiting[other] = x, made.narrow(-1, at, size)  # by split they could not be written in place, as OLMo does
+                at += size
+            kept = running.waiting.pop(name)
         return kept[1]
 
     # ---- as one op ----
@@ -102,7 +116,7 @@ class Attention:
         """Whether `onepass.attention` does just what is asked for."""
         if self.whole is None or args or x.dim() != 3 or not self.ready():
             return False
-        if any(value is not None and value is not False and name not in _HARMLESS for name, value in options.items()):
+        if not getattr(self.module, "is_causal", True) or not all(map(_is_harmless, options, options.values())):
             return False
         if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
             return False
@@ -130,6 +144,10 @@ class Attention:
         return self.module._modules[self.out](y), None  # type: ignore[misc]
 
 
+def _is_harmless(name: str, value: Any) -> bool:
+    return value is None or name in _HARMLESS or (value is False and name in _SWITCHES)
+
+
 def _drops(module: nn.Module) -> bool:
     """By a number, or by a layer of it."""
     rates = [getattr(module, "attention_dropout", 0.0), *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
@@ -143,6 +161,8 @@ def find_attention(module: nn.Module, rotates: bool) -> Attention | None:
     """`rotates`: whether the model's tables are such that its rotation may be ours."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
     if "attention" not in type(module).__name__.lower() or len(linears) < 2 or own_forward(module):
+        return None
+    if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
         return None
     rotation = find_rotation(type(module).forward) if rotates else None
     projections, out = _roles(module, linears)
@@ -183,11 +203,11 @@ def _random_like(x: Tensor, size: int) -> Tensor:
     return randn(*x.shape[:-1], size)
 
 
-def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Tensor, by: str) -> Any:
+def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Tensor, by: str, training: bool = False) -> Any:
     """What its code makes of these, with this attention, and with norms and the like left out."""
     others = {name: Function(lambda x: x) for name in _norms_in(module)}
     config = shallow(module.config, _attn_implementation=by)
-    made = stand_in(module, {**layers, **others}, config=config, training=False)
+    made = stand_in(module, {**layers, **others}, config=config, training=training)
     names = parameters_of(module)
     options: dict[str, Any] = {"attention_mask": None} if "attention_mask" in names else {}
     if "position_embeddings" in names:
@@ -236,10 +256,11 @@ def _as_whole(module: Any, projections: Product, out: str, rotation: Rotation | 
     for width in _widths(module):
         angles = randn(1, _TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
-        found = _tried(module, {**layers, out: last}, x, doubled, "sdpa")
+        found = [_tried(module, {**layers, out: last}, x, doubled, "sdpa", training) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
         call = Heads(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
-        if same(found, last(attention_formula(qkv, cos, sin, call)).detach(), 1e-6):
+        expected = last(attention_formula(qkv, cos, sin, call)).detach()
+        if all(same(each, expected, 1e-6) for each in found):
             return whole
     return None
 
@@ -268,7 +289,7 @@ def _replace(found: Attention, patches: Patches, qkv: bool) -> None:
     if not qkv:
         found.projections = found.whole = None
     elif found.projections is not None:
-        found.projections.lay_together()
+        found.projections.replace(patches)
         for name, layer in zip(found.projections.names, found.projections.linears, strict=True):
             patches.set_forward(layer, _hand_out, (found, name))
     patches.set_forward(found.module, _forward, found)

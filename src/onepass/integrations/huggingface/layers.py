@@ -45,6 +45,7 @@ class Arguments:
     names: tuple[str, ...]  # of the layer's own arguments, after the hidden states
     passed: frozenset[str]  # those that its attention is given, under the same names
     others_too: bool  # whether it is given what the layer has no name for
+    by_name: bool  # whether the hidden states are: hooks see that
 
     def handed_on(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
         """Of a call; None where something is given that is not for the attention."""
@@ -83,7 +84,9 @@ class Layer:
             made, h = attention(x, onepass_folded=folded, **handed_on)[0], folded.h
             assert h is not None
         else:
-            made, h = attention(self._child(self.shape.before_attention)(x), **handed_on)[0], x
+            normed, h = self._child(self.shape.before_attention)(x), x
+            given = ((), {"hidden_states": normed}) if self.arguments.by_name else ((normed,), {})
+            made = attention(*given[0], **given[1], **handed_on)[0]
         return self._then(self.shape.after_attention, made), h
 
     def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,17 +189,23 @@ def _arguments_of(module: nn.Module, attention: str, mlp: str) -> Arguments:
     """By giving each argument alone, and looking whether it arrives."""
     parameters = parameters_of(module)
     names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
-    passed = frozenset(name for name in names if _arrives(module, attention, name))
-    return Arguments(names, passed, _arrives(module, attention, "onepass_asks"))
+    passed = frozenset(name for name in names if _arrives(module, attention, **{name: object()}))
+    by_name = any("hidden_states" in options for options in _calls(module, attention))
+    return Arguments(names, passed, _arrives(module, attention, onepass_asks=object()), by_name)
 
 
-def _arrives(module: nn.Module, attention: str, name: str) -> bool:
-    given = object()
+def _arrives(module: nn.Module, attention: str, **given: object) -> bool:
+    ((name, value),) = given.items()
+    return any(options.get(name) is value for options in _calls(module, attention, **given))
+
+
+def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str, Any]]:
+    """What the attention is called with by name."""
     functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
     made = _standing(module, functions, attention)
-    run(made, randn(1, 3, 4), **{name: given})
+    run(made, randn(1, 3, 4), **given)
     stub: Any = made._modules[attention]
-    return any(options.get(name) is given for _, options in stub.calls)
+    return [options for _, options in stub.calls]
 
 
 # ---- in a model ----

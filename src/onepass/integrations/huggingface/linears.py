@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from onepass.integrations.huggingface.norms import Norm
+from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.stand_in import hooked
 from onepass.ops.linear import linear
 from onepass.ops.norm_linear import norm_linear
 from onepass.runtime.joined import joined, lay_together, lie_together
 
 
-@dataclass
 class Folded:
-    """A norm done by the product after it, of the sum of what comes to it and `late`. The product leaves the sum in h."""
+    """A norm done by the product after it, of the sum of what comes to it and `late`. The product leaves the sum in h.
 
-    norm: Norm
-    late: Tensor | None = None
-    h: Tensor | None = None
+    No dataclass: hooks of FSDP would hand on a copy."""
+
+    def __init__(self, norm: Norm, late: Tensor | None = None) -> None:
+        self.norm, self.late = norm, late
+        self.h: Tensor | None = None
 
 
 def is_linear(module: nn.Module | None) -> bool:
     """nn.Linear itself, or Transformers' Conv1D, whose weight lies the other way."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    return module is not None and Patches.own(module) and (type(module) is nn.Linear or is_conv1d(module))
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -60,6 +62,13 @@ class Product:
         self.biased = bias_of(self.linears[0]) is not None
         self.kind = self._kind()  # where and of what type they were laid together
 
+    def replace(self, patches: Patches) -> None:
+        """Lays them together, for as long as the patches last."""
+        if len(self.linears) > 1:
+            self.lay_together()
+            patches.on_undo(self.owner.register_state_dict_post_hook(give_own_storages).remove)
+            patches.on_undo(self.lay_apart)
+
     @classmethod
     def found(cls, owner: nn.Module, names: tuple[str, ...]) -> Product | None:
         """Where these are linear layers that can be one."""
@@ -67,9 +76,17 @@ class Product:
         if not all(map(is_linear, modules)) or (len(names) > 1 and any(map(is_conv1d, modules))):
             return None
         there = [module for module in modules if module is not None]
+        if len({id(module.weight) for module in there}) < len(there):  # tied
+            return None
         if len({sizes_of(module)[0] for module in there}) > 1 or len({bias_of(module) is None for module in there}) > 1:
             return None
         return cls(owner, names)
+
+    def lay_apart(self) -> None:
+        """Storages of their own: who saves a model drops all but one of those that share one."""
+        for tensor in (p for module in self.linears for p in module.parameters()):
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor.data = tensor.data.clone()
 
     def lay_together(self) -> None:
         """The weights, and the biases, one after another, so that they are one without a copy."""
@@ -83,7 +100,8 @@ class Product:
         """Whether these are still the owner's children, unwrapped, and nobody looks at their own calls."""
         children = self.owner._modules
         return all(
-            children.get(name) is module and not hooked(module) for name, module in zip(self.names, self.linears, strict=True)
+            children.get(name) is module and is_linear(module) and not hooked(module)
+            for name, module in zip(self.names, self.linears, strict=True)
         )
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
@@ -126,6 +144,15 @@ class Product:
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
         y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, residual=folded.late, return_input=True, **options)
         return y  # type: ignore[no-any-return]
+
+
+def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Of what a state dict has of this module: the same memory, but storages that are no larger than a tensor. Who saves tensors
+    keeps one of those that share a storage, and drops the others."""
+    for name, tensor in state.items():
+        mine = name.startswith(prefix) and type(tensor) is Tensor and tensor.device.type != "meta"
+        if mine and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            state[name] = from_dlpack(tensor)
 
 
 def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, cast
 
@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, own_forward, parameters_of
+from onepass.integrations.huggingface.stand_in import FP64, own_forward, parameters_of, thread
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
-_CACHES = {"use_cache", "past_key_values"}
+_ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # the last are looked at for packing where there is no cache
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
 
 
@@ -64,7 +64,18 @@ class _Shared:
     caches: bool  # whether forward takes use_cache
     known: frozenset[str]  # keywords that change nothing of the loss, or that we follow
     original: Callable[..., Any]  # the loss function
-    call: _Call | None = None
+    calls: dict[int, _Call] = field(default_factory=dict)  # by thread
+
+    @property
+    def call(self) -> _Call | None:
+        return self.calls.get(thread())
+
+    @call.setter
+    def call(self, call: _Call | None) -> None:
+        if call is None:
+            self.calls.pop(thread(), None)
+        else:
+            self.calls[thread()] = call
 
 
 def replace_loss(model: nn.Module, patches: Patches) -> list[Row]:
@@ -130,7 +141,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         labels = args[shared.place] if len(args) > shared.place else kwargs.get("labels")
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
-        if shared.caches and len(args) <= shared.place and not kwargs.keys() & _CACHES:
+        if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
             kwargs["use_cache"] = False  # unasked, models would copy keys and values of every layer into one, for nobody
         shared.call = _Call(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:

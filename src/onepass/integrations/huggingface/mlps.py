@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linears import Folded, Product, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
+from onepass.integrations.huggingface.stand_in import Function, hooked, own_forward, parameters_of, randn, run, same, stand_in
 from onepass.kernels.activations import ACTIVATIONS
 from onepass.ops.activation_linear import activation_linear
 
@@ -30,7 +30,7 @@ class MLP:
     dropout: nn.Module | None  # of the result
 
     def ready(self) -> bool:
-        return self.up.intact() and self.down.intact() and Patches.has(self.module, self)
+        return self.up.intact() and self.down.intact() and Patches.has(self.module, self) and not hooked(self.module)
 
     def __call__(self, x: Tensor, folded: Folded | None = None) -> Tensor:
         """Of x, or of the norm that is folded in."""
@@ -78,14 +78,15 @@ def _activation_of(module: nn.Module, up: Product, down: Product, dropouts: list
     each = 2 * _INNER if gated and len(up.names) == 1 else _INNER
     layers = {name: tiny(layer, _HIDDEN, each, 10 + i) for i, (name, layer) in enumerate(zip(up.names, up.linears, strict=True))}
     layers[down.names[0]] = last = tiny(down.linears[0], _INNER, _HIDDEN, 20)
-    children: dict[str, nn.Module] = {**layers, **{name: Function(lambda y: 3 * y) for name in dropouts}}
+    children: dict[str, nn.Module] = {**layers, **{name: Function(lambda y: 3 * y + 1) for name in dropouts}}
     x = 3 * randn(7, _HIDDEN)
     found = [run(stand_in(module, children, training=training), x) for training in (False, True)]
     first = torch.cat([layers[name](x) for name in up.names], -1).detach()
     for name, act in ACTIVATIONS.items():
         if act.gated == gated:
             inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
-            expected = last(inner).detach() * (3 if dropouts else 1)
+            made = last(inner).detach()
+            expected = 3 * made + 1 if dropouts else made
             if all(same(each, expected, 1e-6) for each in found):
                 return name
     return None
@@ -96,7 +97,7 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
     for name, module in model.named_modules():
         found = find_mlp(module)
         if isinstance(found, MLP):
-            found.up.lay_together()
+            found.up.replace(patches)
             patches.set_forward(module, _forward, found)
             made[module] = found
             rows.append(Row(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}"))
@@ -116,8 +117,8 @@ def _why(module: nn.Module) -> str:
     return "its layers are " + ", ".join(sorted(kinds)) if kinds and kinds != {"Linear"} else "it computes something else"
 
 
-def _forward(self: Any, hidden_states: Tensor, *, onepass_folded: Folded | None = None) -> Any:
-    mlp: MLP = self._onepass
-    if not mlp.ready():  # wrapped since, by PEFT say
-        return type(self).forward(self, hidden_states)
-    return mlp(hidden_states, onepass_folded)
+def _forward(self: Any, *args: Tensor, onepass_folded: Folded | None = None, **named: Tensor) -> Any:
+    (x,), mlp = args or named.values(), self._onepass
+    if not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, by PEFT say
+        return type(self).forward(self, x)
+    return mlp(x, onepass_folded)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, hooked, own_forward, randn, run, same, stand_in
+from onepass.integrations.huggingface.stand_in import FP64, hooked, own_forward, parameters_of, randn, run, same, stand_in
 from onepass.ops.norm import layer_norm, rms_norm
 
 _SIZE = 16
@@ -57,7 +57,7 @@ class Norm:
 def find_norm(module: nn.Module) -> Norm | None:
     """What this module is as a norm over the last dimension, if it is one."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or module._modules or own_forward(module):
+    if weight is None or weight.dim() != 1 or module._modules or module._buffers or own_forward(module):
         return None
     if type(module).forward is nn.LayerNorm.forward:
         assert isinstance(module, nn.LayerNorm)
@@ -65,7 +65,7 @@ def find_norm(module: nn.Module) -> Norm | None:
     if type(module).forward is nn.RMSNorm.forward:
         assert isinstance(module, nn.RMSNorm)
         return Norm(module, False, module.eps, False) if len(module.normalized_shape) == 1 and module.eps is not None else None
-    eps = _eps_of(module)
+    eps = _eps_of(module) if len(parameters_of(module)) == 1 else None
     return None if eps is None or module._parameters.keys() - {"weight", "bias"} else _by_trial(module, eps)
 
 
@@ -86,7 +86,8 @@ def _by_trial(module: nn.Module, eps: float) -> Norm | None:
         name: None if p is None else nn.Parameter({"weight": weight, "bias": bias}[name])
         for name, p in module._parameters.items()
     }
-    x = randn(5, _SIZE) * torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64)[:, None]  # in the last the epsilon shows
+    small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # in the last the epsilon shows
+    x = randn(2, _SIZE, _SIZE) * small  # as many rows as numbers: another dimension would do as well
     found = run(stand_in(module, {}, _parameters=parameters), x)
     for layer in (False, True):
         shift = bias if layer and parameters.get("bias") is not None else None
@@ -119,5 +120,6 @@ def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, N
     return made, rows
 
 
-def _forward(self: Any, hidden_states: Tensor) -> Any:
-    return self._onepass(hidden_states)
+def _forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
+    (x,) = args or named.values()
+    return self._onepass(x)

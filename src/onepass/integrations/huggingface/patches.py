@@ -40,6 +40,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._made: list[_Patch] = []
+        self._last_of_all: list[Callable[[], object]] = []
 
     def __len__(self) -> int:
         return len(self._made)
@@ -54,6 +55,15 @@ class Patches:
         module, as module._onepass: so copies of the model use their own weights. And it can be pickled, as a method can't."""
         self.set(module, "_onepass", part)
         self.set(module, "forward", partial(function, module))
+
+    def on_undo(self, function: Callable[[], object]) -> None:
+        self._last_of_all.append(function)
+
+    @staticmethod
+    def own(module: nn.Module) -> bool:
+        """Whether what this module runs is its class's forward or ours."""
+        forward = vars(module).get("forward")
+        return forward is None or getattr(forward, "args", None) == (module,)
 
     @staticmethod
     def has(module: nn.Module, part: Any) -> bool:
@@ -75,6 +85,9 @@ class Patches:
             else:
                 vars(patch.owner)[patch.name] = patch.before
         self._made.clear()
+        for function in self._last_of_all:
+            function()
+        self._last_of_all.clear()
 
     def _last(self) -> Iterator[_Patch]:
         """The last patch of each attribute."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,8 +82,21 @@ def own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
+_NO_MATTER = ("torch.distributed.fsdp", "transformers.")  # hooks that gather weights, or record what comes out
+
+
 def hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    """Whether somebody looks at this module's calls, or changes them."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith(_NO_MATTER):
+                return True
+    return False
+
+
+def thread() -> int:
+    """The key of what is known of a call that is under way."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def shallow(value: Any, **attributes: Any) -> Any:
