@@ -16,7 +16,7 @@ from onepass.parallel.deferred import DeferredWgrad
 from onepass.parallel.main_grads import MainGrads
 from onepass.runtime import main_grad as convention
 from onepass.runtime.graphs import graphed
-from onepass.runtime.joined import as_laid, joined, lay_together, lie_together
+from onepass.runtime.joined import as_laid, joined, lay_apart, lay_together, lie_together
 from onepass.testing.poison import unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +73,24 @@ def test_laid_together_they_are_the_same_parameters_with_the_same_values():
 
 class _Subclass(torch.Tensor):
     pass
+
+
+def test_laid_apart_each_has_a_storage_and_its_values():
+    made = together()
+    values = [p.detach().clone() for p in made]
+    lay_apart(made)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in made)
+    assert all(p.equal(value) for p, value in zip(made, values, strict=True))
+
+
+def test_in_somebody_elses_buffer_they_are_not_laid_apart():
+    made = together()
+    buffer = torch.zeros(sum(ROWS) + 8, K, device=DEVICE)
+    for parameter, place in zip(made, buffer[: sum(ROWS)].split(ROWS), strict=True):
+        parameter.data = place
+    before = places(made)
+    lay_apart(made)
+    assert places(made) == before
 
 
 def _tied(made):

@@ -102,6 +102,14 @@ def lay_together(parameters: Sequence[Tensor]) -> bool:
     return True
 
 
+@torch.no_grad()
+def lay_apart(parameters: Sequence[Tensor]) -> None:
+    """Take `lay_together` back: storages of their own. Left where they lie otherwise by now, as in an optimizer's buffer."""
+    if lie_together(parameters) and _bytes(parameters) == parameters[0].untyped_storage().nbytes():
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
+
+
 def _can_move(parameter: Tensor) -> bool:
     plain = lie_together([parameter]) and not parameter.is_inference()
     return plain and not (parameter.device.type == "cpu" and parameter.is_shared()) and not somebody_has(parameter)

@@ -1,7 +1,11 @@
 """Small random models of each family, and what is said of them where onepass is applied."""
 
+import copy
+
 import torch
 import transformers
+
+from onepass.integrations import huggingface
 
 VOCABULARY = 97
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -75,6 +79,13 @@ def made(family="Llama", **options):
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def both(family="Llama", *, main_grad=False, **options):
+    """The model with onepass, what it was, and what was done."""
+    model = made(family, **options)
+    before = copy.deepcopy(model)
+    return model, before, huggingface.apply(model, main_grad=main_grad)
 
 
 def batch(masked=False, tokens=12):

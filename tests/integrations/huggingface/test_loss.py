@@ -11,7 +11,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface import loss_ranks  # noqa: E402
+from integrations.huggingface import families, loss_ranks  # noqa: E402
 from parallel.worlds import found_by  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
@@ -22,12 +22,8 @@ from onepass.integrations.huggingface.patches import Patches  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers' and PEFT's own
 
 VOCABULARY = 307
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "max_position_embeddings": 64, **SPECIAL,
-}  # fmt: skip
-MOE = {**SMALL, "output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
+SMALL, MOE = families.SMALL | SIZES, families.MOE | SIZES
 FAMILIES = {
     "Llama": SMALL,
     "Qwen2": SMALL,
@@ -57,7 +53,7 @@ SAID = {"Gemma2": ", softcap 0.5", "Gemma3Text": ", softcap 0.5", "Granite": ", 
 
 
 def made(family="Llama", **options):
-    options = {**SPECIAL, **FAMILIES[family], **options}
+    options = {**families.SPECIAL, **FAMILIES[family], **options}
     config = getattr(transformers, f"{family}Config")(**options)
     return transformers.AutoModelForCausalLM.from_config(config).train()
 

@@ -1,13 +1,11 @@
 """Gradients that are added in fp32 where they are made, and their optimizer, against PyTorch's."""
 
-import copy
-
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import batch, made
+from integrations.huggingface.families import batch, both, made
 
 import onepass
 from onepass.integrations import huggingface
@@ -19,16 +17,10 @@ def _by_pytorch():
         yield
 
 
-def both(family, **options):
-    model = made(family, **options)
-    before = copy.deepcopy(model)
-    return model, before, huggingface.apply(model, main_grad=True)
-
-
 @pytest.mark.parametrize("family", ("Llama", "Gemma3Text", "Phi3", "GPT2", "GPTNeoX", "OPT", "Qwen3Moe"))
 @pytest.mark.parametrize("backwards", (1, 3))
 def test_gradients_are_the_same(family, backwards):
-    model, before, applied = both(family)
+    model, before, applied = both(family, main_grad=True)
     for _ in range(backwards):
         for each in (model, before):
             each(**batch()).loss.backward()
@@ -41,7 +33,7 @@ def test_gradients_are_the_same(family, backwards):
 
 
 def test_what_is_laid_together_is_added_at_once():
-    model, _, _applied = both("Llama")
+    model, _, _applied = both("Llama", main_grad=True)
     attention = model.model.layers[0].self_attn
     places = [getattr(attention, name).weight.main_grad for name in ("q_proj", "k_proj", "v_proj")]
     assert places[0].data_ptr() + places[0].nbytes == places[1].data_ptr()
@@ -52,7 +44,7 @@ def test_what_is_laid_together_is_added_at_once():
 
 @pytest.mark.parametrize("max_norm", (None, 0.5))
 def test_training_is_adamws(max_norm):
-    model, before, applied = both("Llama")
+    model, before, applied = both("Llama", main_grad=True)
     options = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
     optimizer, plain = applied.optimizer(max_norm=max_norm, **options), torch.optim.AdamW(before.parameters(), **options)
     schedules = [torch.optim.lr_scheduler.LinearLR(each, 0.1, 1.0, 3) for each in (optimizer, plain)]
@@ -74,7 +66,7 @@ def test_training_is_adamws(max_norm):
 
 
 def test_undo_gives_gradients_back():
-    model, before, applied = both("Llama")
+    model, before, applied = both("Llama", main_grad=True)
     model(**batch()).loss.backward()
     applied.undo()
     for each in (model, before):
@@ -88,6 +80,6 @@ def test_bad_input():
     applied = huggingface.apply(made("Llama"))
     with pytest.raises(ValueError, match="main_grad must be True in apply"):
         applied.optimizer()
-    _, _, applied = both("Llama")
+    _, _, applied = both("Llama", main_grad=True)
     with pytest.raises(TypeError, match="closure must be None"):
         applied.optimizer().step(lambda: 0)

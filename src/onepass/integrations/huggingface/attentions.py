@@ -112,9 +112,9 @@ class Attention:
 
     # ---- as one op ----
 
-    def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether `onepass.attention` does just what is asked for."""
-        if self.whole is None or args or x.dim() != 3 or not self.ready():
+    def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: Folded | None) -> bool:
+        """Whether `onepass.attention` does just what is asked for. Who folds a norm in has asked whether it is ready."""
+        if self.whole is None or args or x.dim() != 3 or (folded is None and not self.ready()):
             return False
         if not getattr(self.module, "is_causal", True) or not all(map(_is_harmless, options, options.values())):
             return False
@@ -300,7 +300,7 @@ def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope
     if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
         turns = found is not None and found.rotation is not None
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
-        rows.append(Row(name, kind, "rope", by="rope", why=None) if turns else Row(name, kind, "rope", why=why))
+        rows.append(Row(name, kind, "rope", by="rope") if turns else Row(name, kind, "rope", why=why))
     if qkv:
         one = found is not None and found.projections is not None
         by = None if not one else "attention" if found is not None and found.whole is not None else "linear"
@@ -311,7 +311,7 @@ def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folded | None = None, **options: Any) -> Any:
     found: Attention = self._onepass
-    if found.suits(hidden_states, args, options):
+    if found.suits(hidden_states, args, options, onepass_folded):
         return found.at_once(hidden_states, options, onepass_folded)
     return found.by_original(hidden_states, args, options, onepass_folded)
 

@@ -34,9 +34,8 @@ class Experts:
         assert up is not None and down is not None
         routes = routes_of(weights, chosen, up.shape[0])
         h = grouped_linear(spread(x, routes), up, routes.ends)
-        return collect(
-            grouped_linear(bias_activation(h, None, self.activation, token_weight=routes.weights), down, routes.ends), routes
-        )
+        a = bias_activation(h, None, self.activation, token_weight=routes.weights)
+        return collect(grouped_linear(a, down, routes.ends), routes)
 
 
 def find_experts(module: nn.Module) -> Experts | None:

@@ -129,14 +129,14 @@ def find_layer(
     shape = _shape_of(module, own[0], rest[0], normed, dropouts)
     if shape is None:
         return None
-    made, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
+    first, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
     return Layer(
         module,
         shape,
-        _arguments_of(module, own[0], rest[0]),
+        _arguments_of(module, own[0]),
         attentions[children[own[0]]],
         mlps.get(children[rest[0]]),
-        made,
+        first,
         second,
     )
 
@@ -185,7 +185,7 @@ def _formula(shape: Shape, functions: dict[str, Any], x: Tensor) -> Tensor:
     return h + made
 
 
-def _arguments_of(module: nn.Module, attention: str, mlp: str) -> Arguments:
+def _arguments_of(module: nn.Module, attention: str) -> Arguments:
     """By giving each argument alone, and looking whether it arrives."""
     parameters = parameters_of(module)
     names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)

@@ -13,7 +13,7 @@ from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.stand_in import hooked
 from onepass.ops.linear import linear
 from onepass.ops.norm_linear import norm_linear
-from onepass.runtime.joined import joined, lay_together, lie_together
+from onepass.runtime.joined import joined, lay_apart, lay_together, lie_together
 
 
 class Folded:
@@ -84,15 +84,15 @@ class Product:
 
     def lay_apart(self) -> None:
         """Storages of their own: who saves a model drops all but one of those that share one."""
-        for tensor in (p for module in self.linears for p in module.parameters()):
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor.data = tensor.data.clone()
+        lay_apart(self._weights())
+        if self.biased:
+            lay_apart(self._biases())
 
     def lay_together(self) -> None:
         """The weights, and the biases, one after another, so that they are one without a copy."""
         self.kind = self._kind()
         if len(self.linears) > 1:
-            lay_together([weight_of(module) for module in self.linears])
+            lay_together(self._weights())
             if self.biased:
                 lay_together(self._biases())
 
@@ -114,7 +114,7 @@ class Product:
             return False
         if self.kind != self._kind():  # moved as a whole since, as by Trainer
             self.lay_together()
-        return not lie_together([weight_of(module) for module in self.linears])
+        return not lie_together(self._weights())
 
     def _one_by_one(self, x: Tensor, folded: Folded | None, biased: bool) -> Tensor:
         if folded is not None and folded.late is not None:
@@ -125,10 +125,13 @@ class Product:
         return torch.cat(parts, -1)
 
     def weight(self) -> Tensor:
-        return joined([weight_of(module) for module in self.linears])
+        return joined(self._weights())
 
     def bias(self) -> Tensor | None:
         return joined(self._biases()) if self.biased else None
+
+    def _weights(self) -> list[Tensor]:
+        return [weight_of(module) for module in self.linears]
 
     def _biases(self) -> list[Tensor]:
         return [module.bias for module in self.linears]  # type: ignore[misc]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, own_forward, parameters_of, thread
+from onepass.integrations.huggingface.stand_in import FP64, FSDP, hooked, own_forward, parameters_of, thread
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
@@ -103,7 +103,7 @@ def _unlike(model: Any, head: Any) -> str | None:
     for owner, whose in ((head, "its head's"), (model, "its")):
         if own_forward(owner):
             return f"{whose} forward has been replaced already"
-    if _hooked(head):
+    if hooked(head, (FSDP,)):
         return "its head has hooks, which may want the logits"
     if "labels" not in parameters_of(model):
         return "its forward takes no labels"
@@ -182,13 +182,7 @@ def _can_make(head: nn.Linear, hidden: Tensor, call: _Call) -> bool:
     labels = call.options.get("shift_labels")
     labels = call.labels if labels is None else labels
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
-    return plain and labels.numel() == hidden.shape[:-1].numel() and not _hooked(head)
-
-
-def _hooked(head: nn.Module) -> bool:
-    """Whether somebody watches the head, other than FSDP, which only gathers its weight."""
-    hooks = [head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks]
-    return any(not (hook.__module__ or "").startswith("torch.distributed.fsdp") for some in hooks for hook in some.values())
+    return plain and labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
 
 
 def _loss(head: nn.Linear, hidden: Tensor, call: _Call, logits: _Logits) -> Tensor:

@@ -119,6 +119,6 @@ def _why(module: nn.Module) -> str:
 
 def _forward(self: Any, *args: Tensor, onepass_folded: Folded | None = None, **named: Tensor) -> Any:
     (x,), mlp = args or named.values(), self._onepass
-    if not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, by PEFT say
+    if onepass_folded is None and not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, by PEFT say
         return type(self).forward(self, x)
     return mlp(x, onepass_folded)

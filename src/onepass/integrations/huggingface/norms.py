@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -89,16 +90,12 @@ def _by_trial(module: nn.Module, eps: float) -> Norm | None:
     small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # in the last the epsilon shows
     x = randn(2, _SIZE, _SIZE) * small  # as many rows as numbers: another dimension would do as well
     found = run(stand_in(module, {}, _parameters=parameters), x)
-    for layer in (False, True):
-        shift = bias if layer and parameters.get("bias") is not None else None
-        if (parameters.get("bias") is not None) != (shift is not None):
-            continue
-        for centered in (False, True):
-            factor = weight + 1 if centered else weight
-            sizes = (_SIZE,)
-            expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
-            if same(found, expected, _SLACK):
-                return Norm(module, layer, eps, centered)
+    shift = None if parameters.get("bias") is None else bias
+    for layer, centered in product((True,) if shift is not None else (False, True), (False, True)):
+        factor, sizes = weight + 1 if centered else weight, (_SIZE,)
+        expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
+        if same(found, expected, _SLACK):
+            return Norm(module, layer, eps, centered)
     return None
 
 

@@ -82,14 +82,15 @@ def own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-_NO_MATTER = ("torch.distributed.fsdp", "transformers.")  # hooks that gather weights, or record what comes out
+FSDP = "torch.distributed.fsdp"  # whose hooks gather weights, and no more
+_NO_MATTER = (FSDP, "transformers.")  # the latter's record what comes out
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at this module's calls, or changes them."""
+def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
+    """Whether somebody looks at this module's calls, or changes them; hooks of packages that begin so don't count."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
         for hook in hooks.values():
-            if not (getattr(hook, "__module__", None) or "").startswith(_NO_MATTER):
+            if not (getattr(hook, "__module__", None) or "").startswith(but_by):
                 return True
     return False
 
