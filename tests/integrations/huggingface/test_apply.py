@@ -414,6 +414,18 @@ def test_weights_that_lie_apart_are_not_copied(family):
     assert not [t for t in saved if t.shape == (rows, attention.q_proj.in_features)]
 
 
+@pytest.mark.parametrize("family", ("Qwen3", "Gemma2", "OPT"))
+def test_a_products_parts_give_their_gradients_back_at_once(family):
+    model = made(family)
+    huggingface.apply(model)
+    loss = model(**batch()).loss
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    called = [event.name for event in profile.events()]
+    assert not [name for name in called if "SliceBackward" in name]  # a tensor as wide as the product for each part
+    assert sum("_PartsBackward" in name and "evaluate_function" in name for name in called) == 2  # layers
+
+
 def test_undo_where_an_equal_method_has_been_put_back():
     """As accelerate does when it unwraps a model."""
     model, _, applied = both()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, sizes_of, tiny, weight_of
+from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, parts_of, sizes_of, tiny, weight_of
 from onepass.integrations.huggingface.norms import is_norm
 from onepass.integrations.huggingface.patches import Patches, Row
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
@@ -103,10 +103,8 @@ class Attention:
             return linear(x, weight_of(layer), bias_of(layer))
         kept = running.waiting.pop(name, None)
         if kept is None or kept[0] is not x:
-            made, at = self.projections(x, running.folded), 0
-            for other, size in zip(self.projections.names, self.projections.sizes, strict=True):
-                running.waiting[other] = x, made.narrow(-1, at, size)  # by split they could not be written in place, as OLMo does
-                at += size
+            made = parts_of(self.projections(x, running.folded), self.projections.sizes)
+            running.waiting = {other: (x, part) for other, part in zip(self.projections.names, made, strict=True)}
             kept = running.waiting.pop(name)
         return kept[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.stand_in import hooked
 from onepass.ops.linear import linear
 from onepass.ops.norm_linear import norm_linear
+from onepass.runtime.dispatch import bare_apply, needs_grad, transformed, watched
 from onepass.runtime.joined import joined, lay_apart, lay_together, lie_together
 
 
@@ -147,6 +149,34 @@ class Product:
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
         y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, residual=folded.late, return_input=True, **options)
         return y  # type: ignore[no-any-return]
+
+
+class _Parts(torch.autograd.Function):
+    """Columns of a product as tensors in its memory, no views of it: those of split can't be written in place, as OLMo does, and
+    the gradients of narrow's are each as wide as the product, full of zeros, and added up."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        storage, at, parts = made.untyped_storage(), made.storage_offset(), []
+        for size in sizes:
+            parts.append(made.new_empty(0).set_(storage, at, (*made.shape[:-1], size), made.stride()))
+            at += size * made.stride(-1)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.cat(grads, -1), None
+
+
+_apart = bare_apply(_Parts)
+
+
+def parts_of(made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Of which each may be written in place; nobody else may need `made`."""
+    if len(sizes) > 1 and needs_grad(made) and not watched(made) and not transformed():
+        return _apart(made, sizes)  # type: ignore[no-any-return]
+    ends = list(accumulate(sizes))
+    return tuple(made.narrow(-1, end - size, size) for end, size in zip(ends, sizes, strict=True))
 
 
 def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
