@@ -16,6 +16,7 @@ from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.main_grad import MainGradAdamW, add_in_place
+from onepass.integrations.huggingface.masks import replace_masks
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
 from onepass.integrations.huggingface.patches import Patches, Row
@@ -175,6 +176,7 @@ def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: b
     rows += told + (replace_experts(model, patches) if mlp else [])
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
     rows += told
+    replace_masks(model, patches, attentions.values())
     if norms and (mlps or attentions):
         rows += replace_layers(model, patches, norms, attentions, mlps)
     return rows + (replace_loss(model, patches) if loss else [])

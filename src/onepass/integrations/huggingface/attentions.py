@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, parts_of, sizes_of, tiny, weight_of
+from onepass.integrations.huggingface.masks import Mask
 from onepass.integrations.huggingface.norms import is_norm
 from onepass.integrations.huggingface.patches import Patches, Row
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
@@ -73,6 +74,7 @@ class Attention:
     rotation: Rotation | None
     whole: Whole | None
     running: dict[int, _Running] = field(default_factory=dict)  # by thread
+    mask: Mask | None = None  # what is known of it where a compiler can't look
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None, "running": {}}  # no function of a module's: it can't be pickled
@@ -309,6 +311,8 @@ def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folded | None = None, **options: Any) -> Any:
     found: Attention = self._onepass
+    if found.mask is not None and found.mask.plain and self.config._attn_implementation == "sdpa":
+        options["attention_mask"] = None  # SDPA's is_causal
     if found.suits(hidden_states, args, options, onepass_folded):
         return found.at_once(hidden_states, options, onepass_folded)
     return found.by_original(hidden_states, args, options, onepass_folded)
