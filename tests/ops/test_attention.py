@@ -524,5 +524,5 @@ def test_another_backend_is_called_with_the_same(monkeypatch):
     monkeypatch.setattr(OPS["attention"], "others", {})
     onepass.register_backend("attention", "mine", lambda *args, **options: calls.append((args, options)) or qkv)
     assert onepass.attention(qkv, HEADS, GROUPS, cos=cos, sin=sin, backend="mine") is qkv
-    options = {"cos": cos, "sin": sin, "interleaved": False, "scale": None, "overwrite": False}
+    options = {"cos": cos, "sin": sin, "interleaved": False, "scale": None, "overwrite": False, "deterministic": True}
     assert calls == [((qkv, HEADS, GROUPS), options)]

@@ -9,7 +9,8 @@ Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y;
 Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
          kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written where they belong
          in one tensor of qkv's shape, in which those of q and k are turned back.
-Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others.
+Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. `deterministic=False` lets
+         PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on.
 Kernels  kernels/attention_forward.py, kernels/attention_backward.py, kernels/rope.py.
 """
 
@@ -42,6 +43,7 @@ from onepass.runtime.sizes import shared_memory
 
 SIZES = (16, 32, 64, 128)  # of heads
 LONGEST = 1 << 20  # tokens
+_MANY = 2048  # from which on cuDNN is faster for heads of 64 too
 _TYPES = (torch.bfloat16, torch.float16)
 
 Maybe = Tensor | None
@@ -205,46 +207,54 @@ class _Attention(torch.autograd.Function):
 
 
 class _Turned(torch.autograd.Function):
-    """q and k turned by PyTorch, and v, for PyTorch's attention; their gradients come back in one tensor."""
+    """q and k turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool) -> Parts:
-        ctx.call = h
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool, by_kernel: bool) -> Parts:
+        ctx.call = h, by_kernel
         ctx.save_for_backward(cos, sin)
-        return _turned_by_pytorch(qkv, cos, sin, h, overwrite)
+        return _turned(qkv, cos, sin, h, overwrite, by_kernel)
 
     @staticmethod
     @once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Maybe, ...]:
-        (cos, sin), h = ctx.saved_tensors, ctx.call
+        (cos, sin), (h, by_kernel) = ctx.saved_tensors, ctx.call
         B, S, _, D = dq.shape
         dqkv = dq.new_empty(B, S, (h.heads + 2 * h.groups) * D)
-        into_q, into_k, into_v = parts_of(dqkv, h.heads, h.groups)
-        for dx, into in ((dq, into_q), (dk, into_k)):
-            rope_blocks(dx, cos, sin, h.interleaved, True, into)
+        *into, into_v = parts_of(dqkv, h.heads, h.groups)
+        _turn(dq, dk, cos, sin, h, True, into, by_kernel)
         into_v.copy_(dv)
-        return dqkv, None, None, None, None
+        return dqkv, None, None, None, None, None
 
 
-def _turned_by_pytorch(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool) -> Parts:
+def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool, by_kernel: bool) -> Parts:
     q, k, v = parts_of(qkv, h.heads, h.groups)
-    q, k = (rope_blocks(x, cos, sin, h.interleaved, False, x if overwrite else None) for x in (q, k))
+    into = [q, k] if overwrite else [x.new_empty(x.shape) for x in (q, k)]
+    _turn(q, k, cos, sin, h, False, into, by_kernel)
     if overwrite:
         _say_overwritten(qkv)
-    return q, k, v
+    return into[0], into[1], v
+
+
+def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, h: Heads, back: bool, into: list[Tensor], by_kernel: bool) -> None:
+    if by_kernel:
+        rotate(q, k, cos, sin, h.interleaved, back, (into[0], into[1]))
+        return
+    for x, out in zip((q, k), into, strict=True):
+        rope_blocks(x, cos, sin, h.interleaved, back, out)
 
 
 _apply, _apply_turned = bare_apply(_Attention), bare_apply(_Turned)
 
 
-def _by_pytorch(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> Tensor:
-    """PyTorch's attention, which keeps what it likes; for a transform, or of nothing, the formula."""
+def _by_pytorch(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool, by_kernel: bool) -> Tensor:
+    """PyTorch's attention, which keeps what it likes, after our rotation; for a transform, or of nothing, the formula."""
     if transformed() or not qkv.numel():
         return attention_formula(qkv, cos, sin, h)
     if cos is None or sin is None or watched(qkv, cos, sin):  # who watches chooses what to keep
         return attention_by_pytorch(turned_parts(qkv, cos, sin, h), h)
-    turn = _apply_turned if needs_grad(qkv) else _turned_by_pytorch
-    return attention_by_pytorch(turn(qkv, cos, sin, h, overwrite), h)
+    turn = _apply_turned if needs_grad(qkv) else _turned
+    return attention_by_pytorch(turn(qkv, cos, sin, h, overwrite, by_kernel), h)
 
 
 # ---- the public face: say what is wrong, choose who does it, return ----
@@ -252,7 +262,7 @@ def _by_pytorch(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) 
 
 def _check(
     qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, sin: Maybe = None, interleaved: bool = False,
-    scale: float | None = None, overwrite: bool = False,
+    scale: float | None = None, overwrite: bool = False, deterministic: bool = True,
 ) -> None:  # fmt: skip
     check_floating("qkv", qkv)
     for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
@@ -300,19 +310,23 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: A
 
 def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
     """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
-    heads. For heads of 64 it is as long, and ours needs less memory; PyTorch's others take longer than ours."""
-    if not qkv.is_cuda or head_size <= 64 or torch.are_deterministic_algorithms_enabled():
+    heads, nine tenths for narrow ones and many tokens. PyTorch's others take longer than ours."""
+    if not qkv.is_cuda or torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
         return False
     return torch.cuda.get_device_capability(qkv.device) >= (9, 0)
 
 
 def variant(
-    qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, overwrite: bool = False, **options: Any
+    qkv: Tensor, heads: int, groups: int | None = None, *, cos: Maybe = None, overwrite: bool = False,
+    deterministic: bool = True, **options: Any,
 ) -> str:  # fmt: skip
     """Which kernels a call runs, and their tiles."""
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
     D = _head_size(qkv, heads, groups)
+    if not deterministic and faster_by_pytorch(qkv, D):
+        turned = "" if cos is None else f"q and k turned by rope's kernel{' in place' if overwrite else ''}; "
+        return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     room = shared_memory(qkv.device)
     forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
     said = f"tiles of queries x keys: forward {forward.block_m} x {forward.block_n}; "
@@ -337,9 +351,10 @@ def attention(
     interleaved: bool = False,
     scale: float | None = None,
     overwrite: bool = False,
+    deterministic: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal attention of a fused projection, with rotary positions, deterministic forward and backward.
+    """Causal attention of a fused projection, with rotary positions, deterministic forward and backward unless told otherwise.
 
     Args:
         qkv: ``[B, S, (heads + 2 groups) D]``: the queries of all heads, then the keys, then the values of all groups. Of any
@@ -353,6 +368,9 @@ def attention(
         overwrite: q and k may be turned in qkv's own memory, which spares a copy of it. Nobody else may need qkv afterwards:
             what autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed region
             begins with qkv. Without tables it does nothing, nor under a compiler or a transform.
+        deterministic: False lets PyTorch's attention stand between our rotations where that is faster, as cuDNN's is from Hopper
+            on for heads over 64 or from 2048 tokens: the gradients' last bits then differ from run to run. It is as True where
+            `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention.
 
@@ -366,11 +384,13 @@ def attention(
         _check_overwritable(qkv)
     if chosen not in NATIVE:
         options: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved, "scale": scale, "overwrite": overwrite}
+        options["deterministic"] = deterministic
         return run_other("attention", chosen, qkv, heads, groups, **options)  # type: ignore[no-any-return]
     h = _heads(qkv, heads, groups, interleaved, scale)
     rows = cast(qkv, product_type(qkv))
-    if chosen == "torch" or not qkv.numel():
-        return _by_pytorch(rows, cos, sin, h, overwrite)
+    faster = not deterministic and faster_by_pytorch(rows, _head_size(rows, heads, groups))
+    if chosen == "torch" or faster or not qkv.numel():
+        return _by_pytorch(rows, cos, sin, h, overwrite, chosen != "torch")
     if needs_grad(rows):
         return _apply(rows, cos, sin, h, overwrite)  # type: ignore[no-any-return]
     return _run(rows, cos, sin, h, overwrite)[0]

@@ -34,7 +34,7 @@ from onepass.integrations.huggingface.stand_in import (
     thread,
 )
 from onepass.kernels.attention_formula import Heads, attention_formula
-from onepass.ops.attention import attention, faster_by_pytorch
+from onepass.ops.attention import attention
 from onepass.ops.attention import unsupported as attention_unsupported
 from onepass.ops.linear import linear
 
@@ -121,9 +121,7 @@ class Attention:
         if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
             return False
         module: Any = self.module
-        if module.config._attn_implementation != "sdpa" or (module.training and _drops(module)):
-            return False
-        return not faster_by_pytorch(x, _head_size(module))
+        return module.config._attn_implementation == "sdpa" and not (module.training and _drops(module))
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: Folded | None) -> tuple[Tensor, None]:
         whole = self.whole
@@ -139,6 +137,7 @@ class Attention:
             interleaved=whole.rotation is not None and whole.rotation.interleaved,
             scale=whole.scale,
             overwrite=True,
+            deterministic=False,
             backend=None if attention_unsupported(qkv, whole.heads, whole.groups) is None else "torch",
         )
         return self.module._modules[self.out](y), None  # type: ignore[misc]

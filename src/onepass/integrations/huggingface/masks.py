@@ -48,15 +48,16 @@ def _sees_all(stack: Any, layers: nn.ModuleList) -> bool:
     config = getattr(stack, "config", None)
     if config is None or any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
         return False
+    if not getattr(config, "is_causal", True):
+        return False
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or not hasattr(stack, "get_input_embeddings"):
         return False
-    embedding = stack.get_input_embeddings()
-    hidden = torch.zeros(2, 3, embedding.embedding_dim)
+    hidden = torch.zeros(2, 3, stack.get_input_embeddings().embedding_dim)
     children: dict[str, nn.Module] = {}
     for name, child in stack._modules.items():
         if child is layers:
             children[name] = nn.ModuleList(Function(lambda x, *_, **__: x) for _ in layers)
-        elif child is embedding:
+        elif isinstance(child, nn.Embedding):  # of tokens, or of positions
             children[name] = Function(lambda *_, **__: hidden)
         elif child is not None:
             children[name] = Function(_tables if "rotary" in name else _first)

@@ -1,0 +1,88 @@
+"""PyTorch's attention between our rotations: `attention(..., deterministic=False)` where that is faster."""
+
+import pytest
+import torch
+from ops.attention_oracle import BF16, DEVICE
+from ops.calls import gradients, needs_triton, relative
+from ops.test_attention import COLUMNS, GROUPS, HEADS, launched, op, overwriting, tensors  # noqa: F401
+
+import onepass
+import onepass.ops.attention as room
+from onepass.testing.poison import bytes_kept, saved_tensors
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch):
+    """As on a GPU that has a faster one."""
+    monkeypatch.setattr(room, "faster_by_pytorch", lambda qkv, head_size: not torch.are_deterministic_algorithms_enabled())
+
+
+def reference(cos, sin):
+    return lambda qkv: room.attention_reference(qkv.float(), HEADS, GROUPS, cos=cos, sin=sin)
+
+
+def both(function, tensors):
+    """What it returns, and the gradient of its squares."""
+    y = function(*tensors)
+    (grad,) = torch.autograd.grad(y.float().square().sum(), tensors)
+    return y.detach(), grad
+
+
+@overwriting
+@pytest.mark.parametrize("turned", (False, True))
+def test_it_is_the_same_attention(turned, overwrite, launched):  # noqa: F811
+    qkv, *tables = tensors()
+    tables = tables if turned else (None, None)
+    y, dqkv = both(op(*tables, overwrite=overwrite, deterministic=False), [qkv])
+    expected, wanted = both(reference(*tables), [qkv])
+    assert relative(y, expected) < 1e-2 and relative(dqkv, wanted) < 1e-2
+    assert launched == ["_rope_kernel"] * (2 if turned else 0)
+    assert dqkv.is_contiguous()
+
+
+@pytest.mark.parametrize("switch", ("option", "torch"))
+def test_determinism_that_is_asked_for_is_had(switch, launched):  # noqa: F811
+    qkv, cos, sin = tensors()
+    torch.use_deterministic_algorithms(switch == "torch")
+    options = {} if switch == "option" else {"deterministic": False}
+    gradients(op(cos, sin, **options), [qkv])
+    assert launched == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
+
+
+def test_nothing_of_q_and_k_is_kept_beside_qkv():
+    qkv, cos, sin = tensors()
+    made = qkv * 1
+    with saved_tensors() as kept:
+        y = onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False)
+    assert bytes_kept(kept, cos, sin, y, made) <= 4 * HEADS * qkv.shape[0] * qkv.shape[1]  # the logarithms
+
+
+def test_a_leaf_is_not_overwritten():
+    qkv, cos, sin = tensors()
+    with pytest.raises(ValueError, match="overwrite must be False"):
+        onepass.attention(qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False)
+
+
+def test_pytorch_asked_for_by_name_launches_nothing(launched):  # noqa: F811
+    qkv, cos, sin = tensors()
+    gradients(op(cos, sin, overwrite=True, deterministic=False, backend="torch"), [qkv])
+    assert launched == []
+
+
+@overwriting
+def test_compiled(overwrite):
+    qkv, cos, sin = tensors()
+    y, dqkv = both(op(cos, sin, overwrite=overwrite, deterministic=False), [qkv])
+    compiled = torch.compile(op(cos, sin, overwrite=overwrite, deterministic=False), fullgraph=True, backend="aot_eager")
+    found, grad = both(compiled, [qkv])
+    assert relative(found, y) < 1e-2 and relative(grad, dqkv) < 1e-2
+
+
+def test_explain_says_so():
+    qkv = torch.randn(1, 5, COLUMNS, device=DEVICE).to(BF16)
+    cos = sin = torch.ones(5, 4, device=DEVICE)
+    said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False).variant
+    assert said == "q and k turned by rope's kernel in place; torch.nn.functional.scaled_dot_product_attention"
+    assert "tiles" in onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin).variant
