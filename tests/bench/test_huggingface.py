@@ -27,6 +27,7 @@ from onepass.bench.huggingface_cases import (
     Bar,
     Case,
     Found,
+    at_most,
     cases,
     compare,
     reached,
@@ -143,7 +144,11 @@ def test_bars() -> None:
         Found(OURS_COMPILED, "error", "it crashed"),
     ]
     compare(rows)
-    assert rows[1].loss_apart == pytest.approx(0.01)
+    assert rows[1].loss_apart == pytest.approx(0.01) and rows[0].loss_apart is None
+    rows[0].losses_again = [3.0005, 2.0]
+    compare(rows)
+    assert rows[0].loss_apart == pytest.approx(5e-4)
+    assert at_most(Bar(OURS, "loss_apart", 2e-3), rows) == 2e-3
     assert rows[1].error_of_eager == pytest.approx(2.0, rel=1e-2)
     assert reached(Bar(OURS, "ms", 0.9, LIGER), rows) == (0.875, True)
     assert reached(Bar(OURS, "ms", 0.8, LIGER), rows) == (0.875, False)
@@ -152,6 +157,9 @@ def test_bars() -> None:
     assert reached(Bar(OURS, "ms", 1.0, OURS_COMPILED), rows) is None
     assert not huggingface._wrong(LLAMA, rows[:3])  # Liger is, but that is no fault of ours
     assert huggingface._wrong(LLAMA, rows)
+    rows[2].loss_apart, rows[0].loss_apart = 0.015, 0.01  # so far is eager from itself
+    assert at_most(bar := Bar(OURS, "loss_apart", 2e-3), rows) == 0.02 and reached(bar, rows) == (0.015, True)
+    assert at_most(Bar(OURS, "ms", 2e-3), rows) == 2e-3
     for far, errors in (
         ([2.9, 2.0], {"a": 0.1, "b": 0.001}),
         ([float("nan"), 2.0], {"a": 0.1, "b": 0.001}),

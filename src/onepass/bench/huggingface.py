@@ -223,6 +223,7 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
     for row in told["rows"]:
         found = rows.setdefault(row["case"], {})[row["contender"]] = Found(**{name: row[name] for name in _FIELDS & row.keys()})
         found.losses = [float(loss) for loss in found.losses]  # a NaN is a word there
+        found.losses_again = [float(loss) for loss in found.losses_again]
         found.errors = {kind: float(error) for kind, error in found.errors.items()}
     for of_case in rows.values():
         compare(list(of_case.values()))

@@ -3,8 +3,9 @@
     python -m onepass.bench.huggingface_process '{"case": ..., "contender": ...}' FILE
 
 The model is made from a seed in bf16 and trained on random tokens from seeds, by AdamW(fused=True) on the bf16 weights: the same
-in every process. In order: the gradients of the first step against eager's in fp32; the losses of the steps; then rounds of steps
-on one batch, for their time and peak memory. FILE gets what was found, or why it failed.
+in every process. In order: the gradients of the first step against eager's in fp32; the losses of the steps, whose rate rises at
+first, as otherwise a last bit grows to a hundredth; then rounds of steps on one batch, for their time and peak memory.
+Eager trains twice: how far it is from itself says what a distance means. FILE gets what was found, or why it failed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.bench.huggingface_cases import COMPILED, LIGER, OURS, OURS_COMPILED, Case, Found
+from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, Case, Found
 from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
 _ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and its steps
-_RATE = 1e-4
+_RATE, _RISING = 1e-4, 20  # in so many steps
 
 
 def main(asked: str, file: str) -> None:
@@ -64,7 +65,18 @@ def measured(case: Case, contender: str, device: torch.device, steps: int, quick
     losses += [trainer.step(next(batches)) for _ in range(steps - 1)]
     found.losses = [float(loss) for loss in losses]
     _time(found, lambda: trainer.step(first), device, quick)
+    if contender == EAGER:
+        del model, trainer
+        gc.collect()
+        found.losses_again = _losses_again(case, device, steps)
     return found
+
+
+def _losses_again(case: Case, device: torch.device, steps: int) -> list[float]:
+    """Of the same steps, which a GPU doesn't compute the same twice: sums have no order there."""
+    batches, trainer = tokens(case, device), _Trainer(new_model(case, device), EAGER)
+    losses = [trainer.step(next(batches)) for _ in range(steps)]
+    return [float(loss) for loss in losses]
 
 
 # ---- the model and what it is trained on ----
@@ -117,6 +129,7 @@ class _Trainer:
     def __init__(self, model: nn.Module, contender: str) -> None:
         self.run = _MAKE.get(contender, lambda model: model)(model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:
         loss: Tensor = self.run(input_ids=batch, labels=batch).loss
@@ -125,6 +138,7 @@ class _Trainer:
 
     def update(self) -> None:
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
 
     def step(self, batch: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onepass.bench.huggingface_cases import EAGER, FIGURES, Bar, Case, Found, reached
+from onepass.bench.huggingface_cases import EAGER, FIGURES, Bar, Case, Found, at_most, reached
 
 _WIDTH = 118  # of a log that is no terminal
 
@@ -76,7 +76,7 @@ def _failed(row: Found) -> str:
 
 def _said(bar: Bar, rows: list[Found]) -> str:
     what, digits = FIGURES[bar.figure]
-    most = f"{bar.most:.2f} x {bar.of}" if bar.of else format(bar.most, digits)
+    most = f"{bar.most:.2f} x {bar.of}" if bar.of else format(at_most(bar, rows), digits)
     asked = f"{bar.contender}, {what} at most {most}: "
     found = reached(bar, rows)
     if found is None:
