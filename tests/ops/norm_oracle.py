@@ -18,7 +18,7 @@ from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned", "part", "heads first")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class Case:
         return "-".join(part.replace("torch.", "") for part in parts)
 
 
+def heads_laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values of heads [..., S, heads, H], lying as a part of each token's row or before the tokens; or as `laid_out`."""
+    if layout == "part" and t.dim() > 2:
+        wide = torch.full((*t.shape[:-2], t.shape[-2] * t.shape[-1] + 5), float("nan"), dtype=t.dtype, device=t.device)
+        return wide[..., 3:-2].unflatten(-1, t.shape[-2:]).copy_(t)
+    if layout == "heads first" and t.dim() > 2:
+        return t.transpose(-2, -3).contiguous().transpose(-2, -3)
+    return laid_out(t, layout)
+
+
 def draw(case: Case, seed: int = 0):
     """x, weight, bias and residual, and the gradients of the outputs: drawn on the CPU, so the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
@@ -69,9 +79,9 @@ def draw(case: Case, seed: int = 0):
     if case.bias is not None:
         bias = randn(case.H).to(case.bias).to(DEVICE)
     if case.residual is not None:
-        residual = laid_out((case.scale * randn(*shape)).to(case.residual).to(DEVICE), case.dy_layout)
-    x = laid_out(x.to(DEVICE), case.layout)
-    dy, dh = (laid_out(randn(*shape).to(case.dtype).to(DEVICE), case.dy_layout) for _ in range(2))
+        residual = heads_laid_out((case.scale * randn(*shape)).to(case.residual).to(DEVICE), case.dy_layout)
+    x = heads_laid_out(x.to(DEVICE), case.layout)
+    dy, dh = (heads_laid_out(randn(*shape).to(case.dtype).to(DEVICE), case.dy_layout) for _ in range(2))
     inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     return inputs, dy if case.residual is None else (dy, dh if case.uses == "both" else None)
 
@@ -155,7 +165,7 @@ def small_tiles(room, path: str):
 
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
         if piece:
-            changes += [(forward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
+            changes += [(forward, "SHORT", 0), (backward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
     caches = backward["_plan"], forward["_bind"], forward["_forward_plan"]
     before = [(place, name, place[name]) for place, name, _ in changes]
     for place, name, value in changes:
@@ -255,6 +265,10 @@ def small_cases() -> list[Case]:
         replace(layer, path="chunks", H=100, lead=(3,)),  # two
         replace(rms, path="fold", H=300, lead=(1,), dtype=BF16, weight=BF16),
         replace(layer, path="rows", H=64, lead=(2, 3, 4), layout="swapped", eps=0.5, scale=0.5),
+        replace(layer, path="rows", H=24, lead=(3, 2, 5), layout="part", residual=FP32),
+        replace(rms, path="rows", H=24, lead=(3, 2, 5), layout="part", frugal=True),
+        replace(rms, path="rows", H=24, lead=(2, 3, 5), layout="contiguous", dy_layout="part"),
+        replace(rms, path="rows", H=24, lead=(1, 4, 5), layout="heads first", dy_layout="part"),
     ]
     return cases
 
@@ -276,6 +290,7 @@ def real_cases() -> list[Case]:
         replace(heads, H=128, layer=True, bias=BF16),
         replace(heads, layout="swapped"),
         replace(heads, layout="sliced"),
+        replace(heads, layout="part", dy_layout="heads first"),
         replace(layer, H=1500, lead=(3,)),
         Case(H=1025, lead=(3,), dtype=BF16, weight=BF16, frugal=True),
         Case(H=4097, lead=(2,), residual=FP32),

@@ -7,11 +7,11 @@ import onepass.ops.norm as room
 
 pytest.importorskip("triton")
 from onepass.kernels import meeting, norm_backward, norm_forward, rows, strips
-from onepass.runtime import launch
+from onepass.runtime import launch, layout
 from onepass.testing.mutants import mutate
 
 ROWS, CHUNKS, FOLD, SHARED = "rows", "chunks", "fold", "shared"
-ALONE, LARGE = "one program", "large mean"  # kinds of cases too
+ALONE, LARGE, HEADS = "one program", "large mean", "heads"  # kinds of cases too
 HARD = [case for case in real_cases() if case.path and case.dtype.itemsize == 4]
 CASES = small_cases() + HARD
 MUTANTS = {  # name: module, what is there, what stands there instead, the kind of cases that are tried first[, how often it is there]
@@ -45,8 +45,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the kind 
     "long: residual read at x's stride": (norm_forward, "residual_ptr + row * R_ROW", "residual_ptr + row * X_ROW", CHUNKS),
     "short: x read without its stride": (
         norm_forward,
-        "x = load_block(x_ptr, rows, columns, X_ROW, inside)",
-        "x = load_block(x_ptr, rows, columns, H, inside)",
+        "x = load_block(x_ptr, rows, columns, X_ROW, inside",
+        "x = load_block(x_ptr, rows, columns, H, inside",
         ROWS,
     ),
     "short: columns outside count in the variance": (
@@ -100,6 +100,20 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the kind 
         "(x * rstd[:, None] * weight + bias).to(tl.bfloat16).to(tl.float32), mask",
         ROWS,
     ),
+    # ---- heads that are a part of wider rows ----
+    "heads: groups a row apart": (rows, "rows[:, None] // INNER * GAP", "rows[:, None] // INNER * ROW", HEADS),
+    "heads: a group one row longer": (rows, "rows[:, None] // INNER * GAP", "rows[:, None] // (INNER + 1) * GAP", HEADS),
+    "heads: each row a group": (rows, "rows[:, None] // INNER * GAP", "rows[:, None] * GAP", HEADS),
+    "heads: a gap from start to start": (layout, "(row, outer - inner * row, inner)", "(row, outer, inner)", HEADS),
+    "heads: groups in rows' place": (layout, "(row, outer - inner * row, inner)", "(outer, row - inner * outer, inner)", HEADS),
+    "heads: one too few": (layout, "(row, outer - inner * row, inner)", "(row, outer - inner * row, inner - 1)", HEADS),
+    "heads: merged with a gap between": (layout, "levels[-1][1] == size * stride", "levels[-1][1] >= size * stride", HEADS),
+    "heads: forward reads whole rows": (norm_forward, "inside, X_GAP, X_INNER)", "inside)", HEADS),
+    "heads: forward's gap a multiple of 8": (norm_forward, "known_align(x_row, x_gap or 0, r_row)", "known_align(x_row, r_row)", HEADS),
+    "heads: dy read as x": (norm_backward, "DY_GAP, DY_INNER)\n", "X_GAP, X_INNER)\n", HEADS),
+    "heads: statistics again of whole rows": (norm_backward, "<= H, X_GAP, X_INNER),)", "<= H),)", HEADS),
+    "heads: x read again as whole rows": (norm_backward, "(i + 1) * BLOCK_H <= H, X_GAP, X_INNER\n", "(i + 1) * BLOCK_H <= H\n", HEADS),
+    "heads: backward's gaps multiples of 8": (norm_backward, "dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)", "dy_row, dh_row, x_row)", HEADS),
     # ---- backward, whole rows ----
     "late weights without their 1": (
         norm_backward,
@@ -181,7 +195,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the kind 
 
 
 def kinds(case):
-    return {case.path, LARGE if case.mean == 100 else "", ALONE if case.path == CHUNKS and case.lead == (2,) else ""}
+    alone = case.path == CHUNKS and case.lead == (2,)
+    heads = "part" in (case.layout, case.dy_layout)
+    return {case.path, LARGE if case.mean == 100 else "", ALONE if alone else "", HEADS if heads else ""}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,10 +1,10 @@
-"""as_rows: rows as they lie where they are evenly spaced, a copy elsewhere; and scratch memory that stays zero."""
+"""as_rows and as_groups: rows as they lie where they are evenly spaced, a copy elsewhere; and scratch memory that stays zero."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepass.runtime.layout import as_rows
+from onepass.runtime.layout import as_groups, as_rows
 from onepass.runtime.scratch import kept_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
@@ -52,6 +52,34 @@ def test_rows_hold_the_same_numbers_however_they_lay(sizes, offset):
     count = view.numel() // size[-1]
     assert row >= size[-1] or count == 1
     assert torch.equal(rows.as_strided((count, size[-1]), (row, 1)), view.reshape(count, size[-1]))
+
+    rows, (row, gap, inner) = as_groups(view, True)
+    starts = [r * row + (r // inner * gap if inner else 0) for r in range(count)]
+    assert inner or gap is None
+    for start, expected in zip(starts, view.reshape(count, size[-1]), strict=True):
+        assert torch.equal(rows.as_strided((size[-1],), (1,), rows.storage_offset() + start), expected)
+
+
+def test_heads_in_wider_rows_are_not_copied():
+    wide = torch.randn(3, 4, 20)
+    heads = wide[..., 3:18].view(3, 4, 5, 3)
+    for view, lies in (
+        (wide, (20, None, 0)),
+        (wide[..., :7], (20, None, 0)),
+        (heads, (3, 5, 5)),
+        (heads[:, :, 1:4], (3, 11, 3)),
+        (heads[:1].transpose(1, 2), (20, -77, 4)),
+        (heads[:, :1], (3, 65, 5)),
+    ):
+        rows, found = as_groups(view, True)
+        assert rows is view and found == lies
+    for view in (heads[:, 1], heads.transpose(1, 2), heads[..., :1].expand(3, 4, 5, 3), heads[:, :, :1].expand(3, 4, 5, 3)):
+        rows, found = as_groups(view, True)
+        assert rows.is_contiguous() and found == (3, None, 0)
+    assert as_groups(heads, False)[1] == (3, None, 0)
+    many = torch.empty(2, 3, 129 * 2)
+    assert as_groups(many[..., 2:].view(2, 3, 128, 2), True)[1] == (2, 2, 128)
+    assert as_groups(torch.empty(2, 3, 130 * 2)[..., 2:].view(2, 3, 129, 2), True)[1] == (2, None, 0)
 
 
 def test_sizes():

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.meeting import await_all, clear, publish
-from onepass.kernels.norm_forward import norm_statistics
-from onepass.kernels.rows import aligned, inside_row, known_align, load_scale, load_vector
+from onepass.kernels.norm_forward import SHORT, norm_statistics
+from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector
 from onepass.kernels.strips import join, leave, share_strips, share_tiles, some_helpers
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, kernel
-from onepass.runtime.layout import as_rows
+from onepass.runtime.layout import Groups, as_groups, as_rows
 from onepass.runtime.scratch import kept_scratch, new_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
 
@@ -64,10 +64,10 @@ def _statistics(xs, H: tl.constexpr, eps, LAYER: tl.constexpr, BLOCK_H: tl.const
 
 
 @device_function
-def _chunk(x_ptr, rows, columns, ROW, real, H: tl.constexpr, WHOLE: tl.constexpr):
-    """A block [BLOCK_M, BLOCK_H] of rows that lie ROW apart, in fp32; WHOLE: no column of it lies past H."""
+def _chunk(x_ptr, rows, columns, ROW, real, H: tl.constexpr, WHOLE: tl.constexpr, GAP=None, INNER: tl.constexpr = 0):
+    """A block [BLOCK_M, BLOCK_H] of rows as `load_block` has it; WHOLE: no column of it lies past H."""
     mask = real[:, None] & inside_row(columns, H, WHOLE)[None, :]
-    return tl.load(x_ptr + rows[:, None] * ROW + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return load_block(x_ptr, rows, columns, ROW, mask, GAP, INNER)
 
 
 @device_function
@@ -95,12 +95,17 @@ def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.
 @kernel
 def _rows_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
-    partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DH_ROW, X_ROW, eps,
+    partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DY_GAP, DH_ROW, X_ROW, X_GAP, eps,
+    DY_INNER: tl.constexpr, X_INNER: tl.constexpr,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, LATE: tl.constexpr,
     STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
     DY_ROW, DH_ROW, X_ROW = aligned(DY_ROW, ALIGN), aligned(DH_ROW, ALIGN), aligned(X_ROW, ALIGN)
+    if DY_INNER:
+        DY_GAP = aligned(DY_GAP, ALIGN)
+    if X_INNER:
+        X_GAP = aligned(X_GAP, ALIGN)
     SUMS: tl.constexpr = 1 if FOLD else BLOCK_M
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     weights, dweights, dbiases = (), (), ()
@@ -118,7 +123,7 @@ def _rows_kernel(
         if stats_ptr is None:
             for i in tl.static_range(CHUNKS):
                 columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-                xs += (_chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H),)
+                xs += (_chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H, X_GAP, X_INNER),)
             mean, rstd = _statistics(xs, H, eps, LAYER, BLOCK_H, CHUNKS)
         else:
             rstd = tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None]
@@ -129,8 +134,10 @@ def _rows_kernel(
         sum_g = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         for i in tl.static_range(CHUNKS):
             columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-            dy = _chunk(dy_ptr, rows, columns, DY_ROW, real, H, (i + 1) * BLOCK_H <= H)
-            x = xs[i] if stats_ptr is None else _chunk(x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H)
+            dy = _chunk(dy_ptr, rows, columns, DY_ROW, real, H, (i + 1) * BLOCK_H <= H, DY_GAP, DY_INNER)
+            x = xs[i] if stats_ptr is None else _chunk(
+                x_ptr, rows, columns, X_ROW, real, H, (i + 1) * BLOCK_H <= H, X_GAP, X_INNER
+            )  # fmt: skip
             z = (x - mean if LAYER else x) * rstd  # outside the row this is no 0, but there dy is
             normed += (z,)
             if dweight_ptr is not None:
@@ -348,13 +355,14 @@ def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device:
 
 @lru_cache(4096)
 def _plan(
-    H: int, dy_row: int, dh_row: int, x_row: int, eps: float, layer: bool, centered: bool, add: bool,
+    H: int, dy_lies: Groups, dh_row: int, x_lies: Groups, eps: float, layer: bool, centered: bool, add: bool,
     size: int, residual: bool, late: int, device: torch.device,
 ) -> tuple[Tiles, int, Bound]:  # fmt: skip
     """The tiles, how many programs there are at most, and the kernel."""
     tiles = _tiles_on(H, layer, size, residual, late, device)
     most = tiles.resident * processors(device)
-    align = known_align(dy_row, dh_row, x_row)
+    (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
+    align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
     at_once = 512 * tiles.num_warps  # values of the last sums: 16 a thread
     bound: Bound
     if tiles.shared:
@@ -367,8 +375,9 @@ def _plan(
         fold = tiles.block_h >= 256 * tiles.num_warps
         told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
-            dy_row, dh_row, x_row, eps, H, layer, centered, add, align, tiles.block_m, tiles.block_h, tiles.pieces, fold,
-            tiles.late, tiles.stages, at_once // 32, 32, num_warps=tiles.num_warps, resident=told,
+            dy_row, dy_gap, dh_row, x_row, x_gap, eps, dy_inner, x_inner, H, layer, centered, add, align,
+            tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late, tiles.stages, at_once // 32, 32,
+            num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
     return tiles, most, bound
 
@@ -386,16 +395,16 @@ def norm_backward(
 
     `into`: contiguous tensors that dweight and dbias are added to, as many as are needed of them.
     """
-    dy, dy_row = as_rows(dy)
-    x, x_row = as_rows(x)
-    dh_row = dy_row
+    H, device = x.shape[-1], x.device
+    dy, dy_lies = as_groups(dy, H <= SHORT)
+    x, x_lies = as_groups(x, H <= SHORT)
+    dh_row = dy_lies[0]
     if dh is not None:
         dh, dh_row = as_rows(dh)
-    H, device = x.shape[-1], x.device
     M = x.numel() // H
     late = _late_bytes(weight, bias if rebuild else None)
     tiles, wanted, launch = _plan(
-        H, dy_row, dh_row, x_row, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
+        H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
     )  # fmt: skip
     if stats is None and reads_twice(tiles):
         stats = norm_statistics(x, eps, layer)

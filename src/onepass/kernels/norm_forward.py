@@ -20,27 +20,29 @@ from torch import Tensor
 from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector, still_packed
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, Grid, kernel
-from onepass.runtime.layout import as_rows
+from onepass.runtime.layout import Groups, as_groups, as_rows
 from onepass.runtime.sizes import ceil_div, power_of_two
 
-SHORT = 1024  # the longest row that is kept in registers
+SHORT = 1024  # the longest row that is kept in registers, and the longest that may lie in groups
 
 
 @kernel
 def _short_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
-    M, X_ROW, R_ROW, eps,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    M, X_ROW, X_GAP, R_ROW, eps,
+    X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
+    if X_INNER:
+        X_GAP = aligned(X_GAP, ALIGN)
     columns = tl.arange(0, BLOCK_H)
     within = inside_row(columns, H, H == BLOCK_H)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < M
     inside = real[:, None] & within[None, :]
     at = rows[:, None] * H + columns[None, :]
-    x = load_block(x_ptr, rows, columns, X_ROW, inside)
+    x = load_block(x_ptr, rows, columns, X_ROW, inside, X_GAP, X_INNER)
     weight = load_scale(weight_ptr, columns, within, CENTERED)[None, :]
     bias = load_vector(bias_ptr, columns, within)[None, :]
     if residual_ptr is not None:
@@ -192,20 +194,23 @@ def forward_tiles(H: int, layer: bool, wide: bool, residual: bool) -> Tiles:
 
 @lru_cache(4096)
 def _forward_plan(
-    M: int, H: int, x_row: int, r_row: int, eps: float, layer: bool, centered: bool, wide: bool, residual: bool
+    M: int, H: int, x_lies: Groups, r_row: int, eps: float, layer: bool, centered: bool, wide: bool, residual: bool
 ) -> tuple[Grid, Bound]:
     tiles = forward_tiles(H, layer, wide, residual)
-    return (ceil_div(M, tiles.block_m), 1, 1), _bind(tiles, H, x_row, r_row, eps, layer, centered)
+    return (ceil_div(M, tiles.block_m), 1, 1), _bind(tiles, H, x_lies, r_row, eps, layer, centered)
 
 
 @lru_cache(1024)
-def _bind(tiles: Tiles, H: int, x_row: int, r_row: int, eps: float, layer: bool, centered: bool) -> Bound:
-    fixed = x_row, r_row, eps, H, layer, centered, known_align(x_row, r_row)
+def _bind(tiles: Tiles, H: int, x_lies: Groups, r_row: int, eps: float, layer: bool, centered: bool) -> Bound:
+    x_row, x_gap, x_inner = x_lies
+    fixed = H, layer, centered, known_align(x_row, x_gap or 0, r_row)
     bound: Bound
     if tiles.short:
-        bound = _short_kernel.bind(*fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps)
+        lies = x_row, x_gap, r_row, eps, x_inner
+        bound = _short_kernel.bind(*lies, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps)
     else:
-        bound = _long_kernel.bind(*fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps)
+        lies = x_row, r_row, eps
+        bound = _long_kernel.bind(*lies, *fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps)
     return bound
 
 
@@ -221,16 +226,16 @@ def norm_forward(
     H = x.shape[-1]
     M = x.numel() // H
     if x.is_contiguous():
-        y, x_row = torch.empty_like(x), H
+        y, x_lies = torch.empty_like(x), (H, None, 0)
     else:
         y = x.new_empty(x.shape)
-        x, x_row = as_rows(x)
-    h, r_row = None, x_row
+        x, x_lies = as_groups(x, H <= SHORT)
+    h, r_row = None, x_lies[0]
     if residual is not None:
         h = torch.empty_like(y)
         residual, r_row = as_rows(residual)
     stats = _new_stats(x, M, layer) if keep else None
-    grid, launch = _forward_plan(M, H, x_row, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
+    grid, launch = _forward_plan(M, H, x_lies, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
     launch(grid, x, residual, weight, bias, y, h, stats, M)
     return y, h, stats
 
@@ -241,7 +246,7 @@ def norm_statistics(x: Tensor, eps: float, layer: bool) -> Tensor:
     M = x.numel() // H
     x, x_row = as_rows(x)
     stats = _new_stats(x, M, layer)
-    grid, launch = _forward_plan(M, H, x_row, x_row, eps, layer, False, x.dtype is torch.float32, False)
+    grid, launch = _forward_plan(M, H, (x_row, None, 0), x_row, eps, layer, False, x.dtype is torch.float32, False)
     launch(grid, x, None, None, None, None, None, stats, M)
     return stats
 

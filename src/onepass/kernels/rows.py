@@ -46,9 +46,12 @@ def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
 
 
 @device_function
-def load_block(x_ptr, rows, columns, ROW, inside):
-    """A block of rows that lie ROW apart, in fp32, zeros outside."""
-    return tl.load(x_ptr + rows[:, None] * ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+def load_block(x_ptr, rows, columns, ROW, inside, GAP=None, INNER: tl.constexpr = 0):
+    """A block of rows that lie ROW apart, and with an INNER after every so many rows GAP further; in fp32, zeros outside."""
+    starts = rows[:, None] * ROW
+    if INNER:
+        starts += rows[:, None] // INNER * GAP
+    return tl.load(x_ptr + starts + columns[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @device_function

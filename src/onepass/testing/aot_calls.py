@@ -152,6 +152,7 @@ def _norm_calls() -> Iterator[Call]:
         for width in (128, 4096, 12288, 32768):
             yield _norm_call(norm, width, torch.float32)
             yield _norm_call(norm, width, option="residual")
+        yield _norm_call(norm, 128, option="heads")
     for width in (128, 4096, 12288, 32768):
         for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
             yield _norm_call("layer_norm", width, option=option)
@@ -162,6 +163,8 @@ def _norm_calls() -> Iterator[Call]:
 def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> Call:
     def run() -> Tensor:
         x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
+        if option == "heads":  # of a product's rows
+            x = _meta(4, 512, 32 * width)[..., : 16 * width].unflatten(-1, (16, width))
         vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
         if option == "main_grad":
             _with_main_grad(*vectors)
