@@ -114,8 +114,23 @@ def test_pytorchs_is_taken_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert faster_by_pytorch(on_gpu, 128) and not faster_by_pytorch(on_gpu, 64) and not faster_by_pytorch(here, 128)
     assert faster_by_pytorch(longer, 64)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not faster_by_pytorch(on_gpu, 128)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     torch.use_deterministic_algorithms(True)
     assert not faster_by_pytorch(on_gpu, 128)
+
+
+def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):
+    import onepass.gpt.block as block
+
+    asked = []
+    stock = block.attention
+    monkeypatch.setattr(block, "attention", lambda *args, **options: asked.append(options) or stock(*args, **options))
+    tokens, _, _ = given()
+    started(Config(**SHAPE))(tokens)
+    assert asked and not any(options["deterministic"] for options in asked)
 
 
 @pytest.mark.parametrize("fusions", ({}, {"norm_linear_fusion": False}))

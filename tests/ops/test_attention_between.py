@@ -59,6 +59,34 @@ def test_nothing_of_q_and_k_is_kept_beside_qkv():
     assert bytes_kept(kept, cos, sin, y, made) <= 4 * HEADS * qkv.shape[0] * qkv.shape[1]  # the logarithms
 
 
+def laid(qkv, layout):
+    if layout == "strided":
+        return qkv.mT.contiguous().mT
+    return (
+        torch.nn.functional.pad(qkv, (8, 8))[..., 8:-8]
+        if layout == "sliced"
+        else qkv.transpose(0, 1).contiguous().transpose(0, 1)
+    )
+
+
+@overwriting
+@pytest.mark.parametrize("layout", ("strided", "sliced", "sequence first"))
+def test_wherever_it_lies(layout, overwrite):
+    qkv, cos, sin = tensors()
+    y, dqkv = both(
+        lambda x: onepass.attention(
+            laid(x, layout) * 1, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, deterministic=False
+        ),
+        [qkv],
+    )
+    straight = lambda x: onepass.attention(  # noqa: E731
+        laid(x * 1, layout), HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, deterministic=False
+    )
+    expected, wanted = both(reference(cos, sin), [qkv])
+    for found, grad in ((y, dqkv), both(straight, [qkv])):
+        assert relative(found, expected) < 1e-2 and relative(grad, wanted) < 1e-2
+
+
 def test_a_leaf_is_not_overwritten():
     qkv, cos, sin = tensors()
     with pytest.raises(ValueError, match="overwrite must be False"):

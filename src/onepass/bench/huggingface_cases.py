@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +150,6 @@ def reached(bar: Bar, rows: list[Found]) -> tuple[float, bool] | None:
 def at_most(bar: Bar, rows: list[Found]) -> float:
     """Of losses twice eager's distance from itself, where that is more: so far two orders of the same sums may be apart."""
     eager = next((row for row in rows if row.contender == EAGER), None)
-    if bar.figure != "loss_apart" or eager is None or not eager.loss_apart:
+    if bar.figure != "loss_apart" or eager is None or not eager.loss_apart or not math.isfinite(eager.loss_apart):
         return bar.most
     return max(bar.most, 2 * eager.loss_apart)

@@ -30,7 +30,7 @@ from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
 _ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and its steps
-_RATE, _RISING = 1e-4, 20  # in so many steps
+_RATE, _RISING = 1e-4, 50  # in so many steps
 
 
 def main(asked: str, file: str) -> None:

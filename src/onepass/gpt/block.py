@@ -19,7 +19,7 @@ from onepass.gpt.start import Start
 from onepass.kernels.attention_formula import parts_of
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
-from onepass.ops.attention import attention, unsupported
+from onepass.ops.attention import SIZES, attention, unsupported
 
 
 class Attention(nn.Module):
@@ -65,6 +65,7 @@ class Attention(nn.Module):
         """Each token's mix of the values up to it, of this rank's heads: of qkv's shape, but for the last dimension."""
         rows = sequences(qkv, self.config)
         as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
+        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
         return y.reshape(*qkv.shape[:-1], -1)
 

@@ -228,6 +228,8 @@ class _Turned(torch.autograd.Function):
 
 
 def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool, by_kernel: bool) -> Parts:
+    if qkv.stride(-1) != 1:  # neither kernel nor parts can be written there
+        qkv, overwrite = qkv.contiguous(), True
     q, k, v = parts_of(qkv, h.heads, h.groups)
     into = [q, k] if overwrite else [x.new_empty(x.shape) for x in (q, k)]
     _turn(q, k, cos, sin, h, False, into, by_kernel)
@@ -312,6 +314,8 @@ def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
     """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
     heads, nine tenths for narrow ones and many tokens. PyTorch's others take longer than ours."""
     if not qkv.is_cuda or torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
+        return False
+    if not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return torch.cuda.get_device_capability(qkv.device) >= (9, 0)
 

@@ -164,7 +164,7 @@ def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, optio
     def run() -> Tensor:
         x = _meta(2048, width, dtype=dtype, asked=option != "frozen x")
         if option == "heads":  # of a product's rows
-            x = _meta(4, 512, 32 * width)[..., : 16 * width].unflatten(-1, (16, width))
+            x = _meta(4, 512, 32 * width, dtype=dtype)[..., : 16 * width].unflatten(-1, (16, width))
         vectors = [_meta(width, dtype=dtype, asked=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
         if option == "main_grad":
             _with_main_grad(*vectors)

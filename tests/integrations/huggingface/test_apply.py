@@ -414,6 +414,18 @@ def test_weights_that_lie_apart_are_not_copied(family):
     assert not [t for t in saved if t.shape == (rows, attention.q_proj.in_features)]
 
 
+def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):
+    import onepass.integrations.huggingface.attentions as room
+
+    asked = []
+    stock = room.attention
+    monkeypatch.setattr(room, "attention", lambda *args, **options: asked.append(options) or stock(*args, **options))
+    model = made()
+    huggingface.apply(model)
+    step(model, **batch())
+    assert asked and not any(options["deterministic"] for options in asked)
+
+
 @pytest.mark.parametrize("family", ("Qwen3", "Gemma2", "OPT"))
 def test_a_products_parts_give_their_gradients_back_at_once(family):
     model = made(family)

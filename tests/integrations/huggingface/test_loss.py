@@ -594,6 +594,7 @@ def test_over_ranks(ranks, case, what):
     [
         ((16384, 128256, 2048), 150e9, "forward", 4096),  # an H200; by itself one chunk of 4 GiB
         ((16384, 151936, 1024), 150e9, "forward", 4096),
+        ((16384, 128256, 4096), 150e9, "forward", 4096),
         ((8192, 128256, 4096), 150e9, "keep", 8192),  # of as little memory as chunks with their sums
         ((8192, 128256, 4096), 85e9, "keep", 8192),  # chunks don't fit: as the op has it
         ((16384, 128256, 2048), 25e9, "again", 16384),

@@ -176,7 +176,7 @@ def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: b
     rows += told + (replace_experts(model, patches) if mlp else [])
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
     rows += told
-    replace_masks(model, patches, attentions.values())
     if norms and (mlps or attentions):
         rows += replace_layers(model, patches, norms, attentions, mlps)
+        replace_masks(model, patches)
     return rows + (replace_loss(model, patches) if loss else [])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, parts_of, sizes_of, tiny, weight_of
-from onepass.integrations.huggingface.masks import Mask
 from onepass.integrations.huggingface.norms import is_norm
 from onepass.integrations.huggingface.patches import Patches, Row
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
@@ -34,7 +33,7 @@ from onepass.integrations.huggingface.stand_in import (
     thread,
 )
 from onepass.kernels.attention_formula import Heads, attention_formula
-from onepass.ops.attention import attention
+from onepass.ops.attention import SIZES, attention
 from onepass.ops.attention import unsupported as attention_unsupported
 from onepass.ops.linear import linear
 
@@ -43,6 +42,14 @@ _HARMLESS = frozenset(  # what models hand down to their attention that changes 
     ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
 )
 _SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # harmless where they are off
+
+
+NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # masks.py's mask of no scores: no other is like it
+
+
+def masks_nothing(mask: Any) -> bool:
+    """Whether it is that one, or a copy that somebody has moved."""
+    return isinstance(mask, Tensor) and mask.shape == NOTHING.shape
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,6 @@ class Attention:
     rotation: Rotation | None
     whole: Whole | None
     running: dict[int, _Running] = field(default_factory=dict)  # by thread
-    mask: Mask | None = None  # what is known of it where a compiler can't look
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None, "running": {}}  # no function of a module's: it can't be pickled
@@ -121,6 +127,8 @@ class Attention:
         if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
             return False
         module: Any = self.module
+        if x.is_cuda and _head_size(module) not in SIZES:  # rope's kernel and PyTorch's attention by its own code
+            return False
         return module.config._attn_implementation == "sdpa" and not (module.training and _drops(module))
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: Folded | None) -> tuple[Tensor, None]:
@@ -310,8 +318,8 @@ def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folded | None = None, **options: Any) -> Any:
     found: Attention = self._onepass
-    if found.mask is not None and found.mask.plain and self.config._attn_implementation == "sdpa":
-        options["attention_mask"] = None  # SDPA's is_causal
+    if masks_nothing(options.get("attention_mask")):
+        options["attention_mask"] = None
     if found.suits(hidden_states, args, options, onepass_folded):
         return found.at_once(hidden_states, options, onepass_folded)
     return found.by_original(hidden_states, args, options, onepass_folded)

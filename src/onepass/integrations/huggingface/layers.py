@@ -127,7 +127,7 @@ def find_layer(
     if len(rest) != 1 or len(normed) not in (2, 4) or not isinstance(mlps.get(children[rest[0]]), MLP | None):
         return None
     shape = _shape_of(module, own[0], rest[0], normed, dropouts)
-    if shape is None:
+    if shape is None or _adds_tensors(module, own[0]):
         return None
     first, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
     return Layer(
@@ -192,6 +192,12 @@ def _arguments_of(module: nn.Module, attention: str) -> Arguments:
     passed = frozenset(name for name in names if _arrives(module, attention, **{name: object()}))
     by_name = any("hidden_states" in options for options in _calls(module, attention))
     return Arguments(names, passed, _arrives(module, attention, onepass_asks=object()), by_name)
+
+
+def _adds_tensors(module: nn.Module, attention: str) -> bool:
+    """Whether it gives its attention one that it was not given, as a mask of its own."""
+    given = (value for options in _calls(module, attention) for name, value in options.items() if name != "hidden_states")
+    return any(isinstance(value, Tensor) for value in given)
 
 
 def _arrives(module: nn.Module, attention: str, **given: object) -> bool:

@@ -214,7 +214,8 @@ def _room(hidden: Tensor, weight: Tensor) -> int | None:
 
 
 def _room_of(tokens: int, V: int, D: int, size: int, memory: int) -> int | None:
-    room = _CHUNK * V * size + 4 * D * (V + tokens)
+    sums = 4 * D * (V + tokens)
+    room = max(sums, _CHUNK * V * size + sums - size * D * (V + tokens))  # beside the gradients themselves
     return room if room < memory // 32 else None  # which is what the op allows itself
 
 

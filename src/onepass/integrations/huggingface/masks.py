@@ -1,70 +1,106 @@
-"""Causal masks under a compiler, where transformers can't look at one to see that SDPA's own is_causal says the same.
+"""Masks that nobody needs: where a call masks nothing, a model of transformers is not left to find that out.
 
-Traced, a model gives its attentions a mask of all scores, of positions that it has just counted itself, and SDPA leaves its
-fast ways. A call that is given nothing that masks makes the plain causal one: that is tried, untraced, when onepass is applied.
+Eager, it looks whether its own positions are several packed sequences, and waits for the GPU at every step to be told no. Under
+a compiler it can't look, and gives its attentions a mask of all scores, which takes SDPA off its fast ways. So the stack is
+handed a mask that says "nothing is masked", which the model's code passes on as it does every mask that was prepared, and our
+attentions take for none. That its code does so, and has no windows, is tried when onepass is applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.attentions import NOTHING
+from onepass.integrations.huggingface.layers import Layer
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, run, stand_in
+from onepass.integrations.huggingface.stand_in import Function, hooked, own_forward, parameters_of, run, stand_in
 
 _INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # which mask nothing
+_MASK = "attention_mask"
+
+class Stack:
+    """A module whose layers are all known, and see all that comes before a token."""
+
+    def __init__(self, layers: list[Layer], names: list[str]) -> None:
+        self.layers = layers
+        self.names = names  # of its forward's arguments
+
+    def leaves_out(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether this call masks nothing, and everything between here and our attentions is as it was."""
+        given = {**dict(zip(self.names, args, strict=False)), **options}
+        if _MASK in self.names[: len(args)]:
+            return False
+        if given.get("use_cache") is None and getattr(stack.config, "use_cache", False):
+            return False
+        if stack.config._attn_implementation != "sdpa":
+            return False
+        if not all(value is None or value is False or name in _INPUTS for name, value in given.items()):
+            return False
+        return all(map(_as_it_was, self.layers))
 
 
-class Mask:
-    """What is known of the mask in a call that is being traced."""
+def _as_it_was(layer: Layer) -> bool:
+    attention = layer.attention
+    ours = Patches.has(layer.module, layer) and Patches.has(attention.module, attention)
+    return ours and not hooked(layer.module) and not hooked(attention.module)
 
-    def __init__(self) -> None:
-        self.plain = False  # causal and no more
 
-
-def replace_masks(model: nn.Module, patches: Patches, attentions: Iterable[Any]) -> None:
-    """Lets these attentions know, where they are all of a stack that sees everything before a token, by SDPA."""
-    attentions = list(attentions)
-    inside = {attention.module for attention in attentions}
+def replace_masks(model: nn.Module, patches: Patches) -> None:
+    """In the stacks of this model, but not in itself: its forward is looked at."""
     for stack in model.modules():
-        lists = (child for child in stack.children() if isinstance(child, nn.ModuleList))
-        layers = next((child for child in lists if inside & set(child.modules())), None)
-        if layers is None:
+        layers = next((child for child in stack.children() if isinstance(child, nn.ModuleList)), None)
+        known = [vars(layer).get("_onepass") for layer in layers or ()]
+        found = [layer for layer in known if isinstance(layer, Layer)]
+        if stack is model or not found or len(found) < len(known) or own_forward(stack):
             continue
-        one_way = all(getattr(module, "is_causal", False) for module in inside)
-        if one_way and inside <= set(layers.modules()) and not own_forward(stack) and _sees_all(stack, layers):
-            mask = Mask()
-            patches.set_forward(stack, _forward, mask)
-            for attention in attentions:
-                attention.mask = mask
-        return
+        if all(map(_sees_what_it_is_given, found)) and _has_no_windows(stack) and _hands_on(stack, found):
+            patches.set_forward(stack, _forward, Stack(found, list(parameters_of(stack))))
 
 
-def _sees_all(stack: Any, layers: nn.ModuleList) -> bool:
-    """Whether its layers have no windows, and are given no mask where nothing is masked."""
+def _sees_what_it_is_given(layer: Layer) -> bool:
+    one_way = getattr(layer.attention.module, "is_causal", False)
+    return one_way and (_MASK in layer.arguments.passed or (_MASK not in layer.arguments.names and layer.arguments.others_too))
+
+
+def _has_no_windows(stack: Any) -> bool:
     config = getattr(stack, "config", None)
-    if config is None or any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
+    if config is None or not getattr(config, "is_causal", True):
         return False
-    if not getattr(config, "is_causal", True):
+    if any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
         return False
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or not hasattr(stack, "get_input_embeddings"):
+    return not set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+
+
+def _hands_on(stack: nn.Module, layers: list[Layer]) -> bool:
+    """Whether its layers are given no mask where it is given none, and else the one that it was given; and the same otherwise."""
+    without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
+    if not len(without) == len(marked) == len(layers):
         return False
-    hidden = torch.zeros(2, 3, stack.get_input_embeddings().embedding_dim)
+    for before, now in zip(without, marked, strict=True):
+        if before.pop(_MASK, None) is not None or now.pop(_MASK, None) is not NOTHING or not _same(before, now):
+            return False
+    return True
+
+
+def _given_to_layers(stack: Any, mask: Tensor | None) -> list[dict[str, Any]]:
+    """By name, and the rest by place, of stand-ins for its layers; none where its code can't be run so."""
+    hidden = torch.zeros(2, 3, 4)
     children: dict[str, nn.Module] = {}
+    stubs: list[Function] = []
     for name, child in stack._modules.items():
-        if child is layers:
-            children[name] = nn.ModuleList(Function(lambda x, *_, **__: x) for _ in layers)
+        if isinstance(child, nn.ModuleList):
+            stubs = [Function(_first) for _ in child]
+            children[name] = nn.ModuleList(stubs)
         elif isinstance(child, nn.Embedding):  # of tokens, or of positions
             children[name] = Function(lambda *_, **__: hidden)
         elif child is not None:
             children[name] = Function(_tables if "rotary" in name else _first)
-    run(stand_in(stack, children), input_ids=torch.zeros(2, 3, dtype=torch.int64), use_cache=False)
-    stubs: Any = next(child for child in children.values() if isinstance(child, nn.ModuleList))
-    calls = [call for stub in stubs for call in stub.calls]
-    return len(calls) == len(layers) and not any(_has_mask(call) for call in calls)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    run(stand_in(stack, children), input_ids=ids, use_cache=False, **{_MASK: mask})
+    return [{**{str(i): value for i, value in enumerate(args)}, **options} for stub in stubs for args, options in stub.calls]
 
 
 def _first(x: Any, *_: Any, **__: Any) -> Any:
@@ -75,28 +111,21 @@ def _tables(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x, x
 
 
-def _has_mask(call: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    args, options = call
-    given = (*args[1:], *(value for name, value in options.items() if name != "hidden_states"))
-    return any(isinstance(value, Tensor) and value.dim() > 2 for value in given)
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 # ---- a call ----
 
 
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        return type(self).forward(self, *args, **options)
-    mask: Mask = self._onepass
-    mask.plain = _masks_nothing(self, args, options)
-    try:
-        return type(self).forward(self, *args, **options)
-    finally:
-        mask.plain = False
-
-
-def _masks_nothing(stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    given = {**dict(zip(parameters_of(stack), args, strict=False)), **options}
-    if given.get("use_cache") is None and getattr(stack.config, "use_cache", False):
-        return False
-    return all(value is None or value is False or name in _INPUTS for name, value in given.items())
+    known: Stack = self._onepass
+    if known.leaves_out(self, args, options):
+        options[_MASK] = NOTHING
+    return type(self).forward(self, *args, **options)
