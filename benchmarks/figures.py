@@ -3,7 +3,8 @@
 Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
 by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
 with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise, and those of training by
-`benchmarks/gpt.py`, a file a model (`gpt_1B.json`), and `benchmarks/gpt_parallel.py`. A test holds the README to them.
+`benchmarks/gpt.py`, a file a model (`gpt_1B.json`), and `benchmarks/gpt_parallel.py`; those of Hugging Face's models by
+`onepass bench huggingface --json benchmarks/results/<gpu>/scripts/huggingface.json`. A test holds the README to them.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 # what stands in the README between <!-- name --> and <!-- /name -->
-FIGURES, LOSS, FUSION, TRAINING = "figures", "loss", "fusion", "training"
+FIGURES, LOSS, FUSION, TRAINING, HUGGINGFACE = "figures", "loss", "fusion", "training", "huggingface"
 
 
 def fraction(value):
@@ -294,6 +295,31 @@ def training_tables(folder):
     return "\n".join(lines)
 
 
+# ---- models of Hugging Face ----
+
+
+def huggingface_line(row, eager):
+    tokens = row["shape"][0] * row["shape"][1] / row["ms"] * 1e3
+    beside = f"{row['ms'] / eager['ms']:.2f}", f"{row['peak_gib'] / eager['peak_gib']:.2f}"
+    faster, less = (f"**{figure}**" if row["contender"].startswith("onepass") else figure for figure in beside)
+    apart = f"{row['loss_apart']:.1e}", f"{row['error_of_eager']:.2f}"
+    cells = f"{row['ms']:.1f}", f"{tokens:,.0f}", faster, f"{row['peak_gib']:.1f}", less, *apart
+    return line([row["case"], row["contender"], *cells])
+
+
+def huggingface_table(path):
+    results = json.loads(path.read_text())
+    has = results["versions"]
+    said = f"One {results['device']}, bf16, torch {has['torch']}, transformers {has['transformers']}, Liger {has['peers']['Liger']}"
+    lines = [f"{said}; commit {results['commit']}.", ""]
+    titles = "ms a step", "tokens/s", "of eager's ms", "GiB", "of eager's GiB", "losses apart", "gradients' error, of eager's"
+    lines += header("", "", *titles)
+    rows = [row for row in results["rows"] if row["status"] == "ok"]
+    for row in rows:
+        lines.append(huggingface_line(row, next(each for each in rows if each["case"] == row["case"])))
+    return "\n".join(lines)
+
+
 # ---- the README ----
 
 
@@ -308,6 +334,7 @@ def with_figures(readme, folder=RESULTS):
     scripts = folder / "scripts"
     made = {FIGURES: tables(folder), LOSS: loss_tables(scripts), FUSION: fusion_table(scripts / "fusion.json")}
     made[TRAINING] = training_tables(scripts)
+    made[HUGGINGFACE] = huggingface_table(scripts / "huggingface.json")
     for name, table_text in made.items():
         readme = between(readme, name, table_text)
     return readme
