@@ -162,14 +162,28 @@ def test_a_mask_that_a_hook_adds(where, compiled):
     assert_alike(step(torch.compile(model, backend="aot_eager") if compiled else model, **batch()), expected)
 
 
-def test_a_forward_that_somebody_gives_an_attention_is_given_no_such_mask():
+@pytest.mark.parametrize("where", ("layer", "attention"))
+@pytest.mark.parametrize("how", ("forward", "hook"))
+def test_who_looks_sees_what_was_there_before(where, how):
     model, _, _ = both()
-    seen = []
-    attention = model.model.layers[0].self_attn
-    stock = attention.forward
-    attention.forward = lambda *args, **options: seen.append(options["attention_mask"]) or stock(*args, **options)
+    found = []
+    layer = model.model.layers[0]
+    watched = layer if where == "layer" else layer.self_attn
+    if how == "hook":
+        watched.register_forward_pre_hook(lambda module, args, options: found.append(options["attention_mask"]), with_kwargs=True)
+    else:
+        stock = watched.forward
+        watched.forward = lambda *args, **options: found.append(options["attention_mask"]) or stock(*args, **options)
     model(**batch())
-    assert seen == [None]
+    assert found == [None]
+
+
+def test_a_stack_with_a_forward_of_its_own_keeps_it():
+    model = made()
+    stack = model.model
+    stack.forward = mine = stack.forward
+    huggingface.apply(model)
+    assert stack.forward is mine
 
 
 class Windowed(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
@@ -181,10 +195,11 @@ class Windowed(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
         return super().forward(hidden_states, attention_mask=attention_mask, **options)
 
 
+@pytest.mark.parametrize("which", (slice(None), slice(1)), ids=("all", "one"))
 @pytest.mark.parametrize("options", ({}, {"norm": False}))
-def test_a_layer_that_makes_a_mask_of_its_own(options):
+def test_a_layer_that_makes_a_mask_of_its_own(options, which):
     model = made()
-    for layer in model.model.layers:
+    for layer in model.model.layers[which]:
         layer.__class__ = Windowed
     before = copy.deepcopy(model)
     huggingface.apply(model, **options)

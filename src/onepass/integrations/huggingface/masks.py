@@ -54,7 +54,7 @@ def replace_masks(model: nn.Module, patches: Patches) -> None:
         layers = next((child for child in stack.children() if isinstance(child, nn.ModuleList)), None)
         known = [vars(layer).get("_onepass") for layer in layers or ()]
         found = [layer for layer in known if isinstance(layer, Layer)]
-        if stack is model or not found or len(found) < len(known) or own_forward(stack):
+        if stack is model or not found or own_forward(stack):
             continue
         if all(map(_sees_what_it_is_given, found)) and _has_no_windows(stack) and _hands_on(stack, found):
             patches.set_forward(stack, _forward, Stack(found, list(parameters_of(stack))))
@@ -75,7 +75,8 @@ def _has_no_windows(stack: Any) -> bool:
 
 
 def _hands_on(stack: nn.Module, layers: list[Layer]) -> bool:
-    """Whether its layers are given no mask where it is given none, and else the one that it was given; and the same otherwise."""
+    """Whether its layers, these and no others, are given no mask where it is given none, and else the one that it was given; and the
+    same otherwise."""
     without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
     if not len(without) == len(marked) == len(layers):
         return False
