@@ -21,6 +21,7 @@ from onepass.integrations.huggingface.stand_in import Function, hooked, own_forw
 _INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # which mask nothing
 _MASK = "attention_mask"
 
+
 class Stack:
     """A module whose layers are all known, and see all that comes before a token."""
 
@@ -75,8 +76,8 @@ def _has_no_windows(stack: Any) -> bool:
 
 
 def _hands_on(stack: nn.Module, layers: list[Layer]) -> bool:
-    """Whether its layers, these and no others, are given no mask where it is given none, and else the one that it was given; and the
-    same otherwise."""
+    """Whether its layers, these and no others, are given no mask where it is given none, and else the one that it was given;
+    and the same otherwise."""
     without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
     if not len(without) == len(marked) == len(layers):
         return False
