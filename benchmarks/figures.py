@@ -310,8 +310,8 @@ def huggingface_line(row, eager):
 def huggingface_table(path):
     results = json.loads(path.read_text())
     has = results["versions"]
-    said = f"One {results['device']}, bf16, torch {has['torch']}, transformers {has['transformers']}, Liger {has['peers']['Liger']}"
-    lines = [f"{said}; commit {results['commit']}.", ""]
+    said = f"torch {has['torch']}, transformers {has['transformers']}, Liger {has['peers']['Liger']}"
+    lines = [f"One {results['device']}, bf16, {said}; commit {results['commit']}.", ""]
     titles = "ms a step", "tokens/s", "of eager's ms", "GiB", "of eager's GiB", "losses apart", "gradients' error, of eager's"
     lines += header("", "", *titles)
     rows = [row for row in results["rows"] if row["status"] == "ok"]
