@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.attention_oracle import BF16, DEVICE
 from ops.calls import gradients, needs_triton, relative
-from ops.test_attention import COLUMNS, GROUPS, HEADS, launched, op, overwriting, tensors  # noqa: F401
+from ops.test_attention import COLUMNS, GROUPS, HEADS, op, overwriting, tensors
 
 import onepass
 import onepass.ops.attention as room
@@ -32,23 +32,23 @@ def both(function, tensors):
 
 @overwriting
 @pytest.mark.parametrize("turned", (False, True))
-def test_it_is_the_same_attention(turned, overwrite, launched):  # noqa: F811
+def test_it_is_the_same_attention(turned, overwrite, kernels_launched):
     qkv, *tables = tensors()
     tables = tables if turned else (None, None)
     y, dqkv = both(op(*tables, overwrite=overwrite, deterministic=False), [qkv])
     expected, wanted = both(reference(*tables), [qkv])
     assert relative(y, expected) < 1e-2 and relative(dqkv, wanted) < 1e-2
-    assert launched == ["_rope_kernel"] * (2 if turned else 0)
+    assert kernels_launched == ["_rope_kernel"] * (2 if turned else 0)
     assert dqkv.is_contiguous()
 
 
 @pytest.mark.parametrize("switch", ("option", "torch"))
-def test_determinism_that_is_asked_for_is_had(switch, launched):  # noqa: F811
+def test_determinism_that_is_asked_for_is_had(switch, kernels_launched):
     qkv, cos, sin = tensors()
     torch.use_deterministic_algorithms(switch == "torch")
     options = {} if switch == "option" else {"deterministic": False}
     gradients(op(cos, sin, **options), [qkv])
-    assert launched == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
+    assert kernels_launched == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
 
 
 def test_nothing_of_q_and_k_is_kept_beside_qkv():
@@ -93,10 +93,10 @@ def test_a_leaf_is_not_overwritten():
         onepass.attention(qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False)
 
 
-def test_pytorch_asked_for_by_name_launches_nothing(launched):  # noqa: F811
+def test_pytorch_asked_for_by_name_launches_nothing(kernels_launched):
     qkv, cos, sin = tensors()
     gradients(op(cos, sin, overwrite=True, deterministic=False, backend="torch"), [qkv])
-    assert launched == []
+    assert kernels_launched == []
 
 
 @overwriting

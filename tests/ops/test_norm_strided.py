@@ -13,20 +13,10 @@ from ops.norm_oracle import BF16, DEVICE, FP16, FP32, Case, heads_laid_out, judg
 import onepass
 import onepass.ops.norm as room
 from onepass.kernels import norm_backward, norm_forward
-from onepass.runtime import launch
 from onepass.testing.poison import bytes_kept, saved_tensors
 
 pytestmark = needs_triton
 kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """What is launched: of each launch the arguments that vary."""
-    calls = []
-    stock = launch.Bound.__call__
-    monkeypatch.setattr(launch.Bound, "__call__", lambda bound, grid, *args: calls.append(args) or stock(bound, grid, *args))
-    return calls
 
 
 def norm(layer, x, weight, bias=None, **options):

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 import onepass.ops.rope as room
 from onepass.kernels import rope as kernels
-from onepass.runtime import launch
 from onepass.runtime.lang import triton
 from onepass.testing.poison import poisoned, saved_tensors, unchanged
 
@@ -52,15 +51,6 @@ def asked_gradients(function, inputs):
     asked = [(y, incoming(y, i)) for i, y in enumerate(ys) if y.requires_grad]
     torch.autograd.backward(*zip(*asked, strict=True))
     return [*(y.detach() for y in ys), *(t.grad for t in leaves if t.requires_grad)]
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """What is launched: of each launch the arguments that vary."""
-    calls = []
-    stock = launch.Bound.__call__
-    monkeypatch.setattr(launch.Bound, "__call__", lambda bound, grid, *args: calls.append(args) or stock(bound, grid, *args))
-    return calls
 
 
 # ---- what it computes ----

@@ -283,23 +283,6 @@ def test_attention_dropout_that_comes_later_is_seen():
     assert first != second
 
 
-def test_a_mask_that_is_asked_for_otherwise_is_kept():
-    model, before, _ = both()
-    given = batch() | {"is_causal": False, "attention_mask": {"full_attention": None}}
-    del given["attention_mask"]
-    assert_alike(step(model, **given), step(before, **given))
-    for each in (model, before):
-        each.set_attn_implementation("eager")
-    assert_alike(step(model, **batch()), step(before, **batch()))
-
-
-def test_positions_that_begin_again_are_packed_where_they_were():
-    model, before, _ = both()
-    given = batch() | {"position_ids": torch.arange(12).remainder(5).expand(2, -1)}
-    assert_alike(step(model, **given), step(before, **given))
-    assert_alike(step(model, **given, use_cache=False), step(before, **given, use_cache=False))
-
-
 def test_threads_do_not_meet():
     model, before, _ = both("Qwen3")
     for each in (model, before):

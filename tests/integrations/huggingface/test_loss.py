@@ -605,6 +605,6 @@ def test_the_room_that_the_loss_is_given(sizes, memory, way, rows):
     from onepass.ops.linear_cross_entropy.plan import Asked, Machine, plan_of
 
     (N, V, D), memory = sizes, int(memory)
-    asked = Asked(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory))
+    asked = Asked(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory // 32))
     plan = plan_of(asked, Machine(7e14, 4e12, memory, memory // 32))
     assert (plan.way, plan.rows) == (way, rows)

@@ -1,6 +1,7 @@
 """Where a call masks nothing nobody looks for a mask, and no compiler makes one; everywhere else masks are as they were."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ def test_compiled_it_masks_what_it_masked(given):
 def test_a_window_is_a_mask():
     model, _, _ = both("Mistral")
     assert masks_of(model, **batch(), use_cache=False) == [MASKED] * 2
+
+
+def test_a_mask_that_is_asked_for_otherwise_is_kept():
+    model, before, _ = both()
+    given = batch() | {"is_causal": False, "attention_mask": {"full_attention": None}}
+    del given["attention_mask"]
+    assert_alike(step(model, **given), step(before, **given))
+    for each in (model, before):
+        each.set_attn_implementation("eager")
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+def test_positions_that_begin_again_are_packed_where_they_were():
+    model, before, _ = both()
+    given = batch() | {"position_ids": torch.arange(12).remainder(5).expand(2, -1)}
+    assert_alike(step(model, **given), step(before, **given))
+    assert_alike(step(model, **given, use_cache=False), step(before, **given, use_cache=False))
 
 
 def known(model):
@@ -219,8 +237,6 @@ def test_checkpointed(reentrant, seen):
 
 
 def test_a_copy_and_a_pickle_leave_masks_out_too(seen):
-    import pickle
-
     model, _, _ = both()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert seen(other, **batch(), use_cache=False) == NOTHING

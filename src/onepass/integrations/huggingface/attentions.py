@@ -22,7 +22,6 @@ from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_r
 from onepass.integrations.huggingface.stand_in import (
     FP64,
     Function,
-    hooked,
     own_forward,
     parameters_of,
     randn,
@@ -42,8 +41,6 @@ _HARMLESS = frozenset(  # what models hand down to their attention that changes 
     ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
 )
 _SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # harmless where they are off
-
-
 NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # masks.py's mask of no scores: no other is like it
 
 
@@ -92,7 +89,7 @@ class Attention:
     def ready(self) -> bool:
         if self.projections is None or not self.projections.intact():
             return False
-        return Patches.has(self.module, self) and not hooked(self.module)
+        return Patches.untouched(self.module, self)
 
     # ---- by its own code ----
 

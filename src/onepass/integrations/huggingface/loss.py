@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.patches import Patches, Row
 from onepass.integrations.huggingface.stand_in import FP64, FSDP, hooked, own_forward, parameters_of, thread
 from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.linear_cross_entropy.plan import machine_of
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # the last are looked at for packing where there is no cache
@@ -209,14 +210,15 @@ def _room(hidden: Tensor, weight: Tensor) -> int | None:
     tokens = hidden.shape[:-1].numel()
     if torch.compiler.is_compiling() or hidden.device.type != "cuda" or tokens <= _CHUNK:
         return None
-    memory = torch.cuda.get_device_properties(hidden.device).total_memory
-    return _room_of(tokens, weight.shape[0], weight.shape[1], hidden.element_size(), memory)
+    size = hidden.element_size()
+    return _room_of(tokens, weight.shape[0], weight.shape[1], size, machine_of(hidden.device, size).budget)
 
 
-def _room_of(tokens: int, V: int, D: int, size: int, memory: int) -> int | None:
-    sums = 4 * D * (V + tokens)
-    room = max(sums, _CHUNK * V * size + sums - size * D * (V + tokens))  # beside the gradients themselves
-    return room if room < memory // 32 else None  # which is what the op allows itself
+def _room_of(tokens: int, V: int, D: int, size: int, budget: int) -> int | None:
+    """budget: what the op allows itself."""
+    gradients = D * (V + tokens)
+    room = max(4 * gradients, _CHUNK * V * size + (4 - size) * gradients)  # sums; or logits, and sums beside the results
+    return room if room < budget else None
 
 
 def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Any:

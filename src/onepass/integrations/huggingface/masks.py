@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.attentions import NOTHING
 from onepass.integrations.huggingface.layers import Layer
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.stand_in import Function, hooked, own_forward, parameters_of, run, stand_in
+from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, run, stand_in
 
 _INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # which mask nothing
 _MASK = "attention_mask"
@@ -44,9 +44,7 @@ class Stack:
 
 
 def _as_it_was(layer: Layer) -> bool:
-    attention = layer.attention
-    ours = Patches.has(layer.module, layer) and Patches.has(attention.module, attention)
-    return ours and not hooked(layer.module) and not hooked(attention.module)
+    return all(Patches.untouched(each.module, each) for each in (layer, layer.attention))
 
 
 def replace_masks(model: nn.Module, patches: Patches) -> None:

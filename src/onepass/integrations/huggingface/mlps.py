@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linears import Folded, Product, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import Function, hooked, own_forward, parameters_of, randn, run, same, stand_in
+from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
 from onepass.kernels.activations import ACTIVATIONS
 from onepass.ops.activation_linear import activation_linear
 
@@ -30,7 +30,7 @@ class MLP:
     dropout: nn.Module | None  # of the result
 
     def ready(self) -> bool:
-        return self.up.intact() and self.down.intact() and Patches.has(self.module, self) and not hooked(self.module)
+        return self.up.intact() and self.down.intact() and Patches.untouched(self.module, self)
 
     def __call__(self, x: Tensor, folded: Folded | None = None) -> Tensor:
         """Of x, or of the norm that is folded in."""

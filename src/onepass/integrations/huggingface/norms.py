@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, hooked, own_forward, parameters_of, randn, run, same, stand_in
+from onepass.integrations.huggingface.stand_in import FP64, own_forward, parameters_of, randn, run, same, stand_in
 from onepass.ops.norm import layer_norm, rms_norm
 
 _SIZE = 16
@@ -51,8 +51,7 @@ class Norm:
         return rms_norm(x, self.weight, residual=residual, **self.options)
 
     def untouched(self) -> bool:
-        """Whether nobody looks at this module's own calls, so that its work may be done elsewhere."""
-        return not hooked(self.module) and Patches.has(self.module, self)
+        return Patches.untouched(self.module, self)
 
 
 def find_norm(module: nn.Module) -> Norm | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from onepass.integrations.huggingface.stand_in import hooked
+
 _ABSENT = object()
 
 
@@ -70,6 +72,11 @@ class Patches:
         """Whether this module still runs what was set with `part`."""
         own = vars(module)
         return own.get("_onepass") is part and getattr(own.get("forward"), "args", None) == (module,)
+
+    @staticmethod
+    def untouched(module: nn.Module, part: Any) -> bool:
+        """And nobody looks at its calls, so that its work may be done elsewhere."""
+        return Patches.has(module, part) and not hooked(module)
 
     def changed(self) -> Iterator[str]:
         """What has been replaced again since, by somebody else."""
