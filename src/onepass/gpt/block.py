@@ -65,7 +65,7 @@ class Attention(nn.Module):
         """Each token's mix of the values up to it, of this rank's heads: of qkv's shape, but for the last dimension."""
         rows = sequences(qkv, self.config)
         as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
-        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)
+        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # others: rope's kernel, PyTorch's attention
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
         return y.reshape(*qkv.shape[:-1], -1)
 
