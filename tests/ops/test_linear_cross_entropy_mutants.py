@@ -50,12 +50,12 @@ MUTANTS = {  # name: what is there, what stands there instead, the case that cat
     "a block's size for the vocabulary's": ("labels, head.terms, lse, entropy, incoming, logits.first, head.columns,", "labels, head.terms, lse, entropy, incoming, logits.first, logits.first + logits.x.shape[1],", FULL),
     "no entropy for the gradient": ("self.rows = (head.labels, found.logsumexp, found.entropy, *incoming)", "self.rows = (head.labels, found.logsumexp, found.logsumexp, *incoming)", FULL),
     # ---- what waits, and what comes back ----
-    "what waits is not multiplied": ("        return waiting.mul_(factor)\n", "        return waiting\n", FORWARD),
+    "what waits is not multiplied": ("torch.mul(waiting, factor, out=into)", "into.copy_(waiting)", FORWARD),
     "what waits is multiplied by the mean's alone": ("factor = dloss if saved.scale is None else dloss * saved.scale", "factor = dloss if saved.scale is None else saved.scale", FORWARD),
     "what waits is not divided by the mean's": ("factor = dloss if saved.scale is None else dloss * saved.scale", "factor = dloss", FORWARD),
     "the bias that waits is forgotten": ("vector_gradient(saved.bias_waiting * factor, bias,", "vector_gradient(saved.bias_waiting, bias,", WEIGHTED),
     "what waits is of 16 bits": ("kind = weight.dtype if promised and not apart else wide_type(weight)", "kind = weight.dtype", Case("forward", dtype=BF16, main=FP32, V=300)),
-    "main_grad's gradient rounded first": ("saved.weight_waiting.dtype if moved else weight.dtype)", "weight.dtype)", Case("forward", dtype=BF16, main=FP32, V=300)),
+    "main_grad's gradient rounded first": ("saved.weight_waiting.dtype if moved else weight.dtype", "weight.dtype", Case("forward", dtype=BF16, main=FP32, V=300)),
     "a promise of 1": ("call.grad_scale if promised and call.grad_scale is not None else 1.0", "1.0", PROMISED),
     "a promise without the mean": ("rows.scale if promised else None, rows.token_weight)", "None, rows.token_weight)", PROMISED),
     "the mean multiplied in twice": ("rows.scale if promised else None, rows.token_weight)", "rows.scale, rows.token_weight)", FORWARD),
@@ -100,13 +100,14 @@ KERNEL_MUTANTS = {
     "merge: entropies not moved": ("now * (more + (m - most[None, :]) * sums)", "now * more", PARTS),
     "entropy's gradient without z": ("d += tl.where(p > 0, p * b * above, 0.0)", "d += 0.0", PARTS),
     "entropy's gradient without the entropy": ("a += b * tl.load(entropy_ptr + row, mask=there, other=0.0)", "a += 0.0", PARTS),
+    "what waited as it was": ("tl.store(out_ptr + at, values * tl.load(factor_ptr).to(tl.float32), mask=inside)", "tl.store(out_ptr + at, values, mask=inside)", Case("forward", "sum", FP32, (9,))),
     "logsumexp's gradient of those that count": ("        a += tl.load(dlse_ptr + row, mask=there, other=0.0)", "        a += tl.load(dlse_ptr + row, mask=counts, other=0.0)", PARTS),
 }  # fmt: skip
 
 
 def holder(text):
     """The one module of the op, or of the kernels under it, whose source has the text: code moves between them."""
-    places = ("onepass.ops.linear_cross_entropy", "onepass.kernels.softmax_", "onepass.kernels.losses", "onepass.kernels.cross_")
+    places = ("onepass.ops.linear_cross_entropy", "onepass.kernels.softmax_", "onepass.kernels.losses", "onepass.kernels.cross_", "onepass.kernels.scaled")
     modules = [module for name, module in sys.modules.items() if name.startswith(places)]
     found = [module for module in modules if text in inspect.getsource(module)]
     assert len(found) == 1, f"{text!r} must be in one module, but is in {[module.__name__ for module in found]}"

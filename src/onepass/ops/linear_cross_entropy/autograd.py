@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onepass.kernels.cross_entropy_formula import RowLosses
 from onepass.kernels.losses import can_look, look_at_labels, mean_scale, reduced_rows, row_gradient
+from onepass.kernels.scaled import scaled
 from onepass.kernels.softmax_rows import Incoming
 from onepass.ops.linear_cross_entropy.head import of_whole_rows, whole_rows, wide_type
 from onepass.ops.linear_cross_entropy.passes import Gradients, gradients_again
@@ -157,26 +158,29 @@ def _waited(ctx: Any, saved: _Saved, dloss: Tensor, wanted: list[Asked]) -> Grad
     weight, bias = _parameters(ctx, saved)
     hidden = dweight = dbias = None
     if wanted[0] is not Asked.NOT and saved.hidden_waiting is not None:
-        hidden = _times(saved.hidden_waiting, factor, ctx.call.product)
+        hidden = _times(ctx.call, saved.hidden_waiting, factor, ctx.call.product)
     if wanted[1] is not Asked.NOT:
         if saved.weight_waiting is None:  # put off, or more than are put off
             dweight = _in_backward(ctx, saved, dloss, (), [Asked.NOT, wanted[1], Asked.NOT, Asked.NOT], False)[1]
         else:
             moved = has_own_place(weight) and wanted[1] is not Asked.RETURNED
-            sums = _times(saved.weight_waiting, factor, saved.weight_waiting.dtype if moved else weight.dtype)
+            kind = saved.weight_waiting.dtype if moved else weight.dtype
+            sums = _times(ctx.call, saved.weight_waiting, factor, kind)
             dweight = vector_gradient(sums, weight, ctx.main_grads[0], wanted[1])
     if wanted[2] is not Asked.NOT and saved.bias_waiting is not None:
         dbias = vector_gradient(saved.bias_waiting * factor, bias, ctx.main_grads[1], wanted[2])
     return hidden, dweight, dbias
 
 
-def _times(waiting: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In its own memory where its type is the one that is asked for: it is not needed again."""
+def _times(call: Call, waiting: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """In its own memory unless another type is asked for: it is not needed again."""
+    dtype = dtype or waiting.dtype
     if torch.compiler.is_compiling():
         return cast(waiting * factor, dtype)
-    if waiting.dtype == dtype:
-        return waiting.mul_(factor)
-    return torch.mul(waiting, factor, out=torch.empty_like(waiting, dtype=dtype))
+    into = waiting if waiting.dtype == dtype else torch.empty_like(waiting, dtype=dtype)
+    if call.native and not watched(waiting, factor):
+        return scaled(waiting, factor, into)
+    return torch.mul(waiting, factor, out=into)
 
 
 def _as_promised(
@@ -194,14 +198,14 @@ def _as_promised(
             "main_grad alone: leave grad_scale away for it"
         )
     truth = _truth(ctx, dloss, dstats)
-    hidden = None if saved.hidden_waiting is None else _times(saved.hidden_waiting, truth, saved.hidden_waiting.dtype)
+    hidden = None if saved.hidden_waiting is None else _times(ctx.call, saved.hidden_waiting, truth)
     dweight = dbias = None
     if ctx.added:
         dweight = settled(weight, wanted[1])
         if hidden is None:  # the NaN has to be somewhere
             ctx.main_grads[0][:1].mul_(truth)
     elif saved.weight_waiting is not None:
-        sums = _times(saved.weight_waiting, truth, saved.weight_waiting.dtype)
+        sums = _times(ctx.call, saved.weight_waiting, truth)
         dweight = vector_gradient(sums, weight, ctx.main_grads[0], wanted[1])
     if saved.bias_waiting is not None:
         dbias = vector_gradient(saved.bias_waiting * truth, bias, ctx.main_grads[1], wanted[2])
