@@ -137,17 +137,24 @@ def test_on_a_device_that_is_not_the_current_one():
 
 
 @overwriting
-def test_compiled_by_inductor(overwrite):
-    case = Case(B=2, S=200, heads=8, groups=2, D=64, R=64)
+@pytest.mark.parametrize("deterministic", (True, False))
+def test_compiled_by_inductor(deterministic, overwrite):
+    """Without determinism PyTorch's attention stands between our rotations, and its last bits are not always the same."""
+    case = Case(B=2, S=200 if deterministic else 2048, heads=8, groups=2, D=64, R=64)
     qkv, cos, sin, dy = draw(case)
     torch._dynamo.reset()
-    call = lambda x: onepass.attention(x * 1, 8, 2, cos=cos, sin=sin, overwrite=overwrite, backend="triton")  # noqa: E731
+    call = lambda x: onepass.attention(  # noqa: E731
+        x * 1, 8, 2, cos=cos, sin=sin, overwrite=overwrite, deterministic=deterministic, backend="triton"
+    )
     results = []
     for function in (call, torch.compile(call, fullgraph=True)):
         leaf = qkv.detach().requires_grad_()
         y = function(leaf)
         results.append([y.detach(), *torch.autograd.grad(y, leaf, dy)])
-    assert equal(*results)
+    if deterministic:
+        assert equal(*results)
+    else:
+        assert all((a - b).float().norm() < 1e-2 * b.float().norm() for a, b in zip(*results, strict=True))
 
 
 # ---- what it takes ----

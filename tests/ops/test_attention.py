@@ -424,6 +424,10 @@ def test_the_registered_ops_are_what_they_say(turned):
     torch.library.opcheck(room._forward_op, (qkv, *tables, *call), test_utils=tests)
     y, lse, _ = room._forward_op(qkv, *tables, *call)
     torch.library.opcheck(room._backward_op, (torch.randn_like(y), qkv, y, lse, *tables, *call), test_utils=tests)
+    if turned:
+        torch.library.opcheck(room._turned_op, (qkv, cos, sin, *call), test_utils=tests)
+        parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in room.parts_of(qkv, HEADS, GROUPS)]
+        torch.library.opcheck(room._turned_back_op, (*parts, cos, sin, *call), test_utils=tests)
 
 
 @backends

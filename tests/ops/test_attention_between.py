@@ -5,6 +5,7 @@ import torch
 from ops.attention_oracle import BF16, DEVICE
 from ops.calls import gradients, needs_triton, relative
 from ops.test_attention import COLUMNS, GROUPS, HEADS, op, overwriting, tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 import onepass.ops.attention as room
@@ -21,6 +22,19 @@ def _faster(monkeypatch):
 
 def reference(cos, sin):
     return lambda qkv: room.attention_reference(qkv.float(), HEADS, GROUPS, cos=cos, sin=sin)
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are run."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.names = []
+        return self.names
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 def both(function, tensors):
@@ -100,12 +114,41 @@ def test_pytorch_asked_for_by_name_launches_nothing(kernels_launched):
 
 
 @overwriting
-def test_compiled(overwrite):
+@pytest.mark.parametrize("layout", ("as made", "strided", "sliced"))
+def test_compiled(layout, overwrite, kernels_launched):
+    torch._dynamo.reset()
     qkv, cos, sin = tensors()
-    y, dqkv = both(op(cos, sin, overwrite=overwrite, deterministic=False), [qkv])
-    compiled = torch.compile(op(cos, sin, overwrite=overwrite, deterministic=False), fullgraph=True, backend="aot_eager")
-    found, grad = both(compiled, [qkv])
-    assert relative(found, y) < 1e-2 and relative(grad, dqkv) < 1e-2
+
+    def function(x):
+        made = x * 1 if layout == "as made" else laid(x * 1, layout)
+        return onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, deterministic=False)
+
+    eager = both(function, [qkv])
+    kernels_launched.clear()
+    for found, expected in zip(both(torch.compile(function, fullgraph=True, backend="aot_eager"), [qkv]), eager, strict=True):
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+    assert kernels_launched == ["_rope_kernel", "_rope_kernel"]
+    with torch.no_grad():
+        assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(qkv), eager[0])
+
+
+def test_compiled_by_pytorch_the_compiler_sees_all(kernels_launched):
+    qkv, cos, sin = tensors()
+    plain = op(cos, sin, overwrite=True, deterministic=False, backend="torch")
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(both(compiled, [qkv]), both(plain, [qkv]), strict=True):
+        assert relative(found, expected) < 1e-2
+    assert kernels_launched == []
+
+
+def test_a_policy_of_checkpointing_sees_the_rotation():
+    qkv, cos, sin = tensors()
+    with Operators() as names:
+        both(op(cos, sin, deterministic=False), [qkv])
+    assert [name for name in names if "turned" in name] == [
+        "onepass.attention_turned.default",
+        "onepass.attention_turned_back.default",
+    ]
 
 
 def test_explain_says_so():

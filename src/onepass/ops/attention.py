@@ -116,20 +116,26 @@ def _readable(x: Tensor) -> Tensor:
 
 def _forward(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, each row's logarithm, and qkv with q and k turned."""
-    qkv = _readable(qkv)
-    turned, (q, k, v) = qkv, parts_of(qkv, h.heads, h.groups)
+    turned = qkv = _readable(qkv)
     if cos is not None and sin is not None:
-        if not overwrite:  # all of it, so that qkv itself need not be kept for v
-            turned = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-            *_, kept_v = parts_of(turned, h.heads, h.groups)
-            kept_v.copy_(v)
-        into_q, into_k, v = (q, k, v) if overwrite else parts_of(turned, h.heads, h.groups)
-        q, k = rotate(q, k, cos, sin, h.interleaved, False, (into_q, into_k))  # type: ignore[assignment]
-    if overwrite:
-        _say_overwritten(qkv)
-    y, lse = attend(q, k, v, h.scale)
+        if overwrite:
+            q, k, _ = parts_of(qkv, h.heads, h.groups)
+            rotate(q, k, cos, sin, h.interleaved, False, (q, k))
+            _say_overwritten(qkv)
+        else:
+            turned = _turned_copy(qkv, cos, sin, h)
+    y, lse = attend(*parts_of(turned, h.heads, h.groups), h.scale)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], h.heads * y.shape[-1]])
     return whole, lse, turned
+
+
+def _turned_copy(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads) -> Tensor:
+    """All of it, so that qkv itself need not be kept for v."""
+    turned = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, h.heads, h.groups) for x in (qkv, turned))
+    rotate(q, k, cos, sin, h.interleaved, False, (into_q, into_k))
+    into_v.copy_(v)
+    return turned
 
 
 def _backward(dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Maybe, sin: Maybe, h: Heads) -> Tensor:
@@ -177,6 +183,31 @@ _backward_op = registered(
 )
 
 
+def _turned_all(qkv: Tensor, cos: Tensor, sin: Tensor, *h: Any) -> Tensor:
+    return _turned_copy(_readable(qkv), cos, sin, Heads(*h))
+
+
+def _turned_back_all(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *h: Any) -> Tensor:
+    return _turned_back(dq, dk, dv, cos, sin, Heads(*h), True)
+
+
+def _turned_back_fake(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *h: Any) -> Tensor:
+    return _of_all_parts(dq, Heads(*h))
+
+
+_turned_op = registered(
+    "attention_turned(Tensor qkv, Tensor cos, Tensor sin, int heads, int groups, bool interleaved, float scale) -> Tensor",
+    _turned_all,
+    lambda qkv, *rest: qkv.new_empty(qkv.shape),
+)
+_turned_back_op = registered(
+    "attention_turned_back(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, int heads, int groups, bool interleaved, "
+    "float scale) -> Tensor",
+    _turned_back_all,
+    _turned_back_fake,
+)
+
+
 def _run(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
     if not watched(qkv, cos, sin):
         return _forward(qkv, cos, sin, h, overwrite)
@@ -219,15 +250,16 @@ class _Turned(torch.autograd.Function):
     @once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Maybe, ...]:
         (cos, sin), (h, by_kernel) = ctx.saved_tensors, ctx.call
-        B, S, _, D = dq.shape
-        dqkv = dq.new_empty(B, S, (h.heads + 2 * h.groups) * D)
-        *into, into_v = parts_of(dqkv, h.heads, h.groups)
-        _turn(dq, dk, cos, sin, h, True, into, by_kernel)
-        into_v.copy_(dv)
+        if watched(dq, dk, dv):
+            dqkv = _turned_back_op(dq, dk, dv, cos, sin, *h)
+        else:
+            dqkv = _turned_back(dq, dk, dv, cos, sin, h, by_kernel)
         return dqkv, None, None, None, None, None
 
 
 def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool, by_kernel: bool) -> Parts:
+    if watched(qkv, cos, sin):
+        return parts_of(_turned_op(qkv, cos, sin, *h), h.heads, h.groups)
     if qkv.stride(-1) != 1:  # neither kernel nor parts can be written there
         qkv, overwrite = qkv.contiguous(), True
     q, k, v = parts_of(qkv, h.heads, h.groups)
@@ -236,6 +268,19 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads, overwrite: bool, by
     if overwrite:
         _say_overwritten(qkv)
     return into[0], into[1], v
+
+
+def _turned_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, h: Heads, by_kernel: bool) -> Tensor:
+    dqkv = _of_all_parts(dq, h)
+    *into, into_v = parts_of(dqkv, h.heads, h.groups)
+    _turn(dq, dk, cos, sin, h, True, into, by_kernel)
+    into_v.copy_(dv)
+    return dqkv
+
+
+def _of_all_parts(q: Tensor, h: Heads) -> Tensor:
+    B, S, _, D = q.shape
+    return q.new_empty(B, S, (h.heads + 2 * h.groups) * D)
 
 
 def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, h: Heads, back: bool, into: list[Tensor], by_kernel: bool) -> None:
@@ -253,7 +298,8 @@ def _by_pytorch(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool, 
     """PyTorch's attention, which keeps what it likes, after our rotation; for a transform, or of nothing, the formula."""
     if transformed() or not qkv.numel():
         return attention_formula(qkv, cos, sin, h)
-    if cos is None or sin is None or watched(qkv, cos, sin):  # who watches chooses what to keep
+    by_formula = not by_kernel and watched(qkv, cos, sin)  # who watches chooses what to keep
+    if cos is None or sin is None or by_formula:
         return attention_by_pytorch(turned_parts(qkv, cos, sin, h), h)
     turn = _apply_turned if needs_grad(qkv) else _turned
     return attention_by_pytorch(turn(qkv, cos, sin, h, overwrite, by_kernel), h)
@@ -315,9 +361,10 @@ def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
     heads, nine tenths for narrow ones and many tokens. PyTorch's others take longer than ours."""
     if not qkv.is_cuda or torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
         return False
-    if not torch.backends.cuda.cudnn_sdp_enabled():
+    if not torch._C._get_cudnn_sdp_enabled():  # torch.backends and get_device_capability break a compiled graph
         return False
-    return torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+    properties: Any = torch.cuda.get_device_properties(qkv.device)
+    return int(properties.major) >= 9
 
 
 def variant(
