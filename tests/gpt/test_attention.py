@@ -109,15 +109,16 @@ def test_less_is_kept():
 def test_pytorchs_is_taken_where_it_is_faster(monkeypatch):
     on_gpu, here = (SimpleNamespace(is_cuda=is_cuda, device=None, shape=(2, 2047, 3)) for is_cuda in (True, False))
     longer = SimpleNamespace(is_cuda=True, device=None, shape=(2, 2048, 3))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
     assert not faster_by_pytorch(on_gpu, 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
     assert faster_by_pytorch(on_gpu, 128) and not faster_by_pytorch(on_gpu, 64) and not faster_by_pytorch(here, 128)
     assert faster_by_pytorch(longer, 64)
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not faster_by_pytorch(on_gpu, 128)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert not faster_by_pytorch(on_gpu, 128)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(True)
     assert not faster_by_pytorch(on_gpu, 128)
 

@@ -183,7 +183,12 @@ def test_a_gpt2_without_prefix_and_with_buffers_in_shards(tmp_path):
 def test_changes_and_types(tmp_path):
     w = weights(LLAMA, torch.bfloat16)
     config, model = load_huggingface(written(tmp_path, LLAMA | {"torch_dtype": "bfloat16"}, w))
-    assert config.params_dtype == "bf16" and all(t.dtype == torch.bfloat16 for t in model.parameters())
+    assert config.params_dtype == "bf16"
+    types = {name: t.dtype for name, t in model.named_parameters()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32}
+    assert all(dtype is (torch.float32 if "norm" in name else torch.bfloat16) for name, dtype in types.items())
+    _, model = load_huggingface(tmp_path, fp32_norm_weights=False)
+    assert all(t.dtype is torch.bfloat16 for t in model.parameters())
     config, model = load_huggingface(tmp_path, params_dtype="fp32", layernorm_zero_centered_gamma=True, rope_scaling_factor=2.0)
     assert config.params_dtype == "fp32"
     norm = model.layers["1"].input_layernorm.weight

@@ -130,6 +130,9 @@ def run(rank, ranks, folder, backend):
 def case(folder, path, step, kind, settings):
     config, options = configured(kind, **settings)
     layout = _groups(config, torch.device("cpu"))
+    drawn = None
+    if config.params_dtype != "fp32":
+        drawn = str(saved(folder / "drawn", 0, make(config, options, layout), config, options, layout))
     trained = make(config, options.replace(seed=5), layout)
     assert checkpoint.load(path, trained, config, layout) == step
     apart = [name for name, mine, theirs in own(trained, layout, whole(path), config) if not torch.equal(mine, theirs)]
@@ -142,7 +145,7 @@ def case(folder, path, step, kind, settings):
     other = make(config, options.replace(seed=6), layout)
     checkpoint.load(half, other, config, layout)
     resumed = go(other, layout, step + 1, step + 2)
-    paths = {"from": str(path), "again": str(again), "after": str(after)}
+    paths = {"from": str(path), "again": str(again), "after": str(after), "drawn": drawn}
     return after, {**paths, "apart": apart, "lines": lines, "resumed": resumed}
 
 

@@ -35,6 +35,10 @@ class ByMasters(MainGradUpdate):
             parameter_groups(update.model, update.options),
         )
         self.optimizer = self.weights.optimizer
+        names = {id(parameter): name for name, parameter in update.model.named_parameters()}
+        start = {name: tensor for name, kind, tensor, *_ in update.optimizer.masters() if kind == "master"}
+        for parameter, master, _ in self.weights.pieces():
+            master.detach().copy_(start[names[id(parameter)]].view_as(master))
 
     def finish(self):
         self.main_grads.finish()

@@ -65,6 +65,9 @@ class Config(Settings):
     normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "the norms")
     layernorm_epsilon: float = setting(1e-5, "their epsilon")
     layernorm_zero_centered_gamma: bool = setting(False, "keep their weights as the distance from 1")
+    fp32_norm_weights: bool = setting(
+        True, "norms' parameters in fp32, whatever params_dtype says: in bf16 a weight of 1 moves in steps of .004 to .008"
+    )
     persist_layer_norm: bool = setting(True, "norms by onepass, with the residual added in the same pass; otherwise PyTorch's")
     memory_efficient_layer_norm: bool = setting(False, "keep no statistics of a norm for backward")
     norm_linear_fusion: bool = setting(True, "a norm and the linear layer after it as one op, which keeps the norm's input only")
@@ -192,6 +195,10 @@ class Config(Settings):
     @property
     def dtype(self) -> torch.dtype:
         return _TYPES[self.params_dtype]
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        return torch.float32 if self.fp32_norm_weights else self.dtype
 
     # ---- counts ----
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,7 @@ from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.ops.dropout_add import dropout_add
 from onepass.ops.norm_linear import norm_linear
+from onepass.runtime.dispatch import cast
 
 Norm = LayerNorm | RMSNorm
 
@@ -29,7 +31,7 @@ class PlainLayerNorm(LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         h = x if residual is None else x + residual
-        y = F.layer_norm(h, self.normalized_shape, _factor(self), self.bias, self.eps)
+        y = F.layer_norm(h, self.normalized_shape, _alike(_factor(self), h), _alike(self.bias, h), self.eps)
         return y if residual is None else (y, h)
 
 
@@ -38,12 +40,19 @@ class PlainRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         h = x if residual is None else x + residual
-        y = F.rms_norm(h, self.normalized_shape, _factor(self), self.eps)
+        y = F.rms_norm(h, self.normalized_shape, _alike(_factor(self), h), self.eps)
         return y if residual is None else (y, h)
 
 
 def _factor(norm: Norm) -> Tensor | None:
     return norm.weight + 1 if norm.zero_centered_gamma and norm.weight is not None else norm.weight
+
+
+def _alike(parameter: Tensor | None, h: Tensor) -> Tensor | None:
+    """PyTorch's norms want parameters of their input's type, but for autocast, which sees to it."""
+    if parameter is None or torch.is_autocast_enabled(h.device.type):
+        return parameter
+    return cast(parameter, h.dtype)
 
 
 def make_norm(config: Config, size: int, parts_of_sum: bool, device: Any) -> Norm:
@@ -54,7 +63,7 @@ def make_norm(config: Config, size: int, parts_of_sum: bool, device: Any) -> Nor
         size,
         config.layernorm_epsilon,
         device=device,
-        dtype=config.dtype,
+        dtype=config.norm_dtype,
         zero_centered_gamma=config.layernorm_zero_centered_gamma,
         memory_efficient=config.memory_efficient_layer_norm,
         sequence_parallel=parts_of_sum,

@@ -227,7 +227,7 @@ def save_huggingface(model: Model, folder: str | Path, *, shard_bytes: int = 5 <
     size = 0
     for at, shard in enumerate(shards):
         name = _WHOLE if len(shards) == 1 else f"model-{at + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {key: tensor for entry in shard for key, tensor in _theirs(homes[entry.ours], entry)}
+        tensors = {key: tensor for entry in shard for key, tensor in _theirs(homes[entry.ours], entry, model.config.dtype)}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, name)
         size += sum(t.nbytes for t in tensors.values())
@@ -241,7 +241,7 @@ def _shards(found: Iterator[Entry], homes: dict[str, _Home], most: int) -> Itera
     shard: list[Entry] = []
     size = 0
     for entry in found:
-        own = homes[entry.ours].parameter.nbytes
+        own = homes[entry.ours].parameter.nbytes  # a little more than is written, of a norm in fp32
         if shard and size + own > most:
             yield shard
             shard, size = [], 0
@@ -250,10 +250,12 @@ def _shards(found: Iterator[Entry], homes: dict[str, _Home], most: int) -> Itera
     yield shard
 
 
-def _theirs(home: _Home, entry: Entry) -> Iterator[tuple[str, Tensor]]:
+def _theirs(home: _Home, entry: Entry, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """In the model's type, norms' weights too: theirs have one."""
     whole = home.parameter.detach()
     if home.zero_centered:
-        whole = (whole.to(torch.promote_types(whole.dtype, torch.float32)) + 1).to(whole.dtype)
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) + 1
+    whole = whole.to(dtype)
     parts: Any = [whole]
     if len(entry.theirs) > 1:
         assert home.division is not None

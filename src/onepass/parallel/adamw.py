@@ -252,6 +252,18 @@ class AdamW(torch.optim.Optimizer):
         else:
             getattr(part, kind).copy_(values)
 
+    @torch.no_grad()
+    def set_masters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Whole masters by their parameters' names, in fp32, of which this rank takes what it steps; names that are none of these
+        are passed over. Weights follow, on all ranks."""
+        pieces: dict[str, list[_Piece]] = {}
+        for piece in self._pieces:
+            pieces.setdefault(piece.name, []).append(piece)
+        for name, whole in named:
+            for piece in pieces.get(name, ()):
+                put(piece.stretch, whole.reshape(-1)[piece.start : piece.stop])
+        self.publish()
+
     def set_step(self, step: int) -> None:
         """How many steps were made."""
         for stepper in self._steppers.values():

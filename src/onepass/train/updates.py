@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
 from onepass.train.layout import Layout
 from onepass.train.options import Options
+from onepass.train.start import drawn, narrow_type
 
 Groups = list[dict[str, Any]]
 
@@ -96,6 +97,8 @@ class MainGradUpdate(Update):
             pp_group=layout.pipeline.group,
         )
         self.optimizer = AdamW(self.main_grads, parameter_groups(model, options), **adamw_options(options))
+        if (dtype := narrow_type(model)) is not torch.float32:
+            self.optimizer.set_masters(drawn(model, dtype))
 
     def begin(self) -> None:
         self.main_grads.zero_()  # which writes nothing after a step, and clears what an interrupted one has left
@@ -139,8 +142,12 @@ class FsdpUpdate(PlainUpdate):
 
         assert layout.data.group is not None
         mesh = DeviceMesh.from_group(layout.data.group, layout.device.type)
-        dtype = next(model.parameters()).dtype
+        dtype = narrow_type(model)
         model.float()  # the masters; what is gathered and multiplied has the model's type
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, values in drawn(model, dtype):
+                parameters[name].copy_(values)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         blocks: Any = model.layers
         for block in blocks.values():

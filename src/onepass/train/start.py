@@ -1,0 +1,46 @@
+"""Weights as they were drawn, before they were rounded to the model's type: what masters start from.
+
+A master that starts as its bf16 weight is in the middle of what rounds to it, and the weight stands still until steps add up to
+half of its last bit: of a rate that rises slowly the first steps do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def narrow_type(model: nn.Module) -> torch.dtype:
+    """Of its matrices; norms may be wider."""
+    types = {parameter.dtype for parameter in model.parameters()}
+    return min(types, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+@torch.no_grad()
+def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The fp32 numbers of each parameter that its module starts, module by module. Where a parameter is no longer what those
+    round to in this type, as where it was loaded, its own."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in seen}
+        seen |= set(map(id, own.values()))
+        if not own or not hasattr(module, "reset_parameters"):
+            continue
+        for name, values in _started_in_fp32(module, own).items():
+            parameter = own[name]
+            kept = torch.where(values.to(dtype) == parameter, values, parameter.float())
+            yield f"{path}.{name}" if path else name, kept
+
+
+def _started_in_fp32(module: Any, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    stock = module._parameters
+    made = {name: nn.Parameter(torch.empty_like(p, dtype=torch.float32), requires_grad=False) for name, p in own.items()}
+    module._parameters = {**stock, **made}
+    try:
+        module.reset_parameters()
+    finally:
+        module._parameters = stock
+    return {name: parameter.detach() for name, parameter in made.items()}
