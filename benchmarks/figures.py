@@ -279,12 +279,25 @@ def scaling_line(row):
     return line([row["name"], f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", beside, f"{row['peak_gib']:.1f}", idle])
 
 
+def losses_lines(path):
+    results = json.loads(path.read_text())
+    tokens, steps, model = f"{results['tokens']:,}", results["steps"], results["preset"]
+    said = f"Losses of {steps} steps of {tokens} tokens, {model}; commit {results['commit']}."
+    yield f"{said} `benchmarks/gpt_losses.py` trains them."
+    yield ""
+    yield from header("", "set beside", "mean distance", "largest")
+    for row in results["rows"]:
+        name = f"**{row['run']}**" if row["run"].startswith("onepass") else row["run"]
+        yield line([name, row["beside"], f"{row['mean']:.1e}", f"{row['most']:.1e}"])
+
+
 def training_tables(folder):
     one = [json.loads(path.read_text()) for path in sorted(folder.glob("gpt_[0-9]*.json"))]
     said = f"One {one[0]['gpu']}, bf16, torch {one[0]['versions']['torch']}; commit {', '.join({r['commit']: 0 for r in one})}."
     how = "A step, deterministic, plain being PyTorch's operators under autocast with fused AdamW:"
     lines = [f"{said} {how}", "", *header("", "", "ms", "tokens/s", "faster", "of peak", "GiB", "of its GiB")]
     lines += [each for results in one for each in step_lines(results)]
+    lines += ["", *losses_lines(folder / "gpt_losses.json")]
     for path in sorted(folder.glob("gpt_parallel_*.json")):
         results = json.loads(path.read_text())
         ranks = path.stem.rpartition("_")[2]
