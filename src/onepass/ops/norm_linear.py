@@ -394,7 +394,7 @@ def norm_linear(
     kernels = chosen == "triton" and x.numel() > 0
     prepared = packed if kernels else gathered
     norm_weight, norm_bias = prepared(norm_weight), prepared(norm_bias)
-    if chosen == "torch" and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
+    if not kernels and (torch.compiler.is_compiling() or transformed()):  # these choose by themselves what to keep
         options["return_input"] = returns_h
         return _traced(x, norm_weight, weight, bias, norm_bias, residual, spread, deferred, options)
     call = float(eps), norm == "layer_norm", bool(zero_centered_gamma)

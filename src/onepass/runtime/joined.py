@@ -197,6 +197,12 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
     return whole  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def as_one(parameters: Sequence[Tensor]) -> Tensor:
+    """`joined`, for an op that makes no graph."""
+    return _alias(parameters) if lie_together(parameters) else torch.cat([*parameters])
+
+
 def _alias(tensors: Sequence[Tensor]) -> Tensor:
     """Where no graph is made. Its version is that of one that needs a gradient, if any does: autograd sees when it is written."""
     first = versions = tensors[0]

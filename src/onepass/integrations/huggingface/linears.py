@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from onepass.integrations.huggingface.norms import Norm
 from onepass.integrations.huggingface.patches import Patches
+from onepass.integrations.huggingface.several import as_several, norm_product_of_several, product_of_several
 from onepass.integrations.huggingface.stand_in import hooked
 from onepass.ops.linear import linear
 from onepass.ops.norm_linear import norm_linear
@@ -142,6 +143,12 @@ class Product:
         """x, or its norm, times the weight; without the bias where that is added later."""
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
+        several = self._weights(), self._biases() if biased and self.biased else []
+        if as_several(x, None if folded is None else folded.late, *several):
+            if folded is None:
+                return product_of_several(x, *several)
+            y, folded.h = norm_product_of_several(x, folded.norm, folded.late, *several)
+            return y
         bias = self.bias() if biased else None
         if folded is None:
             return linear(x, self.weight(), bias)

@@ -1,0 +1,140 @@
+"""Compiled, the product of several layers' weights as an op that sees their memory.
+
+A compiler sees tensors and no memory: `joined` weights are a copy there, made at every step and kept for backward. These ops are
+given all of the weights, and take them as one where they lie together when they run. The norm before the product is as in
+`norm_linear`: what is kept is its input, and backward makes its result again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.integrations.huggingface.norms import Norm
+from onepass.kernels.norm import norm_unsupported, registered_backward, registered_forward
+from onepass.parallel.product import column_sums, rows_of
+from onepass.runtime.autocast import product_type
+from onepass.runtime.backend import choose
+from onepass.runtime.dispatch import bare_apply, once, registered, transformed
+from onepass.runtime.joined import as_one
+from onepass.runtime.main_grad import has_own_place
+
+Maybe = Tensor | None
+Way = tuple[float, bool, bool]  # of a norm: eps, whether it is a LayerNorm, whether its weight is kept as the distance from 1
+
+# ---- registered ----
+
+
+def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return F.linear(x, as_one(weights), as_one(biases) if biases else None)
+
+
+def _product_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+def _input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return (rows_of(dy) @ as_one(weights)).view(*dy.shape[:-1], weights[0].shape[1])
+
+
+def _input_gradient_fake(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], weights[0].shape[1])
+
+
+_product_op = registered("product_of_several(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _product, _product_fake)
+_gradient_op = registered(
+    "input_gradient_of_several(Tensor dy, Tensor[] weights) -> Tensor", _input_gradient, _input_gradient_fake
+)
+
+
+# ---- autograd ----
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
+        """`parameters`: so many weights, and as many biases or none."""
+        ctx.count, ctx.rows = count, [weight.shape[0] for weight in parameters[:count]]
+        ctx.save_for_backward(x, *parameters[:count])
+        y: Tensor = _product_op(x, parameters[:count], parameters[count:])
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Maybe, ...]:
+        x, *weights = ctx.saved_tensors
+        need_x, _, *needs = ctx.needs_input_grad
+        dx = _gradient_op(dy, weights) if need_x else None
+        return dx, None, *_parameters_gradients(dy, x, ctx.rows, needs)
+
+
+class _NormProduct(torch.autograd.Function):
+    """y, and what came to the norm: the sum of x and the residual, or x itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Maybe, norm_weight: Maybe, norm_bias: Maybe, norm: Way, count: int, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normed, h, stats = registered_forward(x, residual, norm_weight, norm_bias, *norm, True)
+        h = x if h is None else h
+        ctx.norm, ctx.rows = norm, [weight.shape[0] for weight in parameters[:count]]
+        ctx.save_for_backward(h, norm_weight, norm_bias, stats, *parameters[:count])
+        return _product_op(normed, parameters[:count], parameters[count:]), h
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Maybe, ...]:
+        h, norm_weight, norm_bias, stats, *weights = ctx.saved_tensors
+        need_x, need_residual, need_weight, need_bias, _, _, *needs = ctx.needs_input_grad
+        eps, layer, centered = ctx.norm
+        dx, dnorm_weight, dnorm_bias, normed = registered_backward(
+            _gradient_op(dy, weights), dh, h, norm_weight, norm_bias, stats, eps, layer, centered,
+            need_x or need_residual, need_weight, need_bias, h.dtype, any(needs[: len(weights)]),
+        )  # fmt: skip
+        parameters = _parameters_gradients(dy, normed, ctx.rows, needs)
+        dx, dresidual = dx if need_x else None, dx if need_residual else None
+        return dx, dresidual, dnorm_weight, dnorm_bias, None, None, *parameters
+
+
+def _parameters_gradients(dy: Tensor, x: Maybe, rows: list[int], needs: Sequence[bool]) -> list[Maybe]:
+    """Of the weights, and of as many biases or none."""
+    count = len(rows)
+    grads: list[Maybe] = [None for _ in needs]
+    if any(needs[:count]) and x is not None:
+        grads[:count] = (rows_of(dy).t() @ rows_of(x)).split(rows)
+    if any(needs[count:]):
+        grads[count:] = column_sums(dy).to(dy.dtype).split(rows)
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
+_apply, _apply_norm = bare_apply(_Product), bare_apply(_NormProduct)
+
+
+# ---- what a Product asks ----
+
+
+def as_several(x: Tensor, late: Maybe, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+    """Whether this is for the ops: compiled, by kernels, in one type, gradients to autograd."""
+    if not torch.compiler.is_compiling() or len(weights) == 1 or transformed() or not x.numel():
+        return False
+    if any([has_own_place(parameter) for parameter in (*weights, *biases)]):
+        return False
+    types = {x.dtype, product_type(x), *[parameter.dtype for parameter in (*weights, *biases)]}
+    types |= set() if late is None else {late.dtype}
+    return len(types) == 1 and choose("norm_linear", None, norm_unsupported(x)) == "triton"
+
+
+def product_of_several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return _apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+
+
+def norm_product_of_several(
+    x: Tensor, norm: Norm, late: Maybe, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """y, and what came to the norm."""
+    way = norm.eps, norm.layer, norm.zero_centered
+    return _apply_norm(x, late, norm.weight, norm.bias, way, len(weights), *weights, *biases)  # type: ignore[no-any-return]
