@@ -141,6 +141,14 @@ def test_compiled_by_pytorch_the_compiler_sees_all(kernels_launched):
     assert kernels_launched == []
 
 
+def test_by_pytorch_backward_that_is_watched_launches_nothing(kernels_launched):
+    qkv, cos, sin = tensors()
+    y = onepass.attention(qkv * 1, HEADS, GROUPS, cos=cos, sin=sin, deterministic=False, backend="torch")
+    with Operators() as names:
+        torch.autograd.grad(y.sum(), qkv)
+    assert kernels_launched == [] and not any(name.startswith("onepass") for name in names)
+
+
 def test_a_policy_of_checkpointing_sees_the_rotation():
     qkv, cos, sin = tensors()
     with Operators() as names:

@@ -250,7 +250,7 @@ class _Turned(torch.autograd.Function):
     @once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Maybe, ...]:
         (cos, sin), (h, by_kernel) = ctx.saved_tensors, ctx.call
-        if watched(dq, dk, dv):
+        if by_kernel and watched(dq, dk, dv):
             dqkv = _turned_back_op(dq, dk, dv, cos, sin, *h)
         else:
             dqkv = _turned_back(dq, dk, dv, cos, sin, h, by_kernel)
