@@ -1,5 +1,6 @@
 """Before anything of onepass is imported: on a machine without a GPU the kernels run under Triton's interpreter, repaired."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -18,6 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the threads
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"
     import onepass.testing.interpreter  # noqa: F401
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_earlier_files_left():
+    """Is not looked through by each collection of garbage from here on: late in a run that takes a second or two."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
