@@ -2,11 +2,24 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.runtime.lang import triton
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+
+
+class Operators(TorchDispatchMode):
+    """Watches, as a checkpoint's policy does: the names of what is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def outputs(returned):

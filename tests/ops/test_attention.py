@@ -21,7 +21,7 @@ from ops.attention_oracle import (
     small_cases,
 )
 from ops.bias_activation_oracle import laid_out
-from ops.calls import backends, equal, gradients, needs_triton, relative
+from ops.calls import Operators, backends, equal, gradients, needs_triton, relative
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -452,19 +452,11 @@ def test_in_inference_mode(overwrite, backend):
 
 @needs_triton
 def test_a_checkpoint_policy_sees_the_op():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    names = []
     qkv, cos, sin = tensors()
-    with Seen():
+    with Operators() as seen:
         y = op(cos, sin, overwrite=True, backend="triton")(qkv)
         torch.autograd.grad(y, qkv, torch.ones_like(y))
-    assert {"onepass.attention.default", "onepass.attention_backward.default"} <= set(names)
+    assert {"onepass.attention.default", "onepass.attention_backward.default"} <= set(seen.names)
 
 
 # ---- what is said of a call ----

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from ops.attention_oracle import BF16, DEVICE
-from ops.calls import gradients, needs_triton, relative
+from ops.calls import Operators, gradients, needs_triton, relative
 from ops.test_attention import COLUMNS, GROUPS, HEADS, op, overwriting, tensors
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 import onepass.ops.attention as room
@@ -22,19 +21,6 @@ def _faster(monkeypatch):
 
 def reference(cos, sin):
     return lambda qkv: room.attention_reference(qkv.float(), HEADS, GROUPS, cos=cos, sin=sin)
-
-
-class Operators(TorchDispatchMode):
-    """The operators that are run."""
-
-    def __enter__(self):
-        super().__enter__()
-        self.names = []
-        return self.names
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(str(operator))
-        return operator(*args, **(kwargs or {}))
 
 
 def both(function, tensors):
@@ -144,16 +130,16 @@ def test_compiled_by_pytorch_the_compiler_sees_all(kernels_launched):
 def test_by_pytorch_backward_that_is_watched_launches_nothing(kernels_launched):
     qkv, cos, sin = tensors()
     y = onepass.attention(qkv * 1, HEADS, GROUPS, cos=cos, sin=sin, deterministic=False, backend="torch")
-    with Operators() as names:
+    with Operators() as seen:
         torch.autograd.grad(y.sum(), qkv)
-    assert kernels_launched == [] and not any(name.startswith("onepass") for name in names)
+    assert kernels_launched == [] and not any(name.startswith("onepass") for name in seen.names)
 
 
 def test_a_policy_of_checkpointing_sees_the_rotation():
     qkv, cos, sin = tensors()
-    with Operators() as names:
+    with Operators() as seen:
         both(op(cos, sin, deterministic=False), [qkv])
-    assert [name for name in names if "turned" in name] == [
+    assert [name for name in seen.names if "turned" in name] == [
         "onepass.attention_turned.default",
         "onepass.attention_turned_back.default",
     ]

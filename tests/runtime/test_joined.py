@@ -5,10 +5,9 @@ import ctypes
 
 import pytest
 import torch
-from ops.calls import backends
+from ops.calls import Operators, backends
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -495,7 +494,7 @@ def test_megatron_fsdps_buffer_is_overwritten(where):
 @pytest.mark.parametrize("watched", (False, True), ids=("", "watched"))
 def test_what_warms_up_for_a_capture_leaves_main_grad_as_it_was(watched):
     made = with_main_grads(together())
-    mode = _Names() if watched else torch.enable_grad()
+    mode = Operators() if watched else torch.enable_grad()
     with graphed(made), mode, unchanged(**{f"main_grad {i}": p.main_grad for i, p in enumerate(made)}):
         x = torch.randn(5, K, device=DEVICE, requires_grad=True)
         dx, *grads = torch.autograd.grad(onepass.linear(x, joined(made)).sum(), [x, *made])
@@ -606,16 +605,6 @@ def test_steps_with_main_grads(bucket_bytes, lie):
 # ---- wrapped ----
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @LIE
 @pytest.mark.parametrize("kind", ("reentrant", "not reentrant", "watched"))
 def test_checkpointing_and_modes_add_once(where, kind):
@@ -628,7 +617,7 @@ def test_checkpointing_and_modes_add_once(where, kind):
         return onepass.linear(x, joined(weights), joined(biases)).square().sum()
 
     if kind == "watched":
-        with _Names() as mode:
+        with Operators() as mode:
             loss(x).backward()
         assert any("add_gradient" in name for name in mode.names)
         assert ("aten.cat.default" in mode.names) is (where in ("apart", "weights apart"))

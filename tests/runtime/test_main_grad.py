@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.calls import Operators
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -91,22 +92,13 @@ def test_the_flag_and_the_placeholder(flag):
 
 
 def test_a_mode_sees_the_registered_op():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    names = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     dy, x = operands(FP32)
     plain, seen = torch.zeros(24, 40, device=DEVICE), torch.zeros(24, 40, device=DEVICE)
     weight = torch.zeros_like(plain)
     weight_gradient(dy, x, weight, plain, Asked.GATHERED)
-    with Names():
+    with Operators() as mode:
         weight_gradient(dy, x, weight, seen, Asked.GATHERED)
-    assert torch.equal(plain, seen) and any("add_gradient" in name for name in names)
+    assert torch.equal(plain, seen) and any("add_gradient" in name for name in mode.names)
     for second in (x, None):
         first = dy if second is not None else torch.ones_like(plain)
         args = torch.zeros_like(plain), first, second, weight

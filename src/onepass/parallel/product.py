@@ -81,10 +81,10 @@ def spread_product(x: Tensor, weight: Tensor, bias: Tensor | None, spread: Sprea
 
 def start_input_gradient(dy: Tensor, weight: Tensor, spread: Spread) -> Pending:
     """dx, before the parameters' gradients are made: by then it is summed."""
-    return _start_sum(_input_gradient(dy, weight), spread)
+    return _start_sum(input_gradient(dy, weight), spread)
 
 
-def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """This rank's own."""
     return (rows_of(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
 
@@ -93,7 +93,7 @@ def row_gradients(dy: Tensor, weight: Tensor | None, need_rows: bool, spread: Sp
     """All rows of dy, where they are needed, and dx where there is a weight, of a product that is spread by row or not at all."""
     if spread is not None and spread.sequence and (need_rows or weight is not None):
         return _whole_output_gradient(dy, weight, spread)
-    return dy, None if weight is None else _input_gradient(dy, weight)
+    return dy, None if weight is None else input_gradient(dy, weight)
 
 
 def _whole_output_gradient(dy: Tensor, weight: Tensor | None, spread: Spread) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +103,7 @@ def _whole_output_gradient(dy: Tensor, weight: Tensor | None, spread: Spread) ->
         return gathering.wait(), None
     if torch.compiler.is_compiling():  # it has its own mind about what runs when
         whole = gathering.wait()
-        return whole, _input_gradient(whole, weight)
+        return whole, input_gradient(whole, weight)
     own, rank, ranks = rows_of(dy), spread.group.rank(), spread.group.size()
     rows = own.shape[0]
     dx = own.new_empty(rows * ranks, weight.shape[1])
@@ -178,7 +178,7 @@ class _Product(torch.autograd.Function):
             dweight, x = deferred.keep(dy, x, own_weight, main_grads[0], spread), None
         whole_dy, dx, gathering, summing = dy, None, None, None
         if spread is None:
-            dx = None if weight is None else _input_gradient(dy, weight)
+            dx = None if weight is None else input_gradient(dy, weight)
         elif spread.by_row:
             whole_dy, dx = row_gradients(dy, weight, x is not None, spread)
         else:

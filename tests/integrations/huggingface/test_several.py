@@ -11,11 +11,12 @@ from functorch.compile import make_boxed_func
 from integrations.huggingface.families import assert_alike, batch, both, step
 from torch._dynamo.backends.common import aot_autograd
 
+import onepass
 from onepass.integrations.huggingface import several as room
 from onepass.integrations.huggingface.linears import Folded, Product
 from onepass.integrations.huggingface.norms import Norm
 from onepass.integrations.huggingface.patches import Patches
-from onepass.runtime.joined import lay_apart, lie_together
+from onepass.runtime.joined import lie_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES, SIZES = ("q", "k", "v"), (12, 4, 8)
@@ -114,8 +115,7 @@ def test_nothing_of_weights_is_copied(options, monkeypatch):
     everything(model, function, x, late)
     assert bool(ways) is not options["together"]
     if options["together"]:
-        for layers in ([p for n, p in model.named_parameters() if "norm" not in n and kind in n] for kind in ("weight", "bias")):
-            lay_apart(layers) if layers else None
+        model.product.lay_apart()
         assert not lie_together([model.q.weight, model.k.weight, model.v.weight])
         found = everything(model, function, x, late)
         assert ways
@@ -143,7 +143,7 @@ def test_without_gradients():
 
 
 @pytest.mark.parametrize("why", ("main_grad", "autocast", "late is fp64", "by PyTorch", "nothing"))
-def test_others_are_as_before(why, request):
+def test_others_are_as_before(why):
     model, x, late = given()
     if why == "main_grad":
         model.k.weight.main_grad = torch.zeros_like(model.k.weight)
@@ -151,14 +151,8 @@ def test_others_are_as_before(why, request):
         late = late.detach().double()
     if why == "nothing":
         x, late = x[:0].detach().requires_grad_(), late[:0].detach().requires_grad_()
-    if why == "by PyTorch":
-        import onepass
-
-        way = onepass.use_backend("torch")
-        way.__enter__()
-        request.addfinalizer(lambda: way.__exit__(None, None, None))
-    seen = []
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=why == "autocast"):
+    seen, autocast = [], torch.autocast(DEVICE, torch.bfloat16, enabled=why == "autocast")
+    with autocast, onepass.use_backend("torch" if why == "by PyTorch" else "auto"):
         y, h = compiled(model, seen)(x, late)
         expected = model(x, late)
     assert not set(seen) & OF_SEVERAL

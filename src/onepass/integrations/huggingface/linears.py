@@ -143,12 +143,10 @@ class Product:
         """x, or its norm, times the weight; without the bias where that is added later."""
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
-        several = self._weights(), self._biases() if biased and self.biased else []
-        if as_several(x, None if folded is None else folded.late, *several):
-            if folded is None:
-                return product_of_several(x, *several)
-            y, folded.h = norm_product_of_several(x, folded.norm, folded.late, *several)
-            return y
+        if torch.compiler.is_compiling():
+            several = self._weights(), self._biases() if biased and self.biased else []
+            if as_several(x, None if folded is None else folded.late, *several):
+                return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
             return linear(x, self.weight(), bias)
@@ -156,6 +154,13 @@ class Product:
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
         y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, residual=folded.late, return_input=True, **options)
         return y  # type: ignore[no-any-return]
+
+
+def _of_several(x: Tensor, folded: Folded | None, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    if folded is None:
+        return product_of_several(x, weights, biases)
+    y, folded.h = norm_product_of_several(x, folded.norm, folded.late, weights, biases)
+    return y
 
 
 class _Parts(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass.integrations.huggingface.norms import Norm
 from onepass.kernels.norm import norm_unsupported, registered_backward, registered_forward
-from onepass.parallel.product import column_sums, rows_of
+from onepass.parallel.product import column_sums, input_gradient, rows_of
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import choose
 from onepass.runtime.dispatch import bare_apply, once, registered, transformed
@@ -38,7 +38,7 @@ def _product_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return (rows_of(dy) @ as_one(weights)).view(*dy.shape[:-1], weights[0].shape[1])
+    return input_gradient(dy, as_one(weights))
 
 
 def _input_gradient_fake(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -118,8 +118,8 @@ _apply, _apply_norm = bare_apply(_Product), bare_apply(_NormProduct)
 
 
 def as_several(x: Tensor, late: Maybe, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    """Whether this is for the ops: compiled, by kernels, in one type, gradients to autograd."""
-    if not torch.compiler.is_compiling() or len(weights) == 1 or transformed() or not x.numel():
+    """Compiled, whether this is for the ops: by kernels, in one type, gradients to autograd."""
+    if len(weights) == 1 or transformed() or not x.numel():
         return False
     if any([has_own_place(parameter) for parameter in (*weights, *biases)]):
         return False
