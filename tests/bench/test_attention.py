@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def given(variant: str) -> tuple[Case, Inputs]:
     return case, attention._inputs(case, torch.device("cpu"), torch.Generator())
 
 
-@pytest.mark.parametrize("variant", ["turned", "plain"])
+@pytest.mark.parametrize("variant", list(attention._SHAPES))
 def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
     case, inputs = given(variant)
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
@@ -38,7 +39,7 @@ def test_what_computes_something_else_is_wrong() -> None:
 
 @pytest.mark.usefixtures("one_round")
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, attention, given("turned")[0])
+    only(monkeypatch, attention, given("turned, any order")[0])
     assert bench("attention", "--json", str(tmp_path / "run.json")) == 0
     rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
     for name in ("onepass", "rope + SDPA", "flash"):
@@ -46,8 +47,35 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[name]["both_of_reference"] > 0
 
 
+def asked_when_it_ran(variant: str) -> list[bool]:
+    """Whether PyTorch was to be deterministic, forward and backward."""
+    case, inputs = given(variant)
+    asked = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            asked.append(torch.are_deterministic_algorithms_enabled())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            asked.append(torch.are_deterministic_algorithms_enabled())
+            return dy
+
+    call = attention._ordered(case, lambda qkv, cos, sin: Looks.apply(qkv))
+    torch.autograd.grad(call(*inputs.tensors.values()).sum(), inputs.tensors["qkv"])
+    asked.append(torch.are_deterministic_algorithms_enabled())
+    return asked
+
+
+def test_peers_of_a_fixed_order_run_deterministically_in_both_directions() -> None:
+    assert asked_when_it_ran("turned") == [True, True, False]
+    assert asked_when_it_ran("turned, any order") == [False, False, False]
+
+
 def test_the_full_cases_are_those_of_a_gpu() -> None:
     cases = attention.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
     assert [case.name for case in cases[:2]] == ["turned 4x4096x32x8x64", "turned 16x1024x12x12x64"]
-    assert len(cases) == 6
+    assert len(cases) == 10
     assert (cases[0].forward_bytes, cases[0].backward_bytes) == (4 * 4096 * 80 * 128, 4 * 4096 * 160 * 128)

@@ -1,17 +1,22 @@
 """attention against its peers: causal attention of a fused projection, its queries and keys turned first.
 
 Time      is the products', so a copy says nothing: forward and backward are set against those of `rope + SDPA`, which is our rope
-          and then PyTorch's attention as it chooses by itself, deterministic where torch.use_deterministic_algorithms says so.
-          FLOPs are 2 B heads D S^2 forward, of the causal half, and 2.5 times as many backward, for TFLOP/s of a time.
+          and then PyTorch's attention as it chooses by itself. FLOPs are 2 B heads D S^2 forward, of the causal half, and 2.5
+          times as many backward, for TFLOP/s of a time.
 Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and writes dqkv.
-Shapes    sequences x tokens x heads x groups of keys and values x width of a head, all of which is turned; `plain`: not turned.
-Peers     rope + SDPA, flash, cuDNN: our rope before PyTorch's attention, its own choice or one kernel of it (cuDNN's is not
-          deterministic). torch.compile: rotation as people write it and PyTorch's attention.
+Variants  `turned`, and `plain`, without rotation: sums in a fixed order, the same bits in every run, for which the peers run
+          under torch.use_deterministic_algorithms. `any order`: ours with deterministic=False, the peers as they are.
+Shapes    sequences x tokens x heads x groups of keys and values x width of a head, all of which is turned.
+Peers     rope + SDPA, flash, cuDNN: our rope before PyTorch's attention, its own choice or one kernel of it (cuDNN's has no fixed
+          order). torch.compile: rotation as people write it and PyTorch's attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +31,11 @@ from onepass.ops.rope import rope
 from onepass.runtime.backend import explain
 
 OP = "attention"
-_SHAPES = {  # the first two are what notes speak of
-    "turned": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)],
-    "plain": [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64)],
-}
-_CPU = {"turned": [(1, 512, 8, 2, 64)], "plain": [(1, 512, 8, 2, 64)]}
+_ANY = ", any order"
+# the first two are what notes speak of
+_TURNED = [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)]
+_SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1]}
+_CPU = {variant: [(1, 512, 8, 2, 64)] for variant in _SHAPES}
 
 
 def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
@@ -52,7 +57,7 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     B, S, heads, groups, D = case.shape
     random = partial(torch.randn, generator=generator, device=device, dtype=case.dtype)
     tensors = {"qkv": random(B, S, (heads + 2 * groups) * D).requires_grad_()}
-    if case.variant == "turned":
+    if case.variant.startswith("turned"):
         angles = torch.arange(S, device=device)[:, None] * 10000 ** -torch.arange(0, 1, 2 / D, device=device)
         tensors |= {"cos": angles.cos(), "sin": angles.sin()}
     grads = {"y": random(B, S, heads * D)}
@@ -75,12 +80,47 @@ def _formula(case: Case) -> Call:
 
 def _ours(case: Case) -> Call:
     def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
-        return attention(qkv, *_heads(case), cos=cos, sin=sin)
+        return attention(qkv, *_heads(case), cos=cos, sin=sin, deterministic=not case.variant.endswith(_ANY))
 
     return call
 
 
 # ---- PyTorch's ----
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    had = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(had[0])
+        torch.utils.deterministic.fill_uninitialized_memory = had[1]  # type: ignore[attr-defined]
+
+
+class _InFixedOrder(torch.autograd.Function):
+    """A call with a graph of its own: PyTorch asks whether to be deterministic when it runs, backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Call, *tensors: Tensor) -> Tensor:
+        ctx.given = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        with torch.enable_grad(), _deterministic():
+            ctx.result = function(*ctx.given)
+        result: Tensor = ctx.result.detach()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        asked = [x for x in ctx.given if x.requires_grad]
+        with _deterministic():
+            grads = iter(torch.autograd.grad(ctx.result, asked, dy))
+        return None, *(next(grads) if x.requires_grad else None for x in ctx.given)
+
+
+def _ordered(case: Case, function: Call) -> Call:
+    return function if case.variant.endswith(_ANY) else partial(_InFixedOrder.apply, function)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,7 +136,7 @@ def _after_rope(case: Case) -> Call:
             q, k = rope(q, k, *tables)
         return _attended(q, k, v)
 
-    return call
+    return _ordered(case, call)
 
 
 def _by_kernel(case: Case, kernel: SDPBackend) -> Call:
@@ -121,17 +161,15 @@ def _compiled(case: Case) -> Call:
             q, k = turned(q, *tables), turned(k, *tables)
         return _attended(q, k, v)
 
-    return compiled(call)
+    return _ordered(case, compiled(call))
 
 
 def _contenders(case: Case) -> list[Contender]:
-    found = [
-        Contender("onepass", _ours, ours=True),
-        Contender("rope + SDPA", _after_rope),
-        Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)),
-    ]
-    if torch.cuda.is_available():
-        found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))
+    found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
+    if case.variant.endswith(_ANY):  # in a fixed order there is flash attention only, which is what SDPA takes
+        found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
+        if torch.cuda.is_available():
+            found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))
     return [*found, Contender("torch.compile", _compiled, compiles=True)]
 
 
