@@ -91,12 +91,16 @@ def reference_line(rows):
     return line(cells)
 
 
-def by_reference(cases):
+SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # others': tokens x in x out
+NOTES = {"attention": "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free."}
+
+
+def by_reference(op, cases):
     name = own(cases[0])["reference"]
     both = f"both, over {name}"
     sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
-    titles = header("tokens x in x out", "ms, forward / backward", both, "best peer", *sides)
-    said = f"{name} is what the op replaces, one onepass or PyTorch call after the other."
+    titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", both, "best peer", *sides)
+    said = f"{name} is what the op replaces, one onepass or PyTorch call after the other. {NOTES.get(op, '')}".rstrip()
     return [said, "", *titles, *(reference_line(rows) for rows in cases)]
 
 
@@ -157,7 +161,7 @@ def table(op, results):
             f"One {results['hardware']['name']}, {results['dtype']}, copy {results['ceilings']['copy_gbs'] / 1000:.2f} TB/s; "
             f"{measured}; commit {results['commit']}.",
             "",
-            *(by_copy(cases) if bound_by_memory else by_reference(cases)),
+            *(by_copy(cases) if bound_by_memory else by_reference(op, cases)),
             *graph_lines(cases),
             "",
             "What a tiny call costs the CPU, microseconds, forward / forward and backward:",

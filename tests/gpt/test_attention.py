@@ -8,6 +8,7 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
+from onepass.kernels.attention_forward import by_cudnn
 from onepass.ops.attention import faster_by_pytorch
 
 OFF = {"attention_fusion": False}
@@ -121,6 +122,20 @@ def test_pytorchs_is_taken_where_it_is_faster(monkeypatch):
         torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(True)
     assert not faster_by_pytorch(on_gpu, 128)
+
+
+def test_cudnns_forward_is_taken_where_it_is_faster(monkeypatch):
+    def projection(S, is_cuda=True, numel=3):
+        return SimpleNamespace(is_cuda=is_cuda, device=None, shape=(2, S, 3), numel=lambda: numel)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+    taken = [(S, D) for S in (508, 512, 2044, 2048, 2049) for D in (32, 64, 128, 256) if by_cudnn(projection(S), D)]
+    assert taken == [(512, 128), (2044, 128), (2048, 64), (2048, 128)]
+    assert not by_cudnn(projection(4096, is_cuda=False), 128) and not by_cudnn(projection(4096, numel=2**31), 128)
+    torch.use_deterministic_algorithms(True)
+    assert by_cudnn(projection(4096), 128)  # its order is fixed
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
+    assert not by_cudnn(projection(4096), 128)
 
 
 def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):

@@ -80,6 +80,66 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     assert relative(y.detach(), expected[0]) < 1e-2 and relative(dqkv, expected[1]) < 1e-2
 
 
+# ---- forward by cuDNN ----
+
+CUDNN = [(64, 2048, 8, 2), (64, 2052, 4, 4), (128, 512, 4, 4), (128, 1000, 8, 2), (128, 4096, 6, 2)]
+
+
+def by_cudnn(monkeypatch):
+    """From Hopper on, and then our kernel is not called."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(room, "attend", None)
+
+
+@pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
+@overwriting
+def test_forward_by_cudnn_and_backward_by_us(D, S, heads, groups, dtype, overwrite, monkeypatch):
+    by_cudnn(monkeypatch)
+    report = judge_case(room, Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D, dtype=dtype, overwrite=overwrite))
+    assert report, report
+
+
+@pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)
+def test_cudnns_forward_gives_the_same_bits_every_time_and_in_any_batch(D, S, heads, groups, monkeypatch):
+    by_cudnn(monkeypatch)
+    case = Case(B=9, S=S, heads=heads, groups=groups, D=D, R=D)
+    qkv, cos, sin, dy = draw(case)
+    whole = computed(room, case, qkv, cos, sin, dy)[:2]
+    for _ in range(5):
+        assert equal(whole, computed(room, case, qkv, cos, sin, dy)[:2])
+    for some in (slice(0, 1), slice(3, 5), slice(2, 9)):
+        assert equal([t[some] for t in whole], computed(room, case, qkv[some], cos, sin, dy[some])[:2])
+
+
+def test_cudnns_forward_is_replayed_and_compiled(monkeypatch):
+    by_cudnn(monkeypatch)
+    case = Case(B=2, S=1024, heads=8, groups=2, D=128, R=128)
+    drawn = draw(case)
+    expected = computed(room, case, *drawn)[:2]
+    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
+    for t in results:
+        t.fill_(float("nan"))
+    graph.replay()
+    assert equal(results, expected)
+    qkv, cos, sin, _ = drawn
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: onepass.attention(x, 8, 2, cos=cos, sin=sin, backend="triton"), fullgraph=True)
+    assert equal([compiled(qkv)], expected[:1])
+
+
+def test_cudnns_forward_can_be_refused(monkeypatch):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(room, "attend_by_cudnn", None)
+    x = torch.randn(1, 512, 3 * 4 * 128, device="cuda", dtype=BF16)
+    with pytest.raises(TypeError):
+        onepass.attention(x, 4)
+    monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: False)
+    assert onepass.attention(x, 4).shape == (1, 512, 512)
+
+
 # ---- the same, every time and everywhere ----
 
 

@@ -159,3 +159,43 @@ def test_a_module_is_saved_by_its_state_dict(tmp_path):
     torch.save(model.state_dict(), tmp_path / "state.pt")
     main_grads.close()
     torch.save(model, tmp_path / "model.pt")
+
+
+def _steps(model, main_grads):
+    main_grads.zero_()
+    model(torch.ones(1, 2)).sum().backward()
+    main_grads.finish()
+
+
+def _new_weight(model):
+    model[0].weight = nn.Parameter(model[0].weight.detach())
+
+
+def _new_layer(model):
+    model[0] = nn.Linear(2, 2)
+
+
+def _new_part(model):
+    model[2][0] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize(("replace", "name"), [(_new_weight, "0.weight"), (_new_layer, "0.weight"), (_new_part, "2.0.weight")])
+def test_a_parameter_that_is_the_modules_no_more_is_named_whenever_it_went(replace, name, steps):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(), nn.Sequential(nn.Linear(2, 2)))
+    model[1].forward = lambda x: x
+    main_grads = MainGrads(model)
+    for _ in range(steps):
+        _steps(model, main_grads)
+    replace(model)
+    with pytest.raises(RuntimeError, match=f"but {name} is another one by now"):
+        _steps(model, main_grads)
+
+
+def test_a_parameter_may_be_elsewhere_in_the_module():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    main_grads = MainGrads(model)
+    _steps(model, main_grads)
+    model[0] = nn.Sequential(model[0])  # as what wraps a layer does
+    _steps(model, main_grads)
+    _steps(model, main_grads)

@@ -24,8 +24,10 @@ class Heads(NamedTuple):
 
 def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
     """q [B, S, heads, D], k and v [B, S, groups, D], views of a projection's [B, S, (heads + 2 groups) D]."""
+    B, S, columns = qkv.shape
     every = heads + 2 * groups
-    q, k, v = qkv.unflatten(-1, (every, qkv.shape[-1] // every)).split((heads, groups, groups), 2)
+    # not unflatten and split, which are written in Python: 3.6 us for 5.8
+    q, k, v = qkv.view(B, S, every, columns // every).split_with_sizes((heads, groups, groups), 2)
     return q, k, v
 
 

@@ -1,14 +1,15 @@
-"""Causal attention's forward kernel, and how it is called.
+"""Causal attention's forward kernel, and how it is called; and cuDNN's, which is faster for wide heads and for many tokens.
 
 A program owns BLOCK_M queries of one head and goes over the keys up to its last query, BLOCK_N at a time, with the softmax's
 running maximum and sum. Tensors are read where they lie: [B, S, heads, D], each with strides of its own but for the last.
+cuDNN's forward, unlike its backward, gives the same bits every time, and a sequence's whatever the others are.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,3 +127,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
     launch = _bind((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), H, k.shape[2], D, scale, tiles)
     launch(grid_of(B * H, ceil_div(S, tiles.block_m)), q, k, v, y, lse, S)
     return y, lse
+
+
+# ---- by cuDNN ----
+
+_LEAST = {64: 2048, 128: 512}  # tokens from which on it is faster, for each size of heads (docs/notes/0014-attention.md)
+
+
+def cudnn_is_there(x: Tensor) -> bool:
+    """Whether PyTorch has cuDNN's attention for a GPU on which it is fast, from Hopper on, and may take it: a switch of
+    PyTorch's, `torch.backends.cuda.enable_cudnn_sdp`. Asked so that a compiler can fold it."""
+    if not x.is_cuda or not torch._C._get_cudnn_sdp_enabled():  # torch.backends and get_device_capability break a compiled graph
+        return False
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return int(properties.major) >= 9
+
+
+def by_cudnn(qkv: Tensor, D: int) -> bool:
+    """Whether `attend_by_cudnn` takes the parts of this projection, and is faster than `attend`."""
+    S = qkv.shape[1]
+    return S % 4 == 0 and _LEAST.get(D, S + 1) <= S and qkv.numel() <= 0x7FFFFFFF and cudnn_is_there(qkv)
+
+
+def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What `attend` returns, of S that are multiples of 4."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True, scale=scale)
+    return y.transpose(1, 2).contiguous(), lse.view(q.shape[:3]).mul_(LOG2E)

@@ -10,7 +10,8 @@ Bytes    forward turns q and k (read and written once) and reads q once, k and v
          kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written where they belong
          in one tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. `deterministic=False` lets
-         PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on.
+         PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on. cuDNN's forward alone,
+         whose order is fixed, does ours where that is faster.
 Kernels  kernels/attention_forward.py, kernels/attention_backward.py, kernels/rope.py.
 """
 
@@ -31,7 +32,7 @@ from onepass.kernels.attention_formula import (
     parts_of,
     turned_parts,
 )
-from onepass.kernels.attention_forward import attend, forward_tiles, lse_size
+from onepass.kernels.attention_forward import attend, attend_by_cudnn, by_cudnn, cudnn_is_there, forward_tiles, lse_size
 from onepass.kernels.rope import check_tables, rotate
 from onepass.kernels.rope_formula import rope_blocks
 from onepass.runtime.autocast import product_type
@@ -124,7 +125,8 @@ def _forward(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> 
             _say_overwritten(qkv)
         else:
             turned = _turned_copy(qkv, cos, sin, h)
-    y, lse = attend(*parts_of(turned, h.heads, h.groups), h.scale)
+    kernel = attend_by_cudnn if by_cudnn(turned, _head_size(turned, h.heads, h.groups)) else attend
+    y, lse = kernel(*parts_of(turned, h.heads, h.groups), h.scale)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], h.heads * y.shape[-1]])
     return whole, lse, turned
 
@@ -141,8 +143,8 @@ def _turned_copy(qkv: Tensor, cos: Tensor, sin: Tensor, h: Heads) -> Tensor:
 def _backward(dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Maybe, sin: Maybe, h: Heads) -> Tensor:
     dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
     dq, dk, dv = parts_of(dqkv, h.heads, h.groups)
-    by_head = (h.heads, y.shape[-1] // h.heads)
-    dy, y = _readable(dy).unflatten(-1, by_head), y.unflatten(-1, by_head)
+    by_head = *y.shape[:2], h.heads, y.shape[-1] // h.heads
+    dy, y = _readable(dy).view(by_head), y.view(by_head)
     attend_backward(dy, *parts_of(_readable(turned), h.heads, h.groups), y, lse, h.scale, dq, dk, dv)
     if cos is not None and sin is not None:
         rotate(dq, dk, cos, sin, h.interleaved, True, (dq, dk))
@@ -359,12 +361,9 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: A
 def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
     """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
     heads, nine tenths for narrow ones and many tokens. PyTorch's others take longer than ours."""
-    if not qkv.is_cuda or torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
+    if torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
         return False
-    if not torch._C._get_cudnn_sdp_enabled():  # torch.backends and get_device_capability break a compiled graph
-        return False
-    properties: Any = torch.cuda.get_device_properties(qkv.device)
-    return int(properties.major) >= 9
+    return cudnn_is_there(qkv)
 
 
 def variant(
@@ -380,7 +379,8 @@ def variant(
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     room = shared_memory(qkv.device)
     forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
-    said = f"tiles of queries x keys: forward {forward.block_m} x {forward.block_n}; "
+    by_tiles = f"{forward.block_m} x {forward.block_n}"
+    said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn(qkv, D) else by_tiles}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "

@@ -205,7 +205,8 @@ Grads = tuple[Tensor | None, ...]  # of h, the norm's weight, its bias, and the 
 
 def _needs(wanted: list[Asked]) -> list[bool]:
     """Which gradients of the norm: of h, which is x's and the residual's, of its weight and of its bias."""
-    return [any(each is not Asked.NOT for each in those) for those in ((wanted[0], *wanted[5:]), wanted[1:2], wanted[2:3])]
+    of_h, of_weight, of_bias, _, _, of_residual = (each is not Asked.NOT for each in wanted)
+    return [of_h or of_residual, of_weight, of_bias]
 
 
 def _through_norm(

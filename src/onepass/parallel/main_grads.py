@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.parallel.collectives import start_all_gather, with_others
+from onepass.parallel.module_tree import ModuleTree
 from onepass.runtime.joined import as_laid
 from onepass.runtime.main_grad import capturing, is_placeholder
 from onepass.runtime.validation import validating
@@ -55,7 +56,7 @@ class Bucket:
     first: int  # where in flat that begins
     missing: set[int] = field(default_factory=set)  # parameters without a gradient of the last microbatch yet
     held: set[int] = field(default_factory=set)  # those with more to come after backward
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients came
+    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients came
     work: Any = None  # the reduction under way
 
     def parts(self) -> Iterator[tuple[Place, int, int]]:
@@ -131,6 +132,7 @@ class MainGrads:
         self.ranks = 1 if self.group is None else self.group.size()
         self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
+        self._complete: ModuleTree | None = None  # the module when it had all of the parameters
         planned = _planned(named, bucket_bytes // dtype.itemsize)
         if validating() and self.group is not None:
             _check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
@@ -148,6 +150,7 @@ class MainGrads:
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
         self._finalizer.atexit = False
+        self._parts = [(place, bucket.flat[start:stop]) for bucket in self.buckets for place, start, stop in bucket.parts()]
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when somebody left zeros in them
         self._open()
@@ -230,7 +233,7 @@ class MainGrads:
     def _check_still_there(self) -> None:
         """Others in their place, as fully_shard puts there, get their gradients elsewhere."""
         module = self._module()
-        if module is None:
+        if module is None or (self._complete is not None and self._complete.is_as_it_was()):
             return
         there = {id(parameter) for parameter in module.parameters()}
         gone = [name for name, parameter in self.named if id(parameter) not in there]
@@ -239,6 +242,7 @@ class MainGrads:
                 f"parameters must be the module's as long as MainGrads has them, but {gone[0]} is another one by now: make "
                 "MainGrads after what replaces parameters. Under fully_shard leave it away, gradients come in .grad there"
             )
+        self._complete = ModuleTree(module, set(self._bucket_of))
 
     def close(self) -> None:
         """Take hooks and main_grad from the parameters."""
@@ -264,8 +268,10 @@ class MainGrads:
             raise RuntimeError(_late(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
         bucket.missing.discard(id(parameter))
-        if parameter.is_cuda:
-            bucket.streams.add(torch.cuda.current_stream(parameter.device))
+        if self.group is not None and parameter.is_cuda:
+            stream = torch._C._cuda_getCurrentRawStream(parameter.get_device())
+            if stream not in bucket.streams:  # making the object takes as long as all of the rest
+                bucket.streams[stream] = torch.cuda.current_stream(parameter.device)
         if not bucket.missing:
             self._start_full()
 
@@ -290,7 +296,7 @@ class MainGrads:
         self._next = bucket.index + 1
         if self.group is None:
             return
-        for stream in bucket.streams:
+        for stream in bucket.streams.values():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         op = dist.ReduceOp.SUM
         if self._average and bucket.flat.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group):
@@ -349,12 +355,7 @@ class MainGrads:
         self.check_finished("norm()")
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, but is {norm_type}")
-        parts = [
-            bucket.flat[start:stop]
-            for bucket in self.buckets
-            for place, start, stop in bucket.parts()
-            if self._counts(place.parameter)
-        ]
+        parts = [part for place, part in self._parts if self._counts(place.parameter)]
         device = self.buffers[0].device
         each = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else []
         total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
