@@ -13,11 +13,9 @@ A gradient gets into main_grad in one of three ways (`onepass.runtime.main_grad`
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,50 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.parallel.buckets import ALIGNED, TYPES, Bucket, Place, check_agreement, kind_of, plan_buckets, round_up, trainable_of
 from onepass.parallel.collectives import start_all_gather, with_others
 from onepass.parallel.module_tree import ModuleTree
-from onepass.runtime.joined import as_laid
 from onepass.runtime.main_grad import capturing, is_placeholder
 from onepass.runtime.validation import validating
-
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ALIGNED = 64  # elements: where a parameter and a rank's part begin, for matrix products and NCCL
-
-
-@dataclass(eq=False)
-class Place:
-    """Where a parameter's gradient lies in its bucket."""
-
-    name: str
-    parameter: Any  # a Tensor that carries main_grad
-    start: int
-    stop: int
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A stretch of a buffer, of parameters of one type, that is reduced at a time."""
-
-    index: int
-    places: list[Place]
-    flat: Tensor
-    mine: Tensor  # what of flat this rank has the reduced gradient of: all of it, or its shard
-    first: int  # where in flat that begins
-    missing: set[int] = field(default_factory=set)  # parameters without a gradient of the last microbatch yet
-    held: set[int] = field(default_factory=set)  # those with more to come after backward
-    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients came
-    work: Any = None  # the reduction under way
-
-    def parts(self) -> Iterator[tuple[Place, int, int]]:
-        """What `mine` has of each parameter, as a stretch of flat."""
-        for place in self.places:
-            start, stop = max(place.start, self.first), min(place.stop, self.first + self.mine.numel())
-            if start < stop:
-                yield place, start, stop
-
-    def others(self) -> tuple[Tensor, Tensor]:
-        """What lies before and after `mine`."""
-        return self.flat[: self.first], self.flat[self.first + self.mine.numel() :]
 
 
 class MainGrads:
@@ -120,8 +79,8 @@ class MainGrads:
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        named = _trainable(parameters)
-        if dtype not in _TYPES:
+        named = trainable_of(parameters)
+        if dtype not in TYPES:
             raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, but is {dtype!r}")
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, but is {bucket_bytes}")
@@ -133,9 +92,9 @@ class MainGrads:
         self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         self._complete: ModuleTree | None = None  # the module when it had all of the parameters
-        planned = _planned(named, bucket_bytes // dtype.itemsize)
+        planned = plan_buckets(named, bucket_bytes // dtype.itemsize)
         if validating() and self.group is not None:
-            _check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
+            check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
 
         self.buffers, self.buckets = self._allocated(planned)
         self._average = average and self.ranks > 1
@@ -150,16 +109,15 @@ class MainGrads:
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
         self._finalizer.atexit = False
-        self._parts = [(place, bucket.flat[start:stop]) for bucket in self.buckets for place, start, stop in bucket.parts()]
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when somebody left zeros in them
         self._open()
 
     def _allocated(self, planned: list[list[Place]]) -> tuple[list[Tensor], list[Bucket]]:
         """One buffer for each device and type of parameters, as weights are gathered in their own type."""
-        whole = _ALIGNED * self.ranks
-        sizes = [_up(places[-1].stop, whole) for places in planned]
-        kinds = [_kind(places[0].parameter) for places in planned]
+        whole = ALIGNED * self.ranks
+        sizes = [round_up(places[-1].stop, whole) for places in planned]
+        kinds = [kind_of(places[0].parameter) for places in planned]
         totals: dict[tuple[torch.device, torch.dtype], int] = {}
         for kind, size in zip(kinds, sizes, strict=True):
             totals[kind] = totals.get(kind, 0) + size
@@ -355,9 +313,12 @@ class MainGrads:
         self.check_finished("norm()")
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, but is {norm_type}")
-        parts = [part for place, part in self._parts if self._counts(place.parameter)]
-        device = self.buffers[0].device
-        each = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else []
+        device, all_count = self.buffers[0].device, self.tp_group is None or self.tp_group.rank() == 0
+        if all_count and device.type == "cuda" and not self.shard:  # one kernel, where foreach has one for 20 million numbers
+            each = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
+        else:
+            parts = [bucket.mine for bucket in self.buckets] if all_count else self._parts_of_this_rank()
+            each = list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
         total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
         for group in (self.group if self.shard else None, self.tp_group, self.pp_group):
             # norms of norms, gathered: nothing overflows as a square would, and a maximum keeps NaN
@@ -365,8 +326,14 @@ class MainGrads:
         whole: Tensor = torch.linalg.vector_norm(total, norm_type)
         return whole
 
-    def _counts(self, parameter: Tensor) -> bool:
-        return self.tp_group is None or self.tp_group.rank() == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+    def _parts_of_this_rank(self) -> list[Tensor]:
+        """Of parameters that other tensor-parallel ranks don't have too."""
+        return [
+            bucket.flat[start:stop]
+            for bucket in self.buckets
+            for place, start, stop in bucket.parts()
+            if getattr(place.parameter, "tensor_model_parallel", False)
+        ]
 
     @torch.no_grad()
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -418,81 +385,3 @@ def _late(name: str, after: str) -> str:
         f"{name} must get its gradients before the step's reductions, but got one after {after}: run every backward but the "
         "last in `with main_grads.accumulate():`, flush deferred gradients before finish(), begin the next step with zero_()"
     )
-
-
-# ---- what lies where ----
-
-
-def _trainable(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]:
-    if isinstance(parameters, Tensor):  # it could be iterated over: its rows
-        raise TypeError("parameters must be a module or parameters, but is one tensor: put it in a list")
-    listed = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-    named = [each if isinstance(each, tuple) else (f"parameter {index}", each) for index, each in enumerate(listed)]
-    names: set[str] = set()
-    seen: set[int] = set()
-    trainable = []
-    for name, parameter in named:
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"parameters must be a module or parameters, but {name} is a {type(parameter).__name__}")
-        if id(parameter) in seen or name in names:
-            raise ValueError(f"parameters must have each parameter and name once, but {name} is there twice")
-        seen.add(id(parameter))
-        names.add(name)
-        if parameter.requires_grad:
-            _check(name, parameter)
-            trainable.append((name, parameter))
-    if not trainable:
-        frozen = f"has {len(named)} frozen ones only" if named else "is empty"
-        raise ValueError(f"parameters must have one that requires a gradient, but {frozen}")
-    return trainable
-
-
-def _check(name: str, parameter: Tensor) -> None:
-    if type(parameter).__name__ == "DTensor":
-        raise TypeError(
-            f"parameters must be plain tensors, but {name} is a DTensor: fully_shard sums and reduces gradients itself and puts "
-            "them in .grad, so leave MainGrads away; for tensor parallelism use onepass.nn's parallel layers"
-        )
-    if parameter.dtype not in _TYPES:
-        raise TypeError(f"parameters must be fp32, fp16 or bf16, but {name} is {parameter.dtype}")
-    if not parameter.is_leaf:
-        raise ValueError(f"parameters must be leaves of autograd's graph, but {name} is what an operator returned")
-    if getattr(parameter, "main_grad", None) is not None:
-        raise ValueError(f"parameters must have no main_grad yet, but {name} has: close() the MainGrads that it belongs to")
-
-
-def _kind(parameter: Tensor) -> tuple[torch.device, torch.dtype]:
-    return parameter.device, parameter.dtype
-
-
-def _planned(named: list[tuple[str, Any]], limit: int) -> list[list[Place]]:
-    """The buckets, of up to limit elements, in the order in which their last gradients are expected."""
-    names = {id(parameter): name for name, parameter in named}
-    filling: dict[tuple[torch.device, torch.dtype], tuple[int, list[Place]]] = {}
-    full = []
-    for order, together in enumerate(reversed(as_laid([parameter for _, parameter in named]))):
-        kind = _kind(together[0])
-        _, places = filling.get(kind, (order, []))
-        size = sum(_up(parameter.numel(), _ALIGNED) for parameter in together)
-        if places and _up(places[-1].stop, _ALIGNED) + size > limit:
-            full.append(filling[kind])
-            places = []
-        for parameter in together:
-            start = _up(places[-1].stop, _ALIGNED) if places else 0
-            places = [*places, Place(names[id(parameter)], parameter, start, start + parameter.numel())]
-        filling[kind] = order, places
-    return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]
-
-
-def _up(size: int, multiple: int) -> int:
-    return max(1, math.ceil(size / multiple)) * multiple
-
-
-def _check_agreement(mine: object, group: dist.ProcessGroup) -> None:
-    all_of_them: list[object] = [None] * group.size()
-    dist.all_gather_object(all_of_them, mine, group=group)
-    for rank, theirs in enumerate(all_of_them):
-        if theirs != all_of_them[0]:
-            raise RuntimeError(
-                f"parameters must be the same, in one order, on all ranks of group, but differ on its ranks 0 and {rank}"
-            )
