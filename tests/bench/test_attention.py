@@ -11,7 +11,7 @@ import torch
 from bench.benching import bench, only, wrong
 
 from onepass.bench import attention
-from onepass.bench.model import Case, Inputs
+from onepass.bench.model import Case, Contender, Inputs
 
 
 def given(variant: str) -> tuple[Case, Inputs]:
@@ -47,31 +47,31 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[name]["both_of_reference"] > 0
 
 
-def asked_when_it_ran(variant: str) -> list[bool]:
-    """Whether PyTorch was to be deterministic, forward and backward."""
-    case, inputs = given(variant)
-    asked = []
+@pytest.mark.usefixtures("one_round")
+def test_all_of_a_fixed_order_run_deterministically_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[bool]] = {"turned": set(), "turned, any order": set()}
 
     class Looks(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            asked.append(torch.are_deterministic_algorithms_enabled())
+        def forward(ctx: Any, x: torch.Tensor, variant: str) -> torch.Tensor:
+            ctx.variant = variant
+            asked[variant].add(torch.are_deterministic_algorithms_enabled())
             return x * 1
 
         @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-            asked.append(torch.are_deterministic_algorithms_enabled())
-            return dy
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+            asked[ctx.variant].add(torch.are_deterministic_algorithms_enabled())
+            return dy, None
 
-    call = attention._ordered(case, lambda qkv, cos, sin: Looks.apply(qkv))
-    torch.autograd.grad(call(*inputs.tensors.values()).sum(), inputs.tensors["qkv"])
-    asked.append(torch.are_deterministic_algorithms_enabled())
-    return asked
+    def looking(case: Case) -> list[Contender]:
+        call = attention._after_rope(case)
+        return [Contender("rope + SDPA", lambda _: lambda qkv, *tables: call(Looks.apply(qkv, case.variant), *tables))]  # type: ignore[no-untyped-call]
 
-
-def test_peers_of_a_fixed_order_run_deterministically_in_both_directions() -> None:
-    assert asked_when_it_ran("turned") == [True, True, False]
-    assert asked_when_it_ran("turned, any order") == [False, False, False]
+    for variant in asked:
+        only(monkeypatch, attention, given(variant)[0], contenders=looking)
+        assert bench("attention", "--json", str(tmp_path / "run.json")) == 0
+    assert asked == {"turned": {True}, "turned, any order": {False}}
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_full_cases_are_those_of_a_gpu() -> None:

@@ -122,7 +122,7 @@ def test_a_missing_matplotlib_is_said_before_measuring(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
     monkeypatch.setattr(command, "measure_ceilings", lambda *_: pytest.fail("measured first"))
     assert bench("--plot", str(tmp_path / "run.png")) == 2
-    assert "pip install 'onepass[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]' in a clone of onepass" in capsys.readouterr().err
 
 
 def test_interrupting_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
-from onepass.kernels.attention_forward import by_cudnn
-from onepass.ops.attention import faster_by_pytorch
+from onepass.kernels import attention_forward
+from onepass.kernels.attention_forward import forward_by_cudnn
+from onepass.ops.attention import attention, faster_by_pytorch
 
 OFF = {"attention_fusion": False}
 
@@ -107,35 +108,63 @@ def test_less_is_kept():
     assert kept(OFF) - kept({}) >= SHAPE["num_layers"] * q_and_k
 
 
-def test_pytorchs_is_taken_where_it_is_faster(monkeypatch):
-    on_gpu, here = (SimpleNamespace(is_cuda=is_cuda, device=None, shape=(2, 2047, 3)) for is_cuda in (True, False))
-    longer = SimpleNamespace(is_cuda=True, device=None, shape=(2, 2048, 3))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
-    assert not faster_by_pytorch(on_gpu, 128)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
-    assert faster_by_pytorch(on_gpu, 128) and not faster_by_pytorch(on_gpu, 64) and not faster_by_pytorch(here, 128)
-    assert faster_by_pytorch(longer, 64)
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What a projection on a Hopper GPU, or on another, shows of itself."""
+    monkeypatch.setattr(attention_forward, "_CUDNN", 91501)
+
+    def projection(S, major=9, stride=1, is_cuda=True):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+        return SimpleNamespace(is_cuda=is_cuda, device=None, shape=(2, S, 3), stride=lambda: (S * 3 * stride, 3 * stride, stride))
+
+    return projection
+
+
+def refusals(monkeypatch, asks):
+    """Whether nothing is cuDNN's where PyTorch may not take it, or has an old one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        assert not faster_by_pytorch(on_gpu, 128)
+        refused = not asks()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(attention_forward, "_CUDNN", 91500)
+    return refused and not asks()
+
+
+def test_pytorchs_is_taken_where_it_is_faster(a_gpu, monkeypatch):
+    kinds = [(S, D, major) for S in (2047, 2048) for D in (64, 128) for major in (8, 9, 10, 12)]
+    taken = [(S, D, major) for S, D, major in kinds if faster_by_pytorch(a_gpu(S, major), D)]
+    assert taken == [(2047, 128, 9), (2047, 128, 10), (2048, 64, 9), (2048, 64, 10), (2048, 128, 9), (2048, 128, 10)]
+    assert not faster_by_pytorch(a_gpu(2048, is_cuda=False), 128)
     torch.use_deterministic_algorithms(True)
-    assert not faster_by_pytorch(on_gpu, 128)
+    assert not faster_by_pytorch(a_gpu(2048), 128)
+    torch.use_deterministic_algorithms(False)
+    assert refusals(monkeypatch, lambda: faster_by_pytorch(a_gpu(2048), 128))
 
 
-def test_cudnns_forward_is_taken_where_it_is_faster(monkeypatch):
-    def projection(S, is_cuda=True, numel=3):
-        return SimpleNamespace(is_cuda=is_cuda, device=None, shape=(2, S, 3), numel=lambda: numel)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
-    taken = [(S, D) for S in (508, 512, 2044, 2048, 2049) for D in (32, 64, 128, 256) if by_cudnn(projection(S), D)]
-    assert taken == [(512, 128), (2044, 128), (2048, 64), (2048, 128)]
-    assert not by_cudnn(projection(4096, is_cuda=False), 128) and not by_cudnn(projection(4096, numel=2**31), 128)
+def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
+    lengths, sizes = (384, 512, 516, 1920, 2048, 2052), (32, 64, 128, 256)
+    taken = [(S, D) for S in lengths for D in sizes if forward_by_cudnn(a_gpu(S), D)]
+    assert taken == [(512, 128), (1920, 128), (2048, 64), (2048, 128)]
+    assert not any(forward_by_cudnn(each, 128) for each in (a_gpu(4096, is_cuda=False), a_gpu(4096, stride=2**18)))
+    assert not any(forward_by_cudnn(a_gpu(4096, major), 128) for major in (8, 10, 12))
     torch.use_deterministic_algorithms(True)
-    assert by_cudnn(projection(4096), 128)  # its order is fixed
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
-    assert not by_cudnn(projection(4096), 128)
+    assert forward_by_cudnn(a_gpu(4096), 128)  # its order is fixed
+    assert refusals(monkeypatch, lambda: forward_by_cudnn(a_gpu(4096), 128))
+
+
+def test_an_exported_program_takes_any_length():
+    """What is asked of a length on a GPU is not asked here."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, qkv):
+            return attention(qkv, 2, deterministic=False, backend="torch")
+
+    length = torch.export.Dim("S", min=4, max=8192)
+    program = torch.export.export(Attends(), (torch.randn(1, 32, 96),), dynamic_shapes={"qkv": {1: length}})
+    for S in (8, 2100):
+        qkv = torch.randn(1, S, 96)
+        torch.testing.assert_close(program.module()(qkv), attention(qkv, 2, backend="torch"))
 
 
 def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):

@@ -374,7 +374,7 @@ def test_yaml_that_is_no_configuration(text, said, tmp_path):
 
 def test_without_yaml_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"needs the package PyYAML: pip install 'onepass\[train\]'"):
+    with pytest.raises(ImportError, match=r"needs PyYAML: pip install '.\[train\]' in a clone"):
         Config().to_yaml()
 
 

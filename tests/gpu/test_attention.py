@@ -82,7 +82,8 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
 
 # ---- forward by cuDNN ----
 
-CUDNN = [(64, 2048, 8, 2), (64, 2052, 4, 4), (128, 512, 4, 4), (128, 1000, 8, 2), (128, 4096, 6, 2)]
+CUDNN = [(64, 2048, 8, 2), (64, 2176, 4, 4), (128, 512, 4, 4), (128, 896, 8, 2), (128, 4096, 6, 2)]
+WIDE = Case(B=1, S=512, heads=8, groups=2, D=128, R=128)
 
 
 def by_cudnn(monkeypatch):
@@ -129,15 +130,44 @@ def test_cudnns_forward_is_replayed_and_compiled(monkeypatch):
     assert equal([compiled(qkv)], expected[:1])
 
 
+@pytest.mark.parametrize("layout", ("contiguous", "sliced", "swapped", "unaligned"))
+@pytest.mark.parametrize("B", (1, 3))
+def test_cudnns_forward_of_what_lies_anywhere(B, layout, monkeypatch):
+    by_cudnn(monkeypatch)
+    report = judge_case(room, Case(**vars(WIDE) | {"B": B, "layout": layout}))
+    assert report, report
+
+
+def test_cudnns_forward_waits_for_nothing_and_runs_on_any_stream(monkeypatch):
+    by_cudnn(monkeypatch)
+    drawn = draw(WIDE)
+    expected = computed(room, WIDE, *drawn)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with nobody_waits(), torch.cuda.stream(side):
+        got = computed(room, WIDE, *drawn)
+    torch.cuda.current_stream().wait_stream(side)
+    assert equal(got, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_cudnns_forward_on_a_device_that_is_not_the_current_one(monkeypatch):
+    by_cudnn(monkeypatch)
+    drawn = draw(WIDE)
+    got = computed(room, WIDE, *(t.to("cuda:1") for t in drawn))
+    assert equal([t.to("cuda:0") for t in got], computed(room, WIDE, *drawn))
+
+
 def test_cudnns_forward_can_be_refused(monkeypatch):
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs Hopper")
-    monkeypatch.setattr(room, "attend_by_cudnn", None)
-    x = torch.randn(1, 512, 3 * 4 * 128, device="cuda", dtype=BF16)
-    with pytest.raises(TypeError):
-        onepass.attention(x, 4)
-    monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: False)
-    assert onepass.attention(x, 4).shape == (1, 512, 512)
+    by_cudnn(monkeypatch)
+    drawn = draw(WIDE)
+    computed(room, WIDE, *drawn)  # by cuDNN, as there is no other
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # ours
+            computed(room, WIDE, *drawn)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 # ---- the same, every time and everywhere ----

@@ -490,3 +490,30 @@ def test_a_group_of_one_and_a_group_without_this_rank(found):
         assert sent == []
         close_parts(parts, exact([place]))
         assert rank["other"].startswith("group must be None or a torch.distributed.ProcessGroup that has this rank, but is -100")
+
+
+def test_a_norm_that_is_nan_is_forgotten_with_its_gradient():
+    """Also in what lies between parameters, which an optimizer that leaves zeros behind doesn't see."""
+    weight = nn.Parameter(torch.ones(3))
+    main_grads = MainGrads([weight])
+    optimizer = onepass.parallel.AdamW(main_grads, lr=0.1)
+    for factor, norm in ((1.0, 3**0.5), (float("nan"), float("nan")), (1.0, 3**0.5)):
+        main_grads.zero_()
+        (weight.detach_().fill_(1.0).requires_grad_() * factor).sum().backward()
+        main_grads.finish()
+        torch.testing.assert_close(main_grads.clip_(10.0), torch.tensor(norm), equal_nan=True)
+        optimizer.step(zero=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("norm_type", (1.0, 2.0, 3.0, float("inf")))
+def test_the_norm_on_a_gpu_is_pytorchs(norm_type):
+    weights = [nn.Parameter(torch.randn(size, device="cuda").to(dtype)) for size in (3, 70, 5_000_001) for dtype in (FP32, BF16)]
+    main_grads = MainGrads(weights)
+    main_grads.zero_()
+    for weight in weights:
+        weight.main_grad.normal_()
+    main_grads.finish()
+    expected = torch.nn.utils.get_total_norm([weight.main_grad.double() for weight in weights], norm_type)
+    torch.testing.assert_close(main_grads.clip_(1.0, norm_type).double(), expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(main_grads.norm(norm_type), torch.ones((), device="cuda"), rtol=1e-4, atol=0.0)

@@ -1,5 +1,7 @@
 """What MainGrads refuses, and when: before anything is written or sent."""
 
+import warnings
+
 import pytest
 import torch
 from parallel.main_grads_ranks import BF16, BYTES, Mixed, backwards, close, exact, loss, main_grads_by_name
@@ -199,3 +201,32 @@ def test_a_parameter_may_be_elsewhere_in_the_module():
     model[0] = nn.Sequential(model[0])  # as what wraps a layer does
     _steps(model, main_grads)
     _steps(model, main_grads)
+
+
+def test_a_scripted_part():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch would rather have something else
+        model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    main_grads = MainGrads(model)
+    for _ in range(3):
+        _steps(model, main_grads)
+
+
+def test_parameters_that_a_module_has_and_does_not_hold():
+    class Lent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lent = {"weight": nn.Parameter(torch.ones(2))}
+
+        def named_parameters(self, *args, **options):
+            return iter(self.lent.items())
+
+        def forward(self, x):
+            return x * self.lent["weight"]
+
+    model = Lent()
+    main_grads = MainGrads(model)
+    _steps(model, main_grads)
+    model.lent["weight"] = nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="but weight is another one by now"):
+        _steps(model, main_grads)

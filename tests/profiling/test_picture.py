@@ -124,5 +124,5 @@ def test_a_wrong_suffix():
 def test_without_matplotlib(monkeypatch, tmp_path):
     known = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else known(name))
-    with pytest.raises(ImportError, match=r"pip install 'onepass\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install '.\[bench\]'"):
         launch_bound().profile().picture(tmp_path / "a.png")

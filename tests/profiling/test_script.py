@@ -251,7 +251,7 @@ def test_no_matplotlib(script, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, _, err = run(capsys, "--picture", "a.png", script, 5)
     assert status == 2
-    assert "--picture needs matplotlib: pip install 'onepass[bench]'" in err
+    assert "--picture needs matplotlib: pip install '.[bench]' in a clone of onepass" in err
 
 
 def test_help_says_where_options_stand(capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from onepass.cli import main
 from onepass.gpt import Config
+from onepass.gpt.settings import read_yaml
 from onepass.train.options import TRAINING, Options
 from onepass.train.updates import learning_rate
 
@@ -111,9 +112,27 @@ def test_a_text_that_is_none_leaves_nothing(content, said, capsys, tmp_path, mon
     assert list(folder.iterdir()) == []
 
 
+def test_a_file_may_name_settings_as_the_flags_do(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("norm_epsilon: 1e-6\nrope_fusion: false\nlr: 0.5\n")
+    flags = [*Config.flags(), *Options.flags()]
+    assert read_yaml(path, flags) == {"layernorm_epsilon": 1e-6, "apply_rope_fusion": False, "lr": 0.5}
+    every = {flag.on.removeprefix("--").replace("-", "_"): flag.field for flag in flags}
+    path.write_text("".join(f"{name}: 1\n" for name in every))
+    assert read_yaml(path, flags) == dict.fromkeys(every.values(), 1)
+
+
+def test_help_says_how_each_fusion_goes_off(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = "".join(capsys.readouterr().out.split())  # lines end at hyphens too
+    assert "(on;--no-rope-fusion)" in said and "(on;--no-norm-linear-fusion)" in said and "(off)" in said
+
+
 def test_a_file_of_settings_with_a_wrong_name(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     for text, said in (
+        ("norm_epsilon: 1e-6\nlayernorm_epsilon: 1e-5\n", "has 'norm_epsilon' and 'layernorm_epsilon', which are the same"),
         ("hidden_sise: 64\n", "'hidden_sise' is no setting; did you mean 'hidden_size'?"),
         ("[1, 2]\n", "must hold settings"),
         ("hidden_size: [\n", "is no YAML of settings"),

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--plot needs matplotlib: pip install 'onepass[bench]'")
+        raise Refused("--plot needs matplotlib: pip install '.[bench]' in a clone of onepass")
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)

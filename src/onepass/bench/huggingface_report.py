@@ -83,7 +83,7 @@ def _said(bar: Bar, rows: list[Found]) -> str:
         return f"[dim]{asked}not known[/]"
     value, enough = found
     verdict = "[green]reached[/]" if enough else "[red]not reached[/]"
-    return f"{asked}{format(value, '.3f' if bar.of else digits)}, {verdict}"
+    return f"{asked}{format(value, '.4f' if bar.of else digits)}, {verdict}"
 
 
 # ---- the columns ----

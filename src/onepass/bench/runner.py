@@ -80,10 +80,12 @@ def measure(plan: Plan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterato
     """One op: for each variant its CPU times, then its cases, as they are done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
-        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
+        with plan.bench.around(cases[0]):
+            cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
         yield cpu
         for case in cases:
-            result = _measure_case(plan, case, clock, ceilings, seeds, tick)
+            with plan.bench.around(case):
+                result = _measure_case(plan, case, clock, ceilings, seeds, tick)
             _add_cpu_times(result, cpu)
             yield result
 

@@ -245,7 +245,7 @@ class Config(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Config:
-        return cls.from_dict(read_yaml(path))
+        return cls.from_dict(read_yaml(path, cls.flags()))
 
     def to_yaml(self) -> str:
         """All fields, in their order."""

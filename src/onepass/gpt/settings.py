@@ -128,10 +128,16 @@ def _taken_apart(hint: Any) -> tuple[tuple[str, ...], type, bool]:
 # ---- YAML ----
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path, flags: Iterable[Flag] = ()) -> dict[str, Any]:
+    """A setting whose flag is named otherwise may have either name: `norm_epsilon` is `layernorm_epsilon`."""
     values = _yaml().load(Path(path).read_text(), Loader=_loader())
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings, one a line, as `hidden_size: 768`, but is {values!r:.50}")
+    fields = {flag.on.removeprefix("--").replace("-", "_"): flag.field for flag in flags}
+    for key in [key for key in values if fields.get(key, key) != key]:
+        if fields[key] in values:
+            raise ValueError(f"{path} must have a setting once, but has {key!r} and {fields[key]!r}, which are the same")
+        values[fields[key]] = values.pop(key)
     return values
 
 
@@ -145,7 +151,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("a configuration in YAML needs the package PyYAML: pip install 'onepass[train]'") from error
+        raise ImportError("a configuration in YAML needs PyYAML: pip install '.[train]' in a clone of onepass") from error
     return yaml
 
 

@@ -200,7 +200,7 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("Hugging Face's weights need the package safetensors: pip install 'onepass[train]'") from error
+        raise ImportError("Hugging Face's weights need safetensors: pip install '.[train]' in a clone of onepass") from error
     return safetensors
 
 

@@ -2,7 +2,7 @@
 
 A program owns BLOCK_M queries of one head and goes over the keys up to its last query, BLOCK_N at a time, with the softmax's
 running maximum and sum. Tensors are read where they lie: [B, S, heads, D], each with strides of its own but for the last.
-cuDNN's forward, unlike its backward, gives the same bits every time, and a sequence's whatever the others are.
+cuDNN's forward, unlike its backward, adds nothing up with atomics: on H200s it gave the same bits every time, and in any batch.
 """
 
 from __future__ import annotations
@@ -131,22 +131,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 
 # ---- by cuDNN ----
 
-_LEAST = {64: 2048, 128: 512}  # tokens from which on it is faster, for each size of heads (docs/notes/0014-attention.md)
+# Tokens from which on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md): its forward, all of it.
+_FORWARD_FROM = {64: 2048, 128: 512}
+_NARROW, _ALL_FROM = 64, 2048  # wider heads: always
+_STEP = 128  # of tokens: a plan for each new shape takes it 50 ms, so only for shapes that may come again
+_INT32_MAX = 0x7FFFFFFF  # PyTorch keeps strides as int in what it knows a plan by
+_WITHOUT_BUG = 91500  # cuDNN's version after which PyTorch prefers it; up to it some lengths went wrong
 
 
-def cudnn_is_there(x: Tensor) -> bool:
-    """Whether PyTorch has cuDNN's attention for a GPU on which it is fast, from Hopper on, and may take it: a switch of
-    PyTorch's, `torch.backends.cuda.enable_cudnn_sdp`. Asked so that a compiler can fold it."""
-    if not x.is_cuda or not torch._C._get_cudnn_sdp_enabled():  # torch.backends and get_device_capability break a compiled graph
+def _cudnn_version() -> int:
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError:  # it is older than the one that PyTorch was built with
+        return 0
+
+
+_CUDNN = _cudnn_version()  # known when a compiler asks
+
+
+def cudnn_is_there(x: Tensor, newest: int) -> bool:
+    """Whether PyTorch would take cuDNN's attention on x's GPU, of an architecture from Hopper's to `newest`.
+
+    `torch.backends.cuda.enable_cudnn_sdp(False)` makes it no. A compiler folds all of this: torch.backends.cuda and
+    get_device_capability would break its graph.
+    """
+    if not x.is_cuda or not torch._C._get_cudnn_sdp_enabled() or _CUDNN <= _WITHOUT_BUG:
         return False
     properties: Any = torch.cuda.get_device_properties(x.device)
-    return int(properties.major) >= 9
+    return 9 <= int(properties.major) <= newest
 
 
-def by_cudnn(qkv: Tensor, D: int) -> bool:
-    """Whether `attend_by_cudnn` takes the parts of this projection, and is faster than `attend`."""
+def forward_by_cudnn(qkv: Tensor, D: int) -> bool:
+    """Whether `attend_by_cudnn` takes the parts of this projection, and is faster than `attend`; where it was measured."""
     S = qkv.shape[1]
-    return S % 4 == 0 and _LEAST.get(D, S + 1) <= S and qkv.numel() <= 0x7FFFFFFF and cudnn_is_there(qkv)
+    if not cudnn_is_there(qkv, newest=9) or S % _STEP or _FORWARD_FROM.get(D, S + 1) > S:
+        return False
+    return sum((size - 1) * stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True)) <= _INT32_MAX
+
+
+def all_by_cudnn(qkv: Tensor, D: int) -> bool:
+    """Whether PyTorch's attention is faster than our kernels forward and backward, which then has no fixed order."""
+    return cudnn_is_there(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ Bytes    forward turns q and k (read and written once) and reads q once, k and v
          kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written where they belong
          in one tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. `deterministic=False` lets
-         PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on. cuDNN's forward alone,
-         whose order is fixed, does ours where that is faster.
+         PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's
+         forward stands for ours where it is faster, also where all is deterministic; backward stays ours.
 Kernels  kernels/attention_forward.py, kernels/attention_backward.py, kernels/rope.py.
 """
 
@@ -32,7 +32,14 @@ from onepass.kernels.attention_formula import (
     parts_of,
     turned_parts,
 )
-from onepass.kernels.attention_forward import attend, attend_by_cudnn, by_cudnn, cudnn_is_there, forward_tiles, lse_size
+from onepass.kernels.attention_forward import (
+    all_by_cudnn,
+    attend,
+    attend_by_cudnn,
+    forward_by_cudnn,
+    forward_tiles,
+    lse_size,
+)
 from onepass.kernels.rope import check_tables, rotate
 from onepass.kernels.rope_formula import rope_blocks
 from onepass.runtime.autocast import product_type
@@ -44,7 +51,6 @@ from onepass.runtime.sizes import shared_memory
 
 SIZES = (16, 32, 64, 128)  # of heads
 LONGEST = 1 << 20  # tokens
-_MANY = 2048  # from which on cuDNN is faster for heads of 64 too
 _TYPES = (torch.bfloat16, torch.float16)
 
 Maybe = Tensor | None
@@ -125,7 +131,7 @@ def _forward(qkv: Tensor, cos: Maybe, sin: Maybe, h: Heads, overwrite: bool) -> 
             _say_overwritten(qkv)
         else:
             turned = _turned_copy(qkv, cos, sin, h)
-    kernel = attend_by_cudnn if by_cudnn(turned, _head_size(turned, h.heads, h.groups)) else attend
+    kernel = attend_by_cudnn if forward_by_cudnn(turned, _head_size(turned, h.heads, h.groups)) else attend
     y, lse = kernel(*parts_of(turned, h.heads, h.groups), h.scale)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], h.heads * y.shape[-1]])
     return whole, lse, turned
@@ -361,9 +367,7 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, **options: A
 def faster_by_pytorch(qkv: Tensor, head_size: int) -> bool:
     """Where bits may differ from run to run PyTorch takes cuDNN's attention, from Hopper on: two thirds of our time for wide
     heads, nine tenths for narrow ones and many tokens. PyTorch's others take longer than ours."""
-    if torch.are_deterministic_algorithms_enabled() or (head_size <= 64 and qkv.shape[1] < _MANY):
-        return False
-    return cudnn_is_there(qkv)
+    return not torch.are_deterministic_algorithms_enabled() and all_by_cudnn(qkv, head_size)
 
 
 def variant(
@@ -380,7 +384,7 @@ def variant(
     room = shared_memory(qkv.device)
     forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
     by_tiles = f"{forward.block_m} x {forward.block_n}"
-    said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn(qkv, D) else by_tiles}; "
+    said = f"tiles of queries x keys: forward {'by cuDNN' if forward_by_cudnn(qkv, D) else by_tiles}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "

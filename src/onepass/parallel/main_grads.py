@@ -314,7 +314,7 @@ class MainGrads:
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, but is {norm_type}")
         device, all_count = self.buffers[0].device, self.tp_group is None or self.tp_group.rank() == 0
-        if all_count and device.type == "cuda" and not self.shard:  # one kernel, where foreach has one for 20 million numbers
+        if all_count and device.type == "cuda" and not self.shard:  # foreach would have a launch for every 20 million numbers
             each = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
         else:
             parts = [bucket.mine for bucket in self.buckets] if all_count else self._parts_of_this_rank()
@@ -343,8 +343,10 @@ class MainGrads:
             raise ValueError(f"max_norm must be 0 or more, but is {max_norm}")
         total = self.norm(norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for part in [bucket.mine for bucket in self.buckets] if self.shard else self.buffers:
-            part.mul_(factor.to(part.device))
+        for bucket in self.buckets:  # and not what lies between parameters, which would stay NaN
+            parts = [bucket.flat[start:stop] for _, start, stop in bucket.parts()]
+            if parts:
+                torch._foreach_mul_(parts, factor.to(bucket.flat.device))
         return total
 
     def check_finished(self, what: str) -> None:

@@ -18,14 +18,23 @@ class ModuleTree:
             has = weakref.ref(holder)
             self._modules += [(has, name, weakref.ref(child)) for name, child in holder._modules.items() if child is not None]
             self._parameters += [(has, name, each) for name, each in holder._parameters.items() if id(each) in parameters]
+        # a module may have others than it holds: then nothing can be said of them
+        self._has_all = parameters <= {id(each) for _, _, each in self._parameters}
 
     def is_as_it_was(self) -> bool:
+        """Surely so."""
+        if not self._has_all:
+            return False
         for has, name, parameter in self._parameters:
             holder = has()
-            if holder is None or holder._parameters.get(name) is not parameter:
+            if holder is None or not _holds(holder._parameters, name, parameter):
                 return False
         for has, name, was in self._modules:
             holder, child = has(), was()
-            if holder is None or child is None or holder._modules.get(name) is not child:
+            if holder is None or child is None or not _holds(holder._modules, name, child):
                 return False
         return True
+
+
+def _holds(table: Any, name: str, what: object) -> bool:
+    return name in table and table[name] is what  # not get: a scripted module's table has none

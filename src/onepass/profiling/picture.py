@@ -30,7 +30,7 @@ _SHADED = 4  # pixels: narrower gaps are seen as they are
 def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
     """Each with its name, one above the other on one time axis."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a picture needs matplotlib: pip install 'onepass[bench]'")
+        raise ImportError("a picture needs matplotlib: pip install '.[bench]' in a clone of onepass")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"path must end in .png, .svg or .pdf, but is {str(path)!r}")
     from matplotlib.figure import Figure

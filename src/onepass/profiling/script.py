@@ -108,7 +108,7 @@ _SUFFIXES = {"picture": (".png", ".svg", ".pdf"), "trace": (".json", ".json.gz")
 
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.picture and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--picture needs matplotlib: pip install 'onepass[bench]'")
+        raise Refused("--picture needs matplotlib: pip install '.[bench]' in a clone of onepass")
     for option, suffixes in _SUFFIXES.items():
         check_output(option, getattr(args, option), suffixes)
 

@@ -43,7 +43,7 @@ def device_function(function: Any) -> Any:
 def no_triton(x: Tensor) -> str | None:
     """Why Triton can't run on x, or None. Under the interpreter CPU tensors are as good as any."""
     if triton is None:
-        return "triton is not installed (pip install 'onepass[triton]')"
+        return "triton is not installed (pip install '.[triton]' in a clone of onepass)"
     if INTERPRETED:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     if not x.is_cuda:

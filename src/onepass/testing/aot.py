@@ -300,7 +300,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if triton is None:
-        print("onepass.testing.aot: triton is not installed: pip install 'onepass[triton]'", file=sys.stderr)
+        print("onepass.testing.aot: triton is not installed: pip install '.[triton]' in a clone of onepass", file=sys.stderr)
         return 2
     from rich.console import Console
 

@@ -37,7 +37,7 @@ from onepass.kernels import meeting
 from onepass.runtime.lang import INTERPRETED, tl, triton
 
 if triton is None:
-    raise ImportError("onepass.testing.interpreter needs triton: pip install 'onepass[triton,test]'")
+    raise ImportError("onepass.testing.interpreter needs triton: pip install '.[triton,test]' in a clone of onepass")
 if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
     raise ImportError(
         "onepass.testing.interpreter needs TRITON_INTERPRET=1 in the environment before onepass or triton is imported: "

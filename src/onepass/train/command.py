@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Each fusion has a flag; at the end tables say what they brought, together and each alone."
     )
     parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, under the names of the flags")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, as a run's config.yaml has them")
     parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this run, or from this checkpoint of it")
     parser.add_argument("--compare", action="store_true", help="train by PyTorch's operators too, and draw both curves")
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: Any, flag: Flag) -> None:
-    said = "" if flag.default in (None, ()) else f" ({str(flag.default).lower() if flag.type is bool else flag.default})"
-    about = (flag.help + said).replace("%", "%%")
+    about = (flag.help + _default(flag)).replace("%", "%%")
     if flag.off is not None:
         group.add_argument(flag.on, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=about)
         group.add_argument(flag.off, dest=flag.field, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -58,6 +57,14 @@ def _add(group: Any, flag: Flag) -> None:
             flag.on, dest=flag.field, type=flag.type, choices=flag.choices or None, default=argparse.SUPPRESS,
             metavar=None if flag.choices else {"STR": "NAME"}.get(kind, kind), help=about,
         )  # fmt: skip
+
+
+def _default(flag: Flag) -> str:
+    if flag.default in (None, ()):
+        return ""
+    if flag.type is not bool:
+        return f" ({flag.default})"
+    return f" (on; {flag.off})" if flag.default else " (off)"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +93,7 @@ def _check_packages() -> None:
 
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise Refused(f"training needs {', '.join(missing)}: pip install 'onepass[train]'")
+        raise Refused(f"training needs {', '.join(missing)}: pip install '.[train]' in a clone of onepass")
 
 
 # ---- settings ----
@@ -115,7 +122,7 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
 
 def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
     try:
-        values = read_yaml(path)
+        values = read_yaml(path, (*Config.flags(), *Options.flags()))
     except OSError as error:
         raise Refused(f"--config {path} can't be read: {error.strerror}") from None
     except Exception as error:  # YAML's own, of many kinds
