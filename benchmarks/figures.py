@@ -1,20 +1,24 @@
-"""Write the README's figures, a table an op, from the results of one GPU: `python benchmarks/figures.py`.
+"""Write the figures of README.md and docs/figures.md from the results of one GPU: `python benchmarks/figures.py`.
 
 Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
 by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
 with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise, and those of training by
-`benchmarks/gpt.py`, a file a model (`gpt_1B.json`), and `benchmarks/gpt_parallel.py`; those of Hugging Face's models by
-`onepass bench huggingface --json benchmarks/results/<gpu>/scripts/huggingface.json`. A test holds the README to them.
+`benchmarks/gpt.py`, a file a model (`gpt_1B.json`, and with --no-deterministic `gpt_free_1B.json`), `benchmarks/gpt_losses.py`
+and `benchmarks/gpt_parallel.py`; those of Hugging Face's models by
+`onepass bench huggingface --json benchmarks/results/<gpu>/scripts/huggingface.json`. A test holds the pages to them.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-# what stands in the README between <!-- name --> and <!-- /name -->
-FIGURES, LOSS, FUSION, TRAINING, HUGGINGFACE = "figures", "loss", "fusion", "training", "huggingface"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "figures.md"]
+# what stands in a page between <!-- name --> and <!-- /name -->
+OPS, FIGURES, LOSS, FUSION = "ops", "figures", "loss", "fusion"
+TRAINING, LOSSES, PARALLEL, HUGGINGFACE = "training", "losses", "parallel", "huggingface"
 
 
 def fraction(value):
@@ -92,7 +96,12 @@ def reference_line(rows):
 
 
 SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # others': tokens x in x out
-NOTES = {"attention": "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free."}
+NOTES = {
+    "attention": (
+        "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free. "
+        "The deterministic peers' CPU time has that of switching in it."
+    )
+}
 
 
 def by_reference(op, cases):
@@ -259,6 +268,7 @@ def fusion_table(path):
 # ---- training a whole model ----
 
 COMPILED = "plain, compiled"
+SIZES = {"124M": "16 x 1024", "1B": "4 x 4096"}  # of benchmarks/gpt.py
 
 
 def step_lines(results):
@@ -272,43 +282,58 @@ def step_lines(results):
             figures = [f"{faster:.2f} x", f"{less:.2f}"] if found is not plain else ["", ""]
             figures = [f"**{figure}**" if way.startswith("onepass") else figure for figure in figures]
             speed = f"{found['ms']:.1f}", f"{found['tokens_per_s']:,.0f}", figures[0], f"{found['of_peak']:.2f}"
-            yield line([title, way, *speed, f"{found['peak_gib']:.1f}", figures[1]])
+            yield line([f"{title}, {SIZES[title]}", way, *speed, f"{found['peak_gib']:.1f}", figures[1]])
 
 
-def scaling_line(row):
-    """Nothing of the rows that others are set beside."""
-    beside = f"{row['scaling']:.1%} of {row['ranks']} x {row['beside']}"
+DETERMINISTIC = (
+    "All deterministic (`torch.use_deterministic_algorithms`), as `onepass train` is unless told otherwise: that makes the "
+    "backward of PyTorch's attention slower by half and more, so that the gap is wider here than without."
+)
+FREE = "The same where sums may have any order (`--no-deterministic`), and both sides use cuDNN's attention:"
+
+
+def training_tables(folder):
+    models, free = (sorted(folder.glob(f"gpt_{kind}[0-9]*.json")) for kind in ("", "free_"))
+    lines = []
+    for said, paths in ((DETERMINISTIC, models), (FREE, free)):
+        results = [json.loads(path.read_text()) for path in paths]
+        if not results:
+            continue
+        commits = ", ".join({each["commit"]: 0 for each in results})
+        measured = f"One {results[0]['gpu']}, torch {results[0]['versions']['torch']}, commit {commits}."
+        speed = "ms a step", "tokens/s", f"speed over {COMPILED}", "of cuBLAS's best"
+        lines += [*([""] if lines else []), f"{said} {measured}", ""]
+        lines += header("tokens", "", *speed, "peak GiB", f"of {COMPILED}'s")
+        lines += [each for result in results for each in step_lines(result)]
+    return "\n".join(lines)
+
+
+def losses_table(path):
+    results = json.loads(path.read_text())
+    tokens, steps, model = f"{results['tokens']:,}", results["steps"], results["preset"]
+    lines = [f"{steps} steps of {tokens} tokens, {model}, by `benchmarks/gpt_losses.py`; commit {results['commit']}.", ""]
+    lines += header("", "set beside", "mean distance", "largest")
+    for row in results["rows"]:
+        name = f"**{row['run']}**" if row["run"].startswith("onepass") else row["run"]
+        lines.append(line([name, row["beside"], f"{row['mean']:.1e}", f"{row['most']:.1e}"]))
+    return "\n".join(lines)
+
+
+def parallel_line(row):
+    beside = f"{row['scaling']:.1%} of {row['ranks']} x {row['beside']}" if row.get("scaling") else ""
     flush = row.get("pipeline")
     idle = f"{flush['flush_ms']:.1f}, idle {flush['flush_idle_ms']:.1f}" if flush else ""
     return line([row["name"], f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", beside, f"{row['peak_gib']:.1f}", idle])
 
 
-def losses_lines(path):
-    results = json.loads(path.read_text())
-    tokens, steps, model = f"{results['tokens']:,}", results["steps"], results["preset"]
-    said = f"Losses of {steps} steps of {tokens} tokens, {model}; commit {results['commit']}."
-    yield f"{said} `benchmarks/gpt_losses.py` trains them."
-    yield ""
-    yield from header("", "set beside", "mean distance", "largest")
-    for row in results["rows"]:
-        name = f"**{row['run']}**" if row["run"].startswith("onepass") else row["run"]
-        yield line([name, row["beside"], f"{row['mean']:.1e}", f"{row['most']:.1e}"])
-
-
-def training_tables(folder):
-    one = [json.loads(path.read_text()) for path in sorted(folder.glob("gpt_[0-9]*.json"))]
-    said = f"One {one[0]['gpu']}, bf16, torch {one[0]['versions']['torch']}; commit {', '.join({r['commit']: 0 for r in one})}."
-    how = "A step, deterministic, plain being PyTorch's operators under autocast with fused AdamW:"
-    lines = [f"{said} {how}", "", *header("", "", "ms", "tokens/s", "faster", "of peak", "GiB", "of its GiB")]
-    lines += [each for results in one for each in step_lines(results)]
-    lines += ["", *losses_lines(folder / "gpt_losses.json")]
-    for path in sorted(folder.glob("gpt_parallel_*.json")):
+def parallel_tables(paths):
+    lines = []
+    for path in paths:
         results = json.loads(path.read_text())
         ranks = path.stem.rpartition("_")[2]
-        measured = f"1B on {ranks} of them; commit {results['commit']}. `benchmarks/gpt_parallel.py` says what the rows are."
-        lines += ["", measured, ""]
-        lines += header("", "ms", "tokens/s", "scaling", "GiB", "flush, ms")
-        lines += [scaling_line(row) for row in results["rows"].values() if row.get("scaling")]
+        lines += [*([""] if lines else []), f"1B on {ranks} {results['gpu']}; commit {results['commit']}.", ""]
+        lines += header("", "ms a step", "tokens/s", "scaling", "peak GiB", "flush, ms")
+        lines += [parallel_line(row) for row in results["rows"].values()]
     return "\n".join(lines)
 
 
@@ -337,7 +362,35 @@ def huggingface_table(path):
     return "\n".join(lines)
 
 
-# ---- the README ----
+# ---- all ops at a glance ----
+
+
+def at_a_glance(path):
+    """An op by its largest case; what the op is first measured as, of several as large."""
+    results = json.loads(path.read_text())
+    largest = max(results["rows"], key=lambda row: math.prod(row["shape"]))["case"]
+    rows = [row for row in results["rows"] if row["case"] == largest]
+    ours = own(rows)
+    op = f"[`{path.stem}`](docs/figures.md#{path.stem})"
+    if ours.get("reference"):
+        reference = of(rows, ours["reference"])
+        best_peer = min((row for row in peers_of(rows) if row is not reference), key=lambda row: row["both_of_reference"])
+        said = f"**{whole(ours)}** of {ours['reference']}'s time", f"{whole(best_peer)} {best_peer['contender']}"
+    else:
+        said = tuple(" / ".join(each) for each in zip(*(copy_shares(rows, way) for way in ("forward", "backward")), strict=True))
+    return line([op, named(ours), *said])
+
+
+def copy_shares(rows, direction):
+    return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
+
+
+def ops_table(folder):
+    titles = header("", "case", "onepass", "best peer")
+    return "\n".join([*titles, *(at_a_glance(path) for path in sorted(folder.glob("*.json")))])
+
+
+# ---- the pages ----
 
 
 def between(text, name, made):
@@ -347,19 +400,33 @@ def between(text, name, made):
     return f"{before}{start}\n{made}\n{end}{after}"
 
 
-def with_figures(readme, folder=RESULTS):
+def all_figures(folder=RESULTS):
+    """What stands in each place."""
     scripts = folder / "scripts"
-    made = {FIGURES: tables(folder), LOSS: loss_tables(scripts), FUSION: fusion_table(scripts / "fusion.json")}
-    made[TRAINING] = training_tables(scripts)
-    made[HUGGINGFACE] = huggingface_table(scripts / "huggingface.json")
+    return {
+        OPS: ops_table(folder),
+        FIGURES: tables(folder),
+        LOSS: loss_tables(scripts),
+        FUSION: fusion_table(scripts / "fusion.json"),
+        TRAINING: training_tables(scripts),
+        LOSSES: losses_table(scripts / "gpt_losses.json"),
+        PARALLEL: parallel_tables(sorted(scripts.glob("gpt_parallel_*.json"))),
+        HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
+    }
+
+
+def with_figures(page, made):
+    """The page with what it has places for."""
     for name, table_text in made.items():
-        readme = between(readme, name, table_text)
-    return readme
+        if f"<!-- {name} -->" in page:
+            page = between(page, name, table_text)
+    return page
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
     try:
-        path.write_text(with_figures(path.read_text()))
+        made = all_figures()
     except ValueError as error:
         sys.exit(f"figures.py: {error}")
+    for path in PAGES:
+        path.write_text(with_figures(path.read_text(), made))

@@ -23,11 +23,31 @@ def test_a_result_has_a_commit(path):
     assert json.loads(path.read_text())["commit"]
 
 
-def test_the_readme_says_what_was_measured():
-    readme = (ROOT / "README.md").read_text()
-    assert "gelu 16384 x 16384" in readme
-    assert "| 8192 x 4096 x 128256 |" in readme
-    assert figures.with_figures(readme) == readme, "python benchmarks/figures.py brings the README up to date"
+@pytest.mark.parametrize("path", figures.PAGES, ids=lambda path: path.name)
+def test_pages_say_what_was_measured(path):
+    page = path.read_text()
+    assert figures.with_figures(page, figures.all_figures()) == page, "python benchmarks/figures.py brings it up to date"
+
+
+def test_each_figure_has_one_place():
+    pages = "".join(path.read_text() for path in figures.PAGES)
+    for name, made in figures.all_figures().items():
+        assert pages.count(f"<!-- {name} -->") == pages.count(f"<!-- /{name} -->") == 1
+        assert made in pages
+    assert "gelu 16384 x 16384" in pages
+    assert "| 8192 x 4096 x 128256 |" in pages
+
+
+def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):
+    ways = {"onepass": {"ms": 10.0, "peak_gib": 1.0, "tokens_per_s": 5.0, "of_peak": 0.5}}
+    ways["plain, compiled"] = ways["onepass"] | {"ms": 12.0, "peak_gib": 2.0}
+    results = {"commit": "0123", "gpu": "H200", "versions": {"torch": "2.11"}, "rows": {"1B": ways}}
+    (tmp_path / "gpt_1B.json").write_text(json.dumps(results))
+    assert "| 1B, 4 x 4096 | onepass | 10.0 | 5 | **1.20 x** | 0.50 | 1.0 | **0.50** |" in figures.training_tables(tmp_path)
+    (tmp_path / "gpt_free_1B.json").write_text(json.dumps(results | {"commit": "4567"}))
+    made = figures.training_tables(tmp_path)
+    assert made.index("commit 0123") < made.index("--no-deterministic") < made.index("commit 4567")
+    assert made.count("| 1B, 4 x 4096 | onepass |") == 2
 
 
 def test_each_op_has_a_table_under_its_name(kept, tmp_path):

@@ -20,7 +20,7 @@ _GPT2: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # for a CPU: 1.2 million parameters
+    # for a CPU: 1.1 million parameters
     "tiny": {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4, "vocab_size": 2048},
     # GPT-2 small and medium
     "124M": _GPT2 | {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
