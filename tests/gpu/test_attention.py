@@ -9,6 +9,7 @@ from ops.calls import equal, relative
 import onepass
 import onepass.ops.attention as room
 from onepass.kernels.attention_formula import parts_of
+from onepass.kernels.attention_forward import cudnn_is_there
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 overwriting = pytest.mark.parametrize("overwrite", (False, True), ids=("kept", "overwritten"))
@@ -63,8 +64,8 @@ def test_a_billion_parameters_sizes():
 @pytest.mark.parametrize(("D", "S"), ((64, 2048), (64, 2049), (128, 130)))
 def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     """From Hopper on. It rounds the gradients of heads that share a group before they are summed."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs Hopper")
+    if not cudnn_is_there(torch.empty(0, device="cuda"), newest=10):
+        pytest.skip("needs Hopper, or Blackwell, and a cuDNN after 9.15")
     case = Case(B=2, S=S, heads=8, groups=2, D=D, R=D)
     qkv, cos, sin, dy = draw(case)
     leaf = qkv.requires_grad_()
@@ -87,9 +88,9 @@ WIDE = Case(B=1, S=512, heads=8, groups=2, D=128, R=128)
 
 
 def by_cudnn(monkeypatch):
-    """From Hopper on, and then our kernel is not called."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs Hopper")
+    """Our kernel is not there to be called."""
+    if not cudnn_is_there(torch.empty(0, device="cuda"), newest=9):
+        pytest.skip("needs Hopper and a cuDNN after 9.15")
     monkeypatch.setattr(room, "attend", None)
 
 
