@@ -385,9 +385,22 @@ def copy_shares(rows, direction):
     return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
 
 
+def loss_at_a_glance(path):
+    cases = json.loads(path.read_text())["rows"]
+    largest = max(cases, key=lambda case: math.prod(map(int, case.split(" x "))))
+    ways = cases[largest]["ways"]
+    peers = [name for name in LOSS_PEERS if "over_floor" in ways.get(name, {})]
+    best_peer = min(peers, key=lambda name: ways[name]["over_floor"])
+    (time, gib), (peer_time, peer_gib) = (over_floor(ways[name]).split(" / ") for name in ("onepass", best_peer))
+    op = f"[`{path.stem}`](docs/figures.md#the-loss-without-the-logits)"
+    return line([op, largest, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"])
+
+
 def ops_table(folder):
-    titles = header("", "case", "onepass", "best peer")
-    return "\n".join([*titles, *(at_a_glance(path) for path in sorted(folder.glob("*.json")))])
+    rows = {path.stem: at_a_glance(path) for path in folder.glob("*.json")}
+    loss = folder / "scripts" / "linear_cross_entropy.json"
+    rows[loss.stem] = loss_at_a_glance(loss)
+    return "\n".join([*header("", "case", "onepass", "best peer"), *(rows[op] for op in sorted(rows))])
 
 
 # ---- the pages ----
