@@ -40,7 +40,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "half a scale": (room, "D**-0.5 if scale", "D**-1.0 if scale"),
     "the scale not taken": (room, "D**-0.5 if scale is None else float(scale)", "D**-0.5"),
     "keys and values exchanged": (lies, "    return q, k, v\n\n\ndef attention_formula", "    return q, v, k\n\n\ndef attention_formula"),
-    "values after the queries": (lies, "split((heads, groups, groups), 2)", "split((groups, groups, heads), 2)[::-1]"),
+    "values after the queries": (lies, "split_with_sizes((heads, groups, groups), 2)", "split_with_sizes((groups, groups, heads), 2)[::-1]"),
 }  # fmt: skip
 
 
