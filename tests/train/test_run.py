@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from onepass.train.loop import Run
 from onepass.train.options import Options
 from onepass.train.record import Line
 from onepass.train.steps import Steps
-from onepass.train.table import Without, fusions, table_of_fusions, without
+from onepass.train.table import Without, _in_turns, _side_by_side, fusions, table_of_fusions, without
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -223,6 +225,23 @@ def test_bits_are_the_same_where_it_is_asked_for(asked):
     assert torch.are_deterministic_algorithms_enabled() == asked
 
 
+def test_on_a_cpu_the_ways_of_a_small_model_take_turns():
+    """What else the machine does slows all of them, and the best of rounds that lie apart counts."""
+    called, busy = [], {"a": [0.0, 0.0, 0.03, 0.0, 0.0, 0.0, 0.0], "b": [0.03, 0.03, 0.03, 0.03, 0.03, 0.0, 0.0]}
+
+    def step(name, number, lr):
+        called.append(name)
+        time.sleep(0.002 + busy[name].pop(0))
+
+    (a, a_unrest), (b, b_unrest) = _in_turns([partial(step, "a"), partial(step, "b")])
+    assert "".join(called) == "abaabbaabbaabb"
+    assert 2.0 <= a < 15.0 and 2.0 <= b < 15.0
+    assert a_unrest > 1.5 and b_unrest > 1.5
+    on_cpu, on_gpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    small, large = Config(), Config(num_layers=48, hidden_size=2048)
+    assert [_side_by_side(*given, 10) for given in ((small, on_cpu), (large, on_cpu), (small, on_gpu))] == [True, False, False]
+
+
 def test_the_table_of_fusions_is_set_beside_the_better_of_two():
     runs = [Without([], 30.0, 4.0), Without(["--no-rope-fusion"], 12.0, 5.0), Without([], 10.0, 4.0)]
     console = Console(width=120, record=True, file=io.StringIO())
@@ -230,3 +249,7 @@ def test_the_table_of_fusions_is_set_beside_the_better_of_two():
     said = console.export_text()
     assert "10.0" in said and "30.0" not in said
     assert "+20.0%" in said and "+25.0%" in said and "--no-rope-fusion" in said
+    assert "busy" not in said
+    runs[1].unrest = 2.6
+    console.print(table_of_fusions(runs))
+    assert "The machine was busy: times of the same step differ by up to 2.6 x" in " ".join(console.export_text().split())

@@ -227,7 +227,8 @@ def _compared(run: Run, folder: Path, console: Console) -> list[Line]:
 
 
 def _show_table(run: Run, console: Console) -> None:
-    fused, plain = compare(run.config, run.options, run.layout, run.batches())
+    with console.status("measuring this run, fused and by PyTorch's operators"):
+        fused, plain = compare(run.config, run.options, run.layout, run.batches())
     console.print()
     console.print(table(fused, plain, run.layout.device.type == "cuda"))
 

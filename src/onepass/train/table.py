@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -19,6 +20,8 @@ from onepass.train.setup import make
 from onepass.train.updates import learning_rate
 
 _STEPS = 6
+_RESTLESS = 1.5  # rounds that differ by so much say more about the machine than about the steps
+_BYTES = 20  # of a parameter: weight, gradient, moments, master
 
 
 @dataclass
@@ -30,11 +33,16 @@ class Side:
     launches: float  # kernels of a step, on a CPU operators
     losses: list[float]
     loss_mib: float = 0.0  # that final norm, head and loss take at most, forward and backward
+    unrest: float = 1.0  # the longest of its rounds' times over the shortest
 
 
 def compare(config: Config, options: Options, layout: Layout, batches: Batches) -> tuple[Side, Side]:
     """As the run was, and by PyTorch's operators."""
     fused, plain = (_measured(config, options, layout, batches, plain) for plain in (False, True))
+    if _side_by_side(config, layout, 2):
+        steps = [_stepper(config, options, layout, batches, plain) for plain in (False, True)]
+        for side, timed in zip((fused, plain), _in_turns(steps), strict=True):
+            side.step_ms, side.unrest = timed
     return fused, plain
 
 
@@ -65,6 +73,18 @@ def _stepper(
         return loss
 
     return step
+
+
+def _side_by_side(config: Config, layout: Layout, ways: int) -> bool:
+    """Whether several models are to be there at once, so that their steps can take turns: on a CPU, where whatever else it does
+    would slow one more than another. On a GPU each is by itself, as its memory counts."""
+    return layout.device.type == "cpu" and ways * _BYTES * config.parameters_count() < 1 << 30
+
+
+def _in_turns(steps: list[Callable[[int, float], torch.Tensor]]) -> list[tuple[float, float]]:
+    """Milliseconds of a step of each, the least of some rounds, and the longest over it; a first round allocates and compiles."""
+    rounds = [[run(partial(step, 0, 0.0), calls)[0] / 1e3 for step in steps] for calls in (1, 2, 2, 2)]
+    return [(min(times), max(times) / min(times)) for times in zip(*rounds[1:], strict=True)]
 
 
 def _memory_gib(layout: Layout) -> float | None:
@@ -100,6 +120,7 @@ class Without:
     flags: list[str]  # as on the command line
     step_ms: float
     memory_gib: float | None
+    unrest: float = 1.0  # as a Side's
 
 
 def fusions(config: Config) -> list[list[str]]:
@@ -116,21 +137,18 @@ def fusions(config: Config) -> list[list[str]]:
 def each_off(config: Config, options: Options, layout: Layout, batches: Batches) -> Iterator[Without]:
     """The run as it was, without each of its fusions, and once more as it was: machines grow slower while they are measured."""
     flags = {flag.field: flag.off for flag in Config.flags()}
-    for names in [[], *fusions(config), []]:
+    ways = [[], *fusions(config), []]
+    for together in [ways] if _side_by_side(config, layout, len(ways)) else [[way] for way in ways]:
         _forget(layout.device)
-        said = [off for name in names if (off := flags[name]) is not None]
-        yield Without(said, _step_ms(without(config, names), options, layout, batches), _memory_gib(layout))
+        steps = [_stepper(without(config, names), options, layout, batches) for names in together]
+        for names, (step_ms, unrest) in zip(together, _in_turns(steps), strict=True):
+            said = [off for name in names if (off := flags[name]) is not None]
+            yield Without(said, step_ms, _memory_gib(layout), unrest)
+        del steps  # nothing of these is to be left when the next one's memory is counted
 
 
 def without(config: Config, names: list[str]) -> Config:
     return config.replace(**{name: type(getattr(config, name))(0) for name in names})
-
-
-def _step_ms(config: Config, options: Options, layout: Layout, batches: Batches) -> float:
-    """By itself, so that nothing of the model is left when the next one's memory is counted."""
-    step = _stepper(config, options, layout, batches)
-    walls = [wall for wall, _ in (run(lambda: step(0, 0.0), calls) for calls in (1, 2, 2, 2))]  # the first allocate and compile
-    return min(walls) / 1e3
 
 
 def table_of_fusions(runs: list[Without]) -> Table:
@@ -144,6 +162,7 @@ def table_of_fusions(runs: list[Without]) -> Table:
         if each.memory_gib is not None and whole.memory_gib is not None:
             row += [f"{each.memory_gib:,.2f}", _than(each.memory_gib, whole.memory_gib)]
         made.add_row(*row)
+    made.caption = _unrest(runs)
     return made
 
 
@@ -194,7 +213,15 @@ def table(fused: Side, plain: Side, on_gpu: bool) -> Table:
     apart = max(abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=True))
     steps = len(fused.losses)
     made.add_row(f"loss, {steps} steps", f"{fused.losses[-1]:.4f}", f"{plain.losses[-1]:.4f}", f"at most {apart:.1e} apart")
+    made.caption = _unrest([fused, plain])
     return made
+
+
+def _unrest(timed: Iterable[Side | Without]) -> str | None:
+    most = max(each.unrest for each in timed)
+    if most < _RESTLESS:
+        return None
+    return f"The machine was busy: times of the same step differ by up to {most:.1f} x, and ratios may be as far off."
 
 
 def _faster(ours: float, theirs: float) -> str:
