@@ -11,7 +11,7 @@ import torch
 from bench.benching import bench, only, wrong
 
 from onepass.bench import attention
-from onepass.bench.model import Case, Contender, Inputs
+from onepass.bench.model import Call, Case, Contender, Inputs, Result
 
 
 def given(variant: str) -> tuple[Case, Inputs]:
@@ -67,9 +67,19 @@ def test_all_of_a_fixed_order_run_deterministically_in_both_directions(tmp_path:
         call = attention._after_rope(case)
         return [Contender("rope + SDPA", lambda _: lambda qkv, *tables: call(Looks.apply(qkv, case.variant), *tables))]  # type: ignore[no-untyped-call]
 
+    def formula(case: Case) -> Call:
+        call = attention._formula(case)
+
+        def judging(*tensors: torch.Tensor) -> Result:  # cuBLAS may refuse its products where it is asked to be deterministic
+            assert not torch.are_deterministic_algorithms_enabled()
+            return call(*tensors)
+
+        return judging
+
     for variant in asked:
-        only(monkeypatch, attention, given(variant)[0], contenders=looking)
+        only(monkeypatch, attention, given(variant)[0], contenders=looking, formula=formula)
         assert bench("attention", "--json", str(tmp_path / "run.json")) == 0
+        assert {row["status"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]} == {"ok"}
     assert asked == {"turned": {True}, "turned, any order": {False}}
     assert not torch.are_deterministic_algorithms_enabled()
 

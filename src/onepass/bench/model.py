@@ -90,7 +90,7 @@ class OpBench:
     without: dict[str, str] = field(default_factory=dict)  # packages with nothing to compare, and why
     baseline: Callable[[Case], Call] | None = None  # in the case's own type: for matrix products, whose operands have it
     reference: str | None = None  # the contender whose time the others' is set against, where a copy says nothing
-    around: Callable[[Case], AbstractContextManager[None]] = lambda case: nullcontext()  # what all of a case is measured in
+    around: Callable[[Case], AbstractContextManager[None]] = lambda case: nullcontext()  # what a case's contenders run in
 
 
 @dataclass

@@ -80,12 +80,10 @@ def measure(plan: Plan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterato
     """One op: for each variant its CPU times, then its cases, as they are done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
-        with plan.bench.around(cases[0]):
-            cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
+        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
         yield cpu
         for case in cases:
-            with plan.bench.around(case):
-                result = _measure_case(plan, case, clock, ceilings, seeds, tick)
+            result = _measure_case(plan, case, clock, ceilings, seeds, tick)
             _add_cpu_times(result, cpu)
             yield result
 
@@ -110,6 +108,14 @@ class _Lane:
 def _measure_case(plan: Plan, case: Case, clock: Clock, ceilings: Ceilings, seeds: torch.Generator, tick: Tick) -> CaseResult:
     forget_compiled()
     checked = [_check(plan, contender, case, clock, seeds, tick) for contender in plan.contenders(case)]
+    with plan.bench.around(case):
+        return _time_case(plan, case, checked, clock, ceilings, seeds, tick)
+
+
+def _time_case(
+    plan: Plan, case: Case, checked: list[tuple[Measured, Call | None]], clock: Clock, ceilings: Ceilings, seeds: torch.Generator,
+    tick: Tick,
+) -> CaseResult:  # fmt: skip
     rows = [row for row, _ in checked]
     right = [(row, call) for row, call in checked if call is not None]
     inputs = plan.bench.inputs(case, clock.device, seeds)
@@ -207,7 +213,8 @@ def _check(
             if not contender.ours:  # a peer's warnings are between it and its users
                 warnings.simplefilter("ignore")
             call = contender.make(case)
-            got = accuracy.outputs(call, inputs)
+            with plan.bench.around(case):  # and not the formula, whose products may know nothing of it
+                got = accuracy.outputs(call, inputs)
         clock.synchronize()
         if not contender.floor:
             row.errors, row.allowed = accuracy.judged(plan.bench, case, inputs, got, contender.ours)
@@ -248,11 +255,12 @@ def _cpu_times(plan: Plan, tiny: Case, clock: Clock, seeds: torch.Generator, tic
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     calls = 100 if clock.device.type == "cuda" else 20
-    for turn in range(plan.cpu_rounds):
-        tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {plan.cpu_rounds}")
-        for lane in _rotated(lanes, turn):
-            forward[lane.name].append(clock.host_us(lane.forward, calls))
-            both[lane.name].append(clock.host_us(lane.train, calls))
+    with plan.bench.around(tiny):
+        for turn in range(plan.cpu_rounds):
+            tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {plan.cpu_rounds}")
+            for lane in _rotated(lanes, turn):
+                forward[lane.name].append(clock.host_us(lane.forward, calls))
+                both[lane.name].append(clock.host_us(lane.train, calls))
     times = [CpuTime(lane.name, min(forward[lane.name]), min(both[lane.name])) for lane in lanes]
     split = len(lanes) - len(references)
     return CpuTimes(tiny, times[:split], times[split:])

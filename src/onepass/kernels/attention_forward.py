@@ -164,7 +164,7 @@ def cudnn_is_there(x: Tensor, newest: int) -> bool:
 def forward_by_cudnn(qkv: Tensor, D: int) -> bool:
     """Whether `attend_by_cudnn` takes the parts of this projection, and is faster than `attend`; where it was measured."""
     S = qkv.shape[1]
-    if not cudnn_is_there(qkv, newest=9) or S % _STEP or _FORWARD_FROM.get(D, S + 1) > S:
+    if S % _STEP or _FORWARD_FROM.get(D, S + 1) > S or not cudnn_is_there(qkv, newest=9):
         return False
     return sum((size - 1) * stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True)) <= _INT32_MAX
 
