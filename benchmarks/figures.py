@@ -60,12 +60,15 @@ def best(rows, direction):
     return f"{fraction(peer[f'{direction}_of_copy'])} {peer['contender']}"
 
 
+def copy_shares(rows, direction):
+    """Ours, and the best peer's."""
+    return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
+
+
 def case_line(rows):
-    ours, copy = own(rows), of(rows, "copy")
-    cells = [named(ours)]
+    cells = [named(own(rows))]
     for direction in ("forward", "backward"):
-        of_copy = f"{direction}_of_copy"
-        cells += [f"**{fraction(ours[of_copy])}**", best(peers_of(rows), direction), fraction(copy[of_copy])]
+        cells += [*copy_shares(rows, direction), fraction(of(rows, "copy")[f"{direction}_of_copy"])]
     return line(cells)
 
 
@@ -85,12 +88,18 @@ def whole(row):
     return f"{row['both_of_reference']:.3f}"
 
 
+def times_of_reference(rows):
+    """Ours, and the best peer's but for the reference itself."""
+    ours = own(rows)
+    peers = [row for row in peers_of(rows) if row["contender"] != ours["reference"]]
+    peer = min(peers, key=lambda row: row["both_of_reference"], default=None)
+    return f"**{whole(ours)}**", f"{whole(peer)} {peer['contender']}" if peer else ""
+
+
 def reference_line(rows):
     ours = own(rows)
     reference = of(rows, ours["reference"])
-    peer = min((row for row in peers_of(rows) if row is not reference), key=lambda row: row["both_of_reference"], default=None)
-    cells = [named(ours), f"{ours['forward_ms']:.2f} / {ours['backward_ms']:.2f}", f"**{whole(ours)}**"]
-    cells.append(f"{whole(peer)} {peer['contender']}" if peer else "")
+    cells = [named(ours), f"{ours['forward_ms']:.2f} / {ours['backward_ms']:.2f}", *times_of_reference(rows)]
     cells += [f"{mib(ours, name)} / {mib(reference, name)}" for name in ("kept_mib", "peak_mib")]
     return line(cells)
 
@@ -193,10 +202,11 @@ def tables(folder):
 
 
 def over_floor(row):
-    if not row or "error" in row:
-        return ""
-    said = f"{row['over_floor']:.2f}", f"{row['peak_mib'] / 1024:.1f}"
-    return " / ".join(said)
+    return "" if not row or "error" in row else " / ".join(time_and_gib(row))
+
+
+def time_and_gib(row):
+    return f"{row['over_floor']:.2f}", f"{row['peak_mib'] / 1024:.1f}"
 
 
 def loss_line(case, result):
@@ -373,16 +383,10 @@ def at_a_glance(path):
     ours = own(rows)
     op = f"[`{path.stem}`](docs/figures.md#{path.stem})"
     if ours.get("reference"):
-        reference = of(rows, ours["reference"])
-        best_peer = min((row for row in peers_of(rows) if row is not reference), key=lambda row: row["both_of_reference"])
-        said = f"**{whole(ours)}** of {ours['reference']}'s time", f"{whole(best_peer)} {best_peer['contender']}"
-    else:
-        said = tuple(" / ".join(each) for each in zip(*(copy_shares(rows, way) for way in ("forward", "backward")), strict=True))
-    return line([op, named(ours), *said])
-
-
-def copy_shares(rows, direction):
-    return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
+        time, peer = times_of_reference(rows)
+        return line([op, named(ours), f"{time} of {ours['reference']}'s time", peer])
+    shares = zip(*(copy_shares(rows, way) for way in ("forward", "backward")), strict=True)
+    return line([op, named(ours), *(" / ".join(each) for each in shares)])
 
 
 def loss_at_a_glance(path):
@@ -391,7 +395,7 @@ def loss_at_a_glance(path):
     ways = cases[largest]["ways"]
     peers = [name for name in LOSS_PEERS if "over_floor" in ways.get(name, {})]
     best_peer = min(peers, key=lambda name: ways[name]["over_floor"])
-    (time, gib), (peer_time, peer_gib) = (over_floor(ways[name]).split(" / ") for name in ("onepass", best_peer))
+    (time, gib), (peer_time, peer_gib) = (time_and_gib(ways[name]) for name in ("onepass", best_peer))
     op = f"[`{path.stem}`](docs/figures.md#the-loss-without-the-logits)"
     return line([op, largest, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"])
 

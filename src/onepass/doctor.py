@@ -34,6 +34,7 @@ from onepass.ops.norm import layer_norm_reference, rms_norm_reference
 from onepass.ops.norm_linear import norm_linear_reference
 from onepass.ops.rope import rope_reference
 from onepass.runtime import backend, lang
+from onepass.runtime.extras import install
 from onepass.runtime.lang import triton
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
@@ -228,7 +229,7 @@ def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str
 def _triton_version() -> Iterator[Check]:
     supported = ", ".join(version + "x" for version in lang.SUPPORTED)
     if triton is None:
-        advice = "pip install '.[triton]' in a clone of onepass"
+        advice = install("triton")
         if _gpus():
             yield Check("triton", WARNING, "not installed: everything runs as plain PyTorch", advice)
         else:
@@ -258,7 +259,7 @@ def _numpy() -> Iterator[Check]:
     if version is None:
         verdict = BROKEN if lang.INTERPRETED else OK
         found = "numpy is not installed, and Triton's interpreter needs it" + ("" if lang.INTERPRETED else " (it is not in use)")
-        yield Check(name, verdict, found, "pip install '.[test]' in a clone of onepass" if lang.INTERPRETED else "")
+        yield Check(name, verdict, found, install("test") if lang.INTERPRETED else "")
     elif tuple(int(part) for part in version.split(".")[:2]) >= (2, 4):
         found = f"range() over a run-time argument raises in the interpreter under numpy {version}"
         if lang.INTERPRETED:

@@ -34,14 +34,21 @@ def nobody_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def warmed(function):
-    """Twice on a stream at the side, as PyTorch asks for, with nothing left of it."""
+@contextmanager
+def at_the_side():
+    """On a stream of its own, after what the current one has been given, and before what it is given next."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def warmed(function):
+    """Twice on a stream at the side, as PyTorch asks for, with nothing left of it."""
+    with at_the_side():
         for _ in range(2):
             function()
-    torch.cuda.current_stream().wait_stream(side)
     gc.collect()
 
 

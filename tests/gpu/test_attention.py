@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.calls import captured, deterministic_algorithms, memory_goes_back, nobody_waits, other_stream, taken  # noqa: F401
+from gpu.calls import at_the_side, captured, deterministic_algorithms, memory_goes_back, nobody_waits, other_stream, taken  # noqa: F401
 from ops.attention_oracle import BF16, FP16, Case, baseline, computed, draw, exact, judge_case, real_cases
 from ops.calls import equal, relative
 
@@ -81,6 +81,18 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     assert relative(y.detach(), expected[0]) < 1e-2 and relative(dqkv, expected[1]) < 1e-2
 
 
+def replayed(case):
+    """What was drawn, and what comes of it, of a graph's replay too."""
+    drawn = draw(case)
+    expected = computed(room, case, *drawn)[:2]
+    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
+    for t in results:
+        t.fill_(float("nan"))
+    graph.replay()
+    assert equal(results, expected)
+    return drawn, expected
+
+
 # ---- forward by cuDNN ----
 
 CUDNN = [(64, 2048, 8, 2), (64, 2176, 4, 4), (128, 512, 4, 4), (128, 896, 8, 2), (128, 4096, 6, 2)]
@@ -118,14 +130,7 @@ def test_cudnns_forward_gives_the_same_bits_every_time_and_in_any_batch(D, S, he
 def test_cudnns_forward_is_replayed_and_compiled(monkeypatch):
     by_cudnn(monkeypatch)
     case = Case(B=2, S=1024, heads=8, groups=2, D=128, R=128)
-    drawn = draw(case)
-    expected = computed(room, case, *drawn)[:2]
-    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
-    for t in results:
-        t.fill_(float("nan"))
-    graph.replay()
-    assert equal(results, expected)
-    qkv, cos, sin, _ = drawn
+    (qkv, cos, sin, _), expected = replayed(case)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: onepass.attention(x, 8, 2, cos=cos, sin=sin, backend="triton"), fullgraph=True)
     assert equal([compiled(qkv)], expected[:1])
@@ -143,11 +148,8 @@ def test_cudnns_forward_waits_for_nothing_and_runs_on_any_stream(monkeypatch):
     by_cudnn(monkeypatch)
     drawn = draw(WIDE)
     expected = computed(room, WIDE, *drawn)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with nobody_waits(), torch.cuda.stream(side):
+    with nobody_waits(), at_the_side():
         got = computed(room, WIDE, *drawn)
-    torch.cuda.current_stream().wait_stream(side)
     assert equal(got, expected)
 
 
@@ -197,25 +199,15 @@ def test_no_sequence_depends_on_others():
 
 @overwriting
 def test_graphs_replay(overwrite):
-    case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64, overwrite=overwrite)
-    drawn = draw(case)
-    expected = computed(room, case, *drawn)[:2]
-    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
-    for t in results:
-        t.fill_(float("nan"))
-    graph.replay()
-    assert equal(results, expected)
+    replayed(Case(B=2, S=513, heads=8, groups=2, D=64, R=64, overwrite=overwrite))
 
 
 def test_on_another_stream():
     case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64)
     drawn = draw(case)
     expected = computed(room, case, *drawn)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with at_the_side():
         got = computed(room, case, *drawn)
-    torch.cuda.current_stream().wait_stream(side)
     assert equal(got, expected)
 
 

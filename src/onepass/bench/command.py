@@ -19,6 +19,7 @@ from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import Run
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
+from onepass.runtime.extras import install
 from onepass.runtime.refused import Refused, check_output
 
 _NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--plot needs matplotlib: pip install '.[bench]' in a clone of onepass")
+        raise Refused(f"--plot needs matplotlib: {install('bench')}")
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from onepass.runtime.extras import install
+
 S = TypeVar("S", bound="Settings")
 
 
@@ -151,7 +153,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("a configuration in YAML needs PyYAML: pip install '.[train]' in a clone of onepass") from error
+        raise ImportError(f"a configuration in YAML needs PyYAML: {install('train')}") from error
     return yaml
 
 

@@ -19,6 +19,7 @@ from onepass.gpt.config import Config
 from onepass.gpt.huggingface import config_of, their_config
 from onepass.gpt.model import Model
 from onepass.nn.sharding import Division, part_of
+from onepass.runtime.extras import install
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -200,7 +201,7 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("Hugging Face's weights need safetensors: pip install '.[train]' in a clone of onepass") from error
+        raise ImportError(f"Hugging Face's weights need safetensors: {install('train')}") from error
     return safetensors
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from onepass.profiling.model import Bar, Profile
 from onepass.profiling.trace import Interval, union
 from onepass.profiling.words import counted, time
+from onepass.runtime.extras import install
 
 _COLOURS = {"operator": "#c9ced5", "launch": "#7d8590", "product": "#0b6e75", "kernel": "#6cc9c0", "copy": "#b8893b"}
 _SAID = {
@@ -30,7 +31,7 @@ _SHADED = 4  # pixels: narrower gaps are seen as they are
 def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
     """Each with its name, one above the other on one time axis."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a picture needs matplotlib: pip install '.[bench]' in a clone of onepass")
+        raise ImportError(f"a picture needs matplotlib: {install('bench')}")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"path must end in .png, .svg or .pdf, but is {str(path)!r}")
     from matplotlib.figure import Figure

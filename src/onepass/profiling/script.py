@@ -22,6 +22,7 @@ import torch
 
 from onepass.profiling.model import Profile
 from onepass.profiling.recorders import Calls, Done, Whole, say
+from onepass.runtime.extras import install
 from onepass.runtime.refused import Refused, check_output
 
 _DECORATOR = "__onepass_profiled__"
@@ -108,7 +109,7 @@ _SUFFIXES = {"picture": (".png", ".svg", ".pdf"), "trace": (".json", ".json.gz")
 
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.picture and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--picture needs matplotlib: pip install '.[bench]' in a clone of onepass")
+        raise Refused(f"--picture needs matplotlib: {install('bench')}")
     for option, suffixes in _SUFFIXES.items():
         check_output(option, getattr(args, option), suffixes)
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.runtime.extras import install
+
 SUPPORTED = ("3.5.", "3.6.", "3.7.")  # the versions the kernels are written for; `onepass doctor` says when yours is another
 
 
@@ -43,7 +45,7 @@ def device_function(function: Any) -> Any:
 def no_triton(x: Tensor) -> str | None:
     """Why Triton can't run on x, or None. Under the interpreter CPU tensors are as good as any."""
     if triton is None:
-        return "triton is not installed (pip install '.[triton]' in a clone of onepass)"
+        return f"triton is not installed ({install('triton')})"
     if INTERPRETED:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     if not x.is_cuda:

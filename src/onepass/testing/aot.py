@@ -38,6 +38,7 @@ import onepass.kernels
 import onepass.ops
 from onepass.bench.options import short
 from onepass.runtime import launch
+from onepass.runtime.extras import install
 from onepass.runtime.lang import INTERPRETED, triton
 from onepass.testing.aot_calls import CALLS, Call
 
@@ -300,7 +301,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if triton is None:
-        print("onepass.testing.aot: triton is not installed: pip install '.[triton]' in a clone of onepass", file=sys.stderr)
+        print(f"onepass.testing.aot: triton is not installed: {install('triton')}", file=sys.stderr)
         return 2
     from rich.console import Console
 

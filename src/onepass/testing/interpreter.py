@@ -34,10 +34,11 @@ import numpy as np
 import torch
 
 from onepass.kernels import meeting
+from onepass.runtime.extras import install
 from onepass.runtime.lang import INTERPRETED, tl, triton
 
 if triton is None:
-    raise ImportError("onepass.testing.interpreter needs triton: pip install '.[triton,test]' in a clone of onepass")
+    raise ImportError(f"onepass.testing.interpreter needs triton: {install('triton,test')}")
 if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
     raise ImportError(
         "onepass.testing.interpreter needs TRITON_INTERPRET=1 in the environment before onepass or triton is imported: "

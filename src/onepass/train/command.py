@@ -15,6 +15,7 @@ from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
+from onepass.runtime.extras import install
 from onepass.runtime.refused import Refused
 from onepass.train import checkpoint, stages, text
 from onepass.train.layout import Layout, device_of_this_rank, ranks_there, started
@@ -93,7 +94,7 @@ def _check_packages() -> None:
 
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise Refused(f"training needs {', '.join(missing)}: pip install '.[train]' in a clone of onepass")
+        raise Refused(f"training needs {', '.join(missing)}: {install('train')}")
 
 
 # ---- settings ----
