@@ -9,8 +9,8 @@ pytest.importorskip("transformers", minversion="5")
 
 from integrations.huggingface.families import FAMILIES, batch, made, step
 
-import onepass.ops.attention as room
 from onepass.integrations import huggingface
+from onepass.kernels import attention_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LARGER = {"vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
@@ -69,7 +69,7 @@ def test_experts_as_near_as_eager(family, weights_in):
 def test_compiled(family, tokens, monkeypatch):
     """As one graph; for many tokens PyTorch's attention stands between our rotations."""
     if tokens == "many":
-        monkeypatch.setattr(room, "_MANY", 1)
+        monkeypatch.setattr(attention_forward, "_ALL_FROM", 1)
     torch._dynamo.reset()
     model, plain, exact, given = on_gpu(family, **(LARGER if family == "Llama" else {}))
     found, eager, expected = step(torch.compile(model, fullgraph=True), **given), step(plain, **given), step(exact, **given)
