@@ -185,6 +185,13 @@ def test_no_package_has_the_name_of_a_public_function():
 _IMPORT = """
 import json, sys, torch
 before = set(sys.modules), dict(vars(torch)), dict(vars(torch.nn.functional)), dict(vars(torch.Tensor))
+asked = []
+def watch(module, name):
+    was = getattr(module, name)
+    setattr(module, name, lambda *args: asked.append(name) or was(*args))
+for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "current_device", "init", "_lazy_init"):
+    watch(torch.cuda, name)
+watch(torch.backends.cudnn, "version")
 import onepass
 after = dict(vars(torch)), dict(vars(torch.nn.functional)), dict(vars(torch.Tensor))
 print(json.dumps({
@@ -192,6 +199,7 @@ print(json.dumps({
     "ours": sorted(name for name in sys.modules if name.split(".")[0] == "onepass"),
     "patched": [name for was, now in zip(before[1:], after) for name in was if now.get(name) is not was[name]],
     "context": torch.cuda.is_initialized(),
+    "asked": asked,
 }))
 """
 
@@ -205,8 +213,9 @@ def imported():
     return json.loads(done.stdout)
 
 
-def test_importing_starts_no_cuda_context(imported):
-    assert imported["context"] is False
+def test_importing_leaves_gpus_alone(imported):
+    """Not even asked for: after that no fork may use one, as a loader's workers."""
+    assert imported["context"] is False and imported["asked"] == []
 
 
 def test_importing_patches_nothing(imported):

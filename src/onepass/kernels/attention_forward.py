@@ -140,10 +140,9 @@ _WITHOUT_BUG = 91500  # cuDNN's version after which PyTorch prefers it; up to it
 
 
 def _cudnn_version() -> int:
-    try:
-        return torch.backends.cudnn.version() or 0
-    except RuntimeError:  # it is older than the one that PyTorch was built with
-        return 0
+    """0 where there is none. torch.backends.cudnn.version() would begin a context on every GPU, after which no fork may use one."""
+    cudnn = getattr(torch._C, "_cudnn", None)
+    return 0 if cudnn is None else int(cudnn.getVersionInt())
 
 
 _CUDNN = _cudnn_version()  # known when a compiler asks
