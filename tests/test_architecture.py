@@ -189,7 +189,7 @@ asked = []
 def watch(module, name):
     was = getattr(module, name)
     setattr(module, name, lambda *args: asked.append(name) or was(*args))
-for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "current_device", "init", "_lazy_init"):
+for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "init", "_lazy_init"):
     watch(torch.cuda, name)
 watch(torch.backends.cudnn, "version")
 import onepass
