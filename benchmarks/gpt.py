@@ -34,6 +34,8 @@ from onepass.train.options import Options
 from onepass.train.setup import Trained, make
 
 DEVICE = torch.device("cuda", 0)
+WARM_S = 2.0  # of steps before any counts: a process that has just compiled is slower for its first second
+ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,11 @@ def measure(case: Case, way: str, steps: int) -> dict[str, Any]:
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - started
-    for _ in range(3):
+    warm = time.perf_counter() + WARM_S
+    while time.perf_counter() < warm:
         step()
     times = []
-    for _ in range(5):
+    for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(steps):

@@ -84,7 +84,7 @@ def test_a_microbatch_after_the_last():
     main_grads.finish()
     with pytest.raises(RuntimeError, match=late):
         loss(model, 0, 1).backward()
-    with pytest.raises(RuntimeError, match=late):  # its gradient is in .grad still
+    with pytest.raises(RuntimeError, match=late):  # it was added to what had been reduced
         main_grads.finish()
     main_grads.zero_()
     backwards(main_grads, model, 0)

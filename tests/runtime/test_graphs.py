@@ -1,6 +1,7 @@
 """What a CPU shows of `graphed`: who asks for what, flags, and which zeros a capture is handed. A capture is one in name only."""
 
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.parallel.main_grads import MainGrads
 from onepass.runtime import main_grad as room
 from onepass.runtime.graphs import graphed
-from onepass.runtime.main_grad import placeholder
+from onepass.runtime.main_grad import Asked, placeholder
 
 
 @pytest.fixture(autouse=True)
@@ -192,16 +193,20 @@ def test_a_graph_makes_its_own_zeros():
 
 
 def test_under_main_grads_the_zeros_of_the_warm_up_are_enough():
+    """For who captures by torch.autograd.grad; its hooks need none."""
     weights = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
     outside = nn.Parameter(torch.randn(4, 3))
     outside.grad_added_to_main_grad = False
     main_grads = MainGrads(weights)
+    asked = partial(placeholder, wanted=Asked.CAPTURED)
+    assert placeholder(weights[0]) is None
     with capture():
-        assert not placeholder(weights[0]).any()  # made in the graph, so that each replay clears it: nobody else's
+        assert not asked(weights[0]).any()  # made in the graph, so that each replay clears it: nobody else's
+        assert placeholder(weights[0]) is None
     assert not room._zeros
-    kept = placeholder(weights[0])
+    kept = asked(weights[0])
     with capture():
-        given = [placeholder(weight) for weight in weights]  # whoever has them still
+        given = [asked(weight) for weight in weights]  # whoever has them still
         assert {each.data_ptr() for each in given} == {kept.data_ptr()}
         assert placeholder(outside).data_ptr() != kept.data_ptr()
     assert placeholder(outside).data_ptr() != kept.data_ptr()  # it would stay there as .grad, to be added to
@@ -209,12 +214,12 @@ def test_under_main_grads_the_zeros_of_the_warm_up_are_enough():
     kept.add_(1.0)
     assert not room.is_placeholder(given[0])
     with capture():
-        assert placeholder(weights[0]).data_ptr() != kept.data_ptr() and not placeholder(weights[0]).any()
+        assert asked(weights[0]).data_ptr() != kept.data_ptr() and not asked(weights[0]).any()
     main_grads.close()
 
 
 @pytest.mark.parametrize("twice", (False, True))
-def test_zeros_meet_other_gradients_and_stay_zeros(twice):
+def test_what_ops_added_meets_other_gradients(twice):
     """A weight tied between ops, one of PyTorch's among them: what autograd adds up goes elsewhere."""
     weight = nn.Parameter(torch.randn(4, 4))
     main_grads = MainGrads([weight])
@@ -234,7 +239,7 @@ def test_zeros_meet_other_gradients_and_stay_zeros(twice):
         forward(F.linear, reference).backward()
     main_grads.finish()
     torch.testing.assert_close(weight.main_grad, reference.grad)
-    assert room._zeros and not any(kept.any() for kept in room._zeros.values())
+    assert not room._zeros
 
 
 # ---- MainGrads ----

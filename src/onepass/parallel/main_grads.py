@@ -6,7 +6,7 @@ there, its reduction starts. The order of the buckets is the same on all ranks: 
 `finish` starts what is left, so that a parameter without a gradient, on one rank or on all, holds nobody up.
 
 A gradient gets into main_grad in one of three ways (`onepass.runtime.main_grad` has the first):
-- an op of onepass adds it there itself, and autograd gets a placeholder of zeros;
+- an op of onepass adds it there itself and gives autograd none: the parameter's hook is called all the same;
 - another op's comes as `.grad`: the parameter's hook adds it in main_grad's type and sets `.grad` to None at once;
 - somebody put it in `.grad` by hand, as zero-bubble schedules do: the next hook or `finish` adds it.
 """
@@ -178,7 +178,7 @@ class MainGrads:
         self._check_still_there()
         for bucket in self.buckets:
             for place in bucket.places:
-                if place.parameter.grad is not None:
+                if place.parameter.grad is not None or place.parameter.grad_added_to_main_grad:
                     self.check_open(place.parameter)
         self._check_none_held("finish()")
         for bucket in self.buckets[self._next :]:
@@ -234,7 +234,7 @@ class MainGrads:
             self._start_full()
 
     def _take(self, parameter: Any) -> None:
-        """Add `.grad` to main_grad. The flag does not say that there is nothing in it: a tied weight's may hold another op's."""
+        """Add `.grad` to main_grad. The flag does not say that there is none: a tied weight's may be another op's."""
         grad = parameter.grad
         parameter.grad_added_to_main_grad = False
         if grad is None:

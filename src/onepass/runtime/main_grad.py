@@ -3,7 +3,7 @@
 Megatron's convention. `weight.main_grad` (fp32, fp16 or bf16, of the weight's shape) gathers gradients over microbatches;
 nothing of their size is allocated. What autograd is given instead, and what happens in each kind of pass:
 - `.backward()`: added to main_grad. Where `weight.grad_added_to_main_grad` exists it becomes True and autograd gets zeros, so
-  that the hooks that wait for a gradient run; otherwise it gets none. Of `MainGrads`' parameters one op of a pass gets zeros.
+  that the hooks that wait for a gradient find one; otherwise, and of `MainGrads`' parameters, it gets none.
 - `torch.autograd.grad(..., weight)`: the gradient itself comes back, and main_grad stays as it is.
 - a pass that does not ask for the weight (`autograd.grad` by something else): nothing is computed.
 A compiled graph can do the first only: in another pass it raises before anything is written.
@@ -169,24 +169,22 @@ _zeros: dict[tuple[torch.Size, torch.dtype, torch.device, bool], Tensor] = {}
 _HOLDERS = 2  # of a storage that is only here: the tensor, and the object that asks
 
 
-def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED, again: bool = False) -> Tensor | None:
+def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
     """Zeros for the hooks of a parameter whose gradient is in main_grad already; None where nobody waits for any.
 
     One tensor of each kind is handed out again and again, while it is surely zeros and nobody's: autograd may keep what it gets
-    as `.grad` and add to it in place. So would each replay of a graph, which therefore makes its own. But `MainGrads` takes
-    `.grad` away at once: one tensor is enough for all of its parameters, whoever else has it, graphs too, if it was made before.
-
-    `again`: `handed_already` said so before this gradient was added.
+    as `.grad` and add to it in place. So would each replay of a graph, which therefore makes its own. But `MainGrads`' hooks are
+    called for None as well, and take `.grad` away at once: only who captures by torch.autograd.grad must have a tensor, and one
+    is enough for all of its parameters, whoever else has it, if it was made before.
     """
     if of_several(parameter):
         return _placeholder_of_several(parameter)
-    if not hasattr(parameter, "grad_added_to_main_grad") and wanted is not Asked.CAPTURED:
+    cleared = _is_cleared(parameter)
+    if wanted is not Asked.CAPTURED and (cleared or not hasattr(parameter, "grad_added_to_main_grad")):
         return None
     if torch.compiler.is_compiling():
         return torch.zeros_like(parameter)
-    if again and wanted is not Asked.CAPTURED:  # whoever asks for that calls no hooks, and wants a tensor
-        return None
-    cleared, recorded = _is_cleared(parameter), capturing(parameter)
+    recorded = capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared
     kept = _zeros.get(kind)
     if kept is None or kept._version or (not cleared and (recorded or somebody_has(kept))):
@@ -207,15 +205,6 @@ def _placeholder_of_several(parameter: Tensor) -> Tensor:
             return torch.zeros_like(parameter)
         kept = _zeros[kind] = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     return kept.expand(parameter.shape)
-
-
-def handed_already(parameter: Any) -> bool:
-    """Whether zeros of another op, as of a tied weight, wait for the parameter's hooks in this pass.
-
-    A second tensor of them would be added to the first, into a third, which nobody would know for zeros. Only `MainGrads` takes
-    the flag back when its hooks are called.
-    """
-    return _is_cleared(parameter) and not torch.compiler.is_compiling() and bool(parameter.grad_added_to_main_grad)
 
 
 def _is_cleared(parameter: Tensor) -> bool:
@@ -246,9 +235,8 @@ def _mark(parameter: Tensor) -> None:
 
 def settled(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
     """What autograd gets for a gradient that its op has added to main_grad, or will after backward."""
-    again = handed_already(parameter)
     _mark(parameter)
-    return placeholder(parameter, wanted, again)
+    return placeholder(parameter, wanted)
 
 
 def place_of(parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
@@ -298,13 +286,12 @@ def _gradient(
     if in_fsdp(parameter):
         return (way.overwrite_op if watched(first, second) else way.overwrite)(first, second, parameter)
     assert main_grad is not None
-    again = handed_already(parameter)
     if watched(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
         way.add(place_for(main_grad, wanted), first, second)
         _mark(parameter)
-    return placeholder(parameter, wanted, again)
+    return placeholder(parameter, wanted)
 
 
 def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
