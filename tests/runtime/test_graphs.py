@@ -218,6 +218,27 @@ def test_under_main_grads_the_zeros_of_the_warm_up_are_enough():
     main_grads.close()
 
 
+def test_a_compiled_pass_under_main_grads_makes_zeros_only_to_be_captured():
+    """Compiled, it can't be told who asks. In the block it is compiled anew, so that torch.autograd.grad gets its tensors."""
+    made = nn.Sequential(onepass.nn.NormLinear(6, 8), onepass.nn.Linear(8, 4))
+    main_grads, seen = MainGrads(made), []
+    for parameter in made.parameters():
+        parameter.register_hook(lambda grad: seen.append(grad))
+    run = torch.compile(made, fullgraph=True, backend="aot_eager")
+
+    def backward():
+        seen.clear()
+        main_grads.zero_()
+        run(X).sum().backward()
+        main_grads.finish()
+        return seen == [None] * len(main_grads.named) and main_grads.norm() > 0
+
+    assert backward()
+    with graphed(made):
+        assert not any(grad.any() for grad in grads(run, X))
+    assert backward()
+
+
 @pytest.mark.parametrize("twice", (False, True))
 def test_what_ops_added_meets_other_gradients(twice):
     """A weight tied between ops, one of PyTorch's among them: what autograd adds up goes elsewhere."""

@@ -140,7 +140,7 @@ _WITHOUT_BUG = 91500  # cuDNN's version after which PyTorch prefers it; up to it
 
 
 def _cudnn_version() -> int:
-    """0 where there is none. Not torch.backends.cudnn.version(): it begins a context on every GPU, and no fork may use one then."""
+    """0 where there is none. torch.backends.cudnn.version() begins a context on every GPU, which then no fork may use."""
     cudnn = getattr(torch._C, "_cudnn", None)
     return 0 if cudnn is None else int(cudnn.getVersionInt())
 

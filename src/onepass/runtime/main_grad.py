@@ -179,10 +179,11 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | N
     """
     if of_several(parameter):
         return _placeholder_of_several(parameter)
-    cleared = _is_cleared(parameter)
-    if wanted is not Asked.CAPTURED and (cleared or not hasattr(parameter, "grad_added_to_main_grad")):
+    cleared, compiling = _is_cleared(parameter), torch.compiler.is_compiling()
+    captured = bool(_graphed) if compiling else wanted is Asked.CAPTURED  # while it compiles nobody asks
+    if not captured and (cleared or not hasattr(parameter, "grad_added_to_main_grad")):
         return None
-    if torch.compiler.is_compiling():
+    if compiling:
         return torch.zeros_like(parameter)
     recorded = capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared
