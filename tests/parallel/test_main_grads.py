@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass.parallel.buckets import Bucket
 from onepass.parallel.main_grads import MainGrads
 from onepass.parallel.master_weights import MasterWeights
 from onepass.runtime import main_grad as convention
@@ -109,6 +110,19 @@ def test_hooks_are_called_and_nothing_is_made_for_them(monkeypatch):
     expected = torch.autograd.grad(2 * (weight[ids] @ weight.T).square().sum(), weight)
     torch.testing.assert_close(weight.main_grad, *expected)
     assert seen == [None, None] and not convention._zeros
+
+
+def test_whoever_adds_a_gradient_says_where(monkeypatch):
+    """On which stream, on a GPU: the op itself, or the hook for what comes as .grad."""
+    embedding, ours = nn.Embedding(5, 4), onepass.nn.NormLinear(4, 3)
+    main_grads, said = MainGrads([*embedding.parameters(), *ours.parameters()]), []
+    monkeypatch.setattr(main_grads, "added_here", lambda parameter: said.append(parameter.shape))
+    ours(embedding(torch.arange(5))).sum().backward()
+    assert sorted(said) == sorted(parameter.shape for _, parameter in main_grads.named)
+    waited = []
+    monkeypatch.setattr(Bucket, "wait_for_gradients", lambda bucket: waited.append(bucket))
+    main_grads.finish()
+    assert waited == main_grads.buckets
 
 
 def test_what_a_graph_is_handed_is_zeros_still_where_somebody_else_writes_there():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.runtime.joined import as_laid
+from onepass.runtime.main_grad import capturing
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNED = 64  # elements: where a parameter and a rank's part begin, for matrix products and NCCL
@@ -38,7 +39,7 @@ class Bucket:
     first: int  # where in flat that begins
     missing: set[int] = field(default_factory=set)  # parameters without a gradient of the last microbatch yet
     held: set[int] = field(default_factory=set)  # those with more to come after backward
-    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients came
+    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients were added
     work: Any = None  # the reduction under way
 
     def parts(self) -> Iterator[tuple[Place, int, int]]:
@@ -47,6 +48,19 @@ class Bucket:
             start, stop = max(place.start, self.first), min(place.stop, self.first + self.mine.numel())
             if start < stop:
                 yield place, start, stop
+
+    def note_stream(self) -> None:
+        """A gradient is added on the current one. That is not always the one of its parameter's hook, which autograd runs on the
+        stream where it met the parameter first, in whatever graph is left."""
+        stream = torch._C._cuda_getCurrentRawStream(self.flat.get_device())
+        if stream not in self.streams and not capturing(self.flat):  # making the object takes as long as all of the rest
+            self.streams[stream] = torch.cuda.current_stream(self.flat.device)
+
+    def wait_for_gradients(self) -> None:
+        """The current stream does, not the CPU."""
+        for stream in self.streams.values():
+            if stream.cuda_stream != torch._C._cuda_getCurrentRawStream(stream.device_index):
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def others(self) -> tuple[Tensor, Tensor]:
         """What lies before and after `mine`."""

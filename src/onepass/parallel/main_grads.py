@@ -186,6 +186,8 @@ class MainGrads:
                 self._take(place.parameter)
             self._start(bucket)
         self._wait()
+        for bucket in self.buckets:
+            bucket.wait_for_gradients()
         self._finished = True
 
     def _check_still_there(self) -> None:
@@ -226,10 +228,6 @@ class MainGrads:
             raise RuntimeError(_late(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
         bucket.missing.discard(id(parameter))
-        if self.group is not None and parameter.is_cuda:
-            stream = torch._C._cuda_getCurrentRawStream(parameter.get_device())
-            if stream not in bucket.streams:  # making the object takes as long as all of the rest
-                bucket.streams[stream] = torch.cuda.current_stream(parameter.device)
         if not bucket.missing:
             self._start_full()
 
@@ -241,8 +239,14 @@ class MainGrads:
             return
         parameter.grad = None
         if not is_placeholder(grad):
+            self.added_here(parameter)
             grad = grad.detach()  # under create_graph it has a graph
             parameter.main_grad.add_(grad.to(self.dtype) if grad.is_sparse else grad)
+
+    def added_here(self, parameter: Tensor) -> None:
+        """A gradient of it is added on the current stream: reductions and `finish` wait for that."""
+        if parameter.is_cuda:
+            self._bucket_of[id(parameter)].note_stream()
 
     def _start_full(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -254,8 +258,7 @@ class MainGrads:
         self._next = bucket.index + 1
         if self.group is None:
             return
-        for stream in bucket.streams.values():
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        bucket.wait_for_gradients()
         op = dist.ReduceOp.SUM
         if self._average and bucket.flat.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group):
             op = dist.ReduceOp.AVG  # NCCL divides while it reads, before it adds
@@ -361,6 +364,11 @@ class _Owner(weakref.ref["MainGrads"]):
     """Of a parameter's main_grad. Not to be pickled with a parameter: nor would its buffer be, which is a step's."""
 
     __slots__ = ()
+
+    def added_here(self, parameter: Tensor) -> None:
+        main_grads = self()
+        if main_grads is not None:
+            main_grads.added_here(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -229,9 +229,11 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _mark(parameter: Tensor) -> None:
+def _mark(parameter: Any) -> None:
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
+        if _is_cleared(parameter) and not torch.compiler.is_compiling():
+            parameter.main_grads.added_here(parameter)
 
 
 def settled(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
