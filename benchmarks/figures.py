@@ -106,10 +106,7 @@ def reference_line(rows):
 
 SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # others': tokens x in x out
 NOTES = {
-    "attention": (
-        "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free. "
-        "The deterministic peers' CPU time has that of switching in it."
-    )
+    "attention": "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free."
 }
 
 
@@ -297,9 +294,12 @@ def step_lines(results):
 
 DETERMINISTIC = (
     "All deterministic (`torch.use_deterministic_algorithms`), as `onepass train` is unless told otherwise: that makes the "
-    "backward of PyTorch's attention slower by half and more, so that the gap is wider here than without."
+    "backward of PyTorch's attention slower by half and more, so that the gap is wider than in the table after this one."
 )
-FREE = "The same where sums may have any order (`--no-deterministic`), and both sides use cuDNN's attention:"
+FREE = (
+    "Where sums may have any order (`--no-deterministic`). PyTorch's attention is cuDNN's then, and so is ours where that is "
+    "faster. Compare within a table: from one H200 to another a step differs by 3 %."
+)
 
 
 def training_tables(folder):
