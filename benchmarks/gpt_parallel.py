@@ -52,7 +52,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
@@ -269,9 +269,11 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 def traced(step: Callable[[], object], layout: Layout, path: Path) -> list[Span]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if layout.device.type == "cuda" else [])]
-    with marked(), profile(activities=activities, acc_events=True) as profiler:
-        step()  # the first under the profiler starts it up
+    first_apart = schedule(wait=0, warmup=1, active=1)  # which starts the profiler up
+    with marked(), profile(activities=activities, schedule=first_apart, acc_events=True) as profiler:
+        step()
         together(layout)
+        profiler.step()
         with record_function(STEP):
             step()
             synchronize(layout)

@@ -141,14 +141,14 @@ def test_the_rows_after_one_that_fails_have_new_ranks(bench: Any, monkeypatch: p
     from bench import gpt_parallel_ranks
 
     monkeypatch.setattr(bench, "run", gpt_parallel_ranks.run)
-    monkeypatch.setattr(bench, "PATIENCE", 30)
+    monkeypatch.setattr(bench, "PATIENCE", 15)
     names = ("good", "raises", "killed", "better", "waits")
     rows = [bench.Row(name, "dp", 2, 2, 1) for name in names]
     found = {row.name: answer for row, answer in bench.results(rows, True, None)}
     assert list(found) == list(names)
     for name in ("good", "better"):
         assert found[name] == [{"rank": rank, "row": name} for rank in range(2)]
-    assert "that was wrong" in found["raises"] and "SIGKILL" in found["killed"] and "30 seconds" in found["waits"]
+    assert "that was wrong" in found["raises"] and "SIGKILL" in found["killed"] and "15 seconds" in found["waits"]
 
 
 def test_a_failed_yardstick_leaves_scaling_away(bench: Any) -> None:
