@@ -112,17 +112,43 @@ def test_hooks_are_called_and_nothing_is_made_for_them(monkeypatch):
     assert seen == [None, None] and not convention._zeros
 
 
-def test_whoever_adds_a_gradient_says_where(monkeypatch):
-    """On which stream, on a GPU: the op itself, or the hook for what comes as .grad."""
-    embedding, ours = nn.Embedding(5, 4), onepass.nn.NormLinear(4, 3)
-    main_grads, said = MainGrads([*embedding.parameters(), *ours.parameters()]), []
-    monkeypatch.setattr(main_grads, "added_here", lambda parameter: said.append(parameter.shape))
-    ours(embedding(torch.arange(5))).sum().backward()
-    assert sorted(said) == sorted(parameter.shape for _, parameter in main_grads.named)
-    waited = []
-    monkeypatch.setattr(Bucket, "wait_for_gradients", lambda bucket: waited.append(bucket))
+@pytest.fixture
+def streams(monkeypatch):
+    """What is done about them, of which there are none on a CPU."""
+    done = []
+    for name in ("note_stream", "wait_for_gradients"):
+        monkeypatch.setattr(Bucket, name, lambda bucket, name=name: done.append(name))
+    return done
+
+
+NOTED, WAITED = "note_stream", "wait_for_gradients"
+
+
+def test_a_hook_waits_for_the_stream_of_an_ops_gradient(streams):
+    weight, theirs = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+    main_grads = MainGrads([weight, theirs])
+    with main_grads.accumulate():
+        onepass.linear(torch.ones(2, 4), weight).sum().backward()
+        assert streams == [NOTED, WAITED, NOTED]  # the op's; the hook's, which what comes after backward waits for
+        streams.clear()
+        nn.functional.linear(torch.ones(2, 4), theirs).sum().backward()
+        assert streams == [WAITED, NOTED]
+        streams.clear()
+        weight.grad = convention.placeholder(weight, convention.Asked.CAPTURED)  # a graph's, whose replay has added its own
+        main_grads._arrived(weight)
+        assert streams == [WAITED, NOTED]
+    streams.clear()
     main_grads.finish()
-    assert waited == main_grads.buckets
+    assert streams == [WAITED] * len(main_grads.buckets)
+
+
+def test_a_reduction_waits_for_all_gradients_of_its_bucket(streams, monkeypatch):
+    weight = nn.Parameter(torch.randn(3, 4))
+    main_grads = MainGrads([weight], average=False)
+    main_grads.group = object()  # of others, to whom nothing goes
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: streams.append("sent"))
+    onepass.linear(torch.ones(2, 4), weight).sum().backward()
+    assert streams == [NOTED, WAITED, NOTED, WAITED, "sent"]
 
 
 def test_what_a_graph_is_handed_is_zeros_still_where_somebody_else_writes_there():

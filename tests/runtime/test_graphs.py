@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import onepass
@@ -218,13 +219,15 @@ def test_under_main_grads_the_zeros_of_the_warm_up_are_enough():
     main_grads.close()
 
 
-def test_a_compiled_pass_under_main_grads_makes_zeros_only_to_be_captured():
-    """Compiled, it can't be told who asks. In the block it is compiled anew, so that torch.autograd.grad gets its tensors."""
+def test_compiled_under_main_grads_only_a_graphed_block_makes_zeros():
+    """Compiled, it can't be told who asks. In a block it is compiled anew, once for all blocks, so that torch.autograd.grad gets
+    its tensors."""
     made = nn.Sequential(onepass.nn.NormLinear(6, 8), onepass.nn.Linear(8, 4))
     main_grads, seen = MainGrads(made), []
     for parameter in made.parameters():
         parameter.register_hook(lambda grad: seen.append(grad))
-    run = torch.compile(made, fullgraph=True, backend="aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(made, fullgraph=True, backend=counter)
 
     def backward():
         seen.clear()
@@ -234,9 +237,19 @@ def test_a_compiled_pass_under_main_grads_makes_zeros_only_to_be_captured():
         return seen == [None] * len(main_grads.named) and main_grads.norm() > 0
 
     assert backward()
-    with graphed(made):
-        assert not any(grad.any() for grad in grads(run, X))
-    assert backward()
+    for listed in (made, [*made.parameters(), nn.Parameter(X)]):
+        with graphed(listed):
+            assert not any(grad.any() for grad in grads(run, X))
+    assert backward() and counter.frame_count == 2
+
+
+def test_compiled_in_a_block_nothing_is_made_for_who_waits_for_nothing():
+    weight = nn.Parameter(torch.randn(4, 6))
+    weight.main_grad = torch.zeros(4, 6)
+    run = torch.compile(lambda x: onepass.linear(x, weight).sum(), fullgraph=True, backend="aot_eager")
+    with graphed([weight]):
+        run(X).backward()
+    assert weight.grad is None and weight.main_grad.any()
 
 
 @pytest.mark.parametrize("twice", (False, True))
@@ -280,9 +293,10 @@ def test_a_capture_in_accumulate_leaves_the_books_as_they_were():
     captured.replayed()
     bucket = main_grads.buckets[0]
     assert main_grads.buffers[0]._version - written == len(main_grads.named)  # by ours once each, no zeros among them
-    assert bucket.missing == {id(parameter) for parameter in made.parameters()} and not bucket.held and not bucket.streams
+    assert bucket.missing == {id(parameter) for parameter in made.parameters()} and not bucket.held
     assert main_grads._next == 0 and not any(parameter.grad_added_to_main_grad for parameter in made.parameters())
     made(X).sum().backward()
+    captured.replayed()  # flags say nothing to MainGrads
     main_grads.finish()
     assert main_grads._next == len(main_grads.buckets)
 

@@ -154,6 +154,7 @@ class MainGrads:
 
     def _open(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
+        self._late: list[Tensor] = []  # parameters whose gradients came where none was to come any more
         self._finished = False
         self._clear = None
         for bucket in self.buckets:
@@ -176,9 +177,11 @@ class MainGrads:
     def finish(self) -> None:
         """Start the reductions that have not begun, and wait for all. On a GPU the current stream waits, not the CPU."""
         self._check_still_there()
+        for parameter in self._late:
+            self.check_open(parameter)
         for bucket in self.buckets:
             for place in bucket.places:
-                if place.parameter.grad is not None or place.parameter.grad_added_to_main_grad:
+                if place.parameter.grad is not None:
                     self.check_open(place.parameter)
         self._check_none_held("finish()")
         for bucket in self.buckets[self._next :]:
@@ -213,8 +216,12 @@ class MainGrads:
 
     def _arrived(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[id(parameter)]
+        # Autograd orders its hooks' streams before what follows the backward, but gradients that ops added it knows nothing of.
+        bucket.wait_for_gradients()
+        bucket.note_stream()
         if self._accumulating:
             if self._next:
+                self._late.append(parameter)
                 raise RuntimeError(_late(self._name(parameter), "the step's reductions had begun"))
             self._take(parameter)
             return
@@ -223,8 +230,9 @@ class MainGrads:
                 f"{self._name(parameter)}'s gradient must be captured in `with main_grads.accumulate():`, but was outside of it: "
                 "a CUDA graph's replay calls no hooks, which count gradients and start reductions"
             )
-        self.check_open(parameter)
-        if id(parameter) not in bucket.missing:
+        if bucket.index < self._next or id(parameter) not in bucket.missing:
+            self._late.append(parameter)
+            self.check_open(parameter)
             raise RuntimeError(_late(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
         bucket.missing.discard(id(parameter))
@@ -239,14 +247,12 @@ class MainGrads:
             return
         parameter.grad = None
         if not is_placeholder(grad):
-            self.added_here(parameter)
             grad = grad.detach()  # under create_graph it has a graph
             parameter.main_grad.add_(grad.to(self.dtype) if grad.is_sparse else grad)
 
     def added_here(self, parameter: Tensor) -> None:
-        """A gradient of it is added on the current stream: reductions and `finish` wait for that."""
-        if parameter.is_cuda:
-            self._bucket_of[id(parameter)].note_stream()
+        """A gradient of it is added on the current stream: its hook, reductions and `finish` wait for that."""
+        self._bucket_of[id(parameter)].note_stream()
 
     def _start_full(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -291,6 +297,7 @@ class MainGrads:
 
     def release(self, parameter: Tensor) -> None:
         """All that was kept for later is in main_grad: the bucket's reduction starts, where nothing else is missing."""
+        self.added_here(parameter)
         self.give_up(parameter)
         self._start_full()
 

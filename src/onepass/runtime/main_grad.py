@@ -128,18 +128,21 @@ def _asked_of_several(node: Any) -> Asked:
     return found.pop() if len(found) == 1 else Asked.RETURNED
 
 
-_graphed: frozenset[int] = frozenset()  # by id; for all threads, as backward runs in others than who asks for it
+# for all threads, as backward runs in others than who asks for it
+_graphed: frozenset[int] = frozenset()  # by id
+_any_graphed = False  # a compiler, which can't tell who will ask, is not to make a function anew for each block's parameters
 
 
 @contextmanager
 def captured_by_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
     """In the block a pass of torch.autograd.grad by one of these that has a main_grad captures it, or warms up for that."""
-    global _graphed
+    global _graphed, _any_graphed
     before, _graphed = _graphed, _graphed | {id(parameter) for parameter in parameters}
+    _any_graphed = bool(_graphed)
     try:
         yield
     finally:
-        _graphed = before
+        _graphed, _any_graphed = before, bool(before)
 
 
 def _to_be_captured(node: Any) -> bool:
@@ -179,12 +182,12 @@ def placeholder(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | N
     """
     if of_several(parameter):
         return _placeholder_of_several(parameter)
-    cleared, compiling = _is_cleared(parameter), torch.compiler.is_compiling()
-    captured = bool(_graphed) if compiling else wanted is Asked.CAPTURED  # while it compiles nobody asks
-    if not captured and (cleared or not hasattr(parameter, "grad_added_to_main_grad")):
+    cleared = _is_cleared(parameter)
+    waited_for = hasattr(parameter, "grad_added_to_main_grad") and not cleared
+    if torch.compiler.is_compiling():
+        return torch.zeros_like(parameter) if waited_for or (cleared and _any_graphed) else None
+    if not waited_for and wanted is not Asked.CAPTURED:
         return None
-    if compiling:
-        return torch.zeros_like(parameter)
     recorded = capturing(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device, cleared
     kept = _zeros.get(kind)
@@ -232,7 +235,7 @@ def capturing(tensor: Tensor) -> bool:
 def _mark(parameter: Any) -> None:
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
-        if _is_cleared(parameter) and not torch.compiler.is_compiling():
+        if _is_cleared(parameter):
             parameter.main_grads.added_here(parameter)
 
 
