@@ -36,8 +36,8 @@ def graphed(parameters: nn.Module | Iterable[Tensor]) -> Iterator[Captured]:
             block = torch.cuda.make_graphed_callables(block, (sample,))
 
     In the block a pass of torch.autograd.grad by parameters with main_grad, which is how make_graphed_callables asks, counts as
-    `.backward()`: the graph adds to main_grad, and autograd gets zeros. Such a pass that warms up leaves main_grad as it was. What
-    torch.compile made is to have its forward in the block too: it is compiled anew there.
+    `.backward()`: the graph adds to main_grad, and autograd gets zeros. Such a pass that warms up leaves main_grad as it was.
+    What torch.compile made is to have its forward in the block too, and is compiled anew there.
     After the block the flags (`grad_added_to_main_grad`) are as they were before it.
 
         with onepass.graphed(model) as captured, main_grads.accumulate(), torch.cuda.graph(graph):
