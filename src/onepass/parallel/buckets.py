@@ -54,25 +54,18 @@ class Bucket:
         stream where it met the parameter first, in whatever graph is left."""
         if self.flat.is_cuda:
             stream = torch._C._cuda_getCurrentRawStream(self.flat.get_device())
-            if stream not in self.streams:  # making the object takes as long as all of the rest
+            if stream not in self.streams and not capturing(self.flat):  # making the object takes as long as all of the rest
                 self.streams[stream] = torch.cuda.current_stream(self.flat.device)
 
     def wait_for_gradients(self) -> None:
-        """The current stream does, not the CPU. One that captures a graph leaves out what was done outside of it."""
+        """The current stream does, not the CPU. Not one that captures: no graph can wait for what was done outside of it."""
         for raw, stream in self.streams.items():
-            if raw == torch._C._cuda_getCurrentRawStream(stream.device_index):
-                continue
-            if not capturing(self.flat) or _captures(stream):
+            if raw != torch._C._cuda_getCurrentRawStream(stream.device_index) and not capturing(self.flat):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def others(self) -> tuple[Tensor, Tensor]:
         """What lies before and after `mine`."""
         return self.flat[: self.first], self.flat[self.first + self.mine.numel() :]
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def trainable_of(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]:
