@@ -269,9 +269,8 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 def traced(step: Callable[[], object], layout: Layout, path: Path) -> list[Span]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if layout.device.type == "cuda" else [])]
-    first_apart = schedule(wait=0, warmup=1, active=1)  # which starts the profiler up
-    with marked(), profile(activities=activities, schedule=first_apart, acc_events=True) as profiler:
-        step()
+    with marked(), profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), acc_events=True) as profiler:
+        step()  # this one starts the profiler up
         together(layout)
         profiler.step()
         with record_function(STEP):
@@ -488,9 +487,8 @@ def main() -> None:
         print(line(row, told[row.name]), flush=True)
         if args.json:
             kept = {row.name: asdict(row) | told[row.name] for row in rows if row.name in told}
-            args.json.write_text(
-                json.dumps(machine | {"size": asdict(size), "deterministic": True, "rows": kept}, indent=1) + "\n"
-            )
+            record = machine | {"size": asdict(size), "deterministic": True, "rows": kept}
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(rows, told, size))
     if any("pipeline" in own for own in told.values()):
         console.print(pipelines(rows, told))

@@ -112,16 +112,16 @@ def test_hooks_are_called_and_nothing_is_made_for_them(monkeypatch):
     assert seen == [None, None] and not convention._zeros
 
 
+NOTED, WAITED = "note_stream", "wait_for_gradients"
+
+
 @pytest.fixture
 def streams(monkeypatch):
     """What is done about them, of which there are none on a CPU."""
     done = []
-    for name in ("note_stream", "wait_for_gradients"):
+    for name in (NOTED, WAITED):
         monkeypatch.setattr(Bucket, name, lambda bucket, name=name: done.append(name))
     return done
-
-
-NOTED, WAITED = "note_stream", "wait_for_gradients"
 
 
 def test_a_hook_waits_for_the_stream_of_an_ops_gradient(streams):
