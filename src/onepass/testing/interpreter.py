@@ -10,8 +10,8 @@ As Triton 3.6 ships it, the interpreter fails in silence on these counts, which 
 - Other arithmetic on bf16 works on the bit patterns too: here it raises. Kernels load and go to fp32 at once, so none needs it.
 - `range(runtime_argument)` raises under numpy >= 2.4.
 - numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
-- Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch; and types
-  and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
+- Each call of a device function patches the whole language anew, most of the cost of a program, and each launch: here once;
+  and types and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
 - Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
   (`kernels/meeting.py`), and programs that wait for what never comes raise.
 - @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
@@ -23,11 +23,13 @@ the NaN that a GPU drops. A program costs about the same whatever its block size
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,12 +109,12 @@ def _refusing_bf16(stock: Any) -> Any:
     return op
 
 
-# ---- the language, patched once a launch ----
+# ---- the language, patched once ----
 
 _patch_tensor: Any = interpreter._patch_lang_tensor
 _patch_language: Any = interpreter._patch_lang
 _EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function that sees both
-_launching = False
+_patched = False
 
 
 def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
@@ -128,22 +130,13 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         tensor.__index__ = index
 
 
-class _Launch:
-    """What a launch gives back to undo the patches: the stock scope, and the note that one is under way."""
-
-    def __init__(self) -> None:
-        global _launching
-        self.scope = _patch_language(_EVERYWHERE)
-        _launching = True
-
-    def restore(self) -> None:
-        global _launching
-        _launching = False
-        self.scope.restore()
-
-
 def _patch_once(function: Any) -> Any:
-    return interpreter._LangPatchScope() if _launching else _Launch()
+    """What it gives back undoes nothing: in a process with TRITON_INTERPRET=1 nobody has another use for the language."""
+    global _patched
+    if not _patched:
+        _patch_language(_EVERYWHERE)
+        _patched = True
+    return interpreter._LangPatchScope()
 
 
 # ---- launches ----
@@ -164,73 +157,88 @@ def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
 
 # ---- programs that wait for each other ----
 
-_running: Any = None  # the program that has the turn
+_running: Any = None  # the thread that has the turn
+_idle: list[_Thread] = []  # to start one takes as long as a tenth of a program
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 class _Launched:
     """Stands for a kernel's function: gathers the programs of a launch, and with the last of them runs all, turn by turn."""
 
     def __init__(self, function: Any) -> None:
-        self.function, self.programs = function, []  # type: ignore[var-annotated]
+        self.function, self.programs = function, deque()  # type: ignore[var-annotated]
         self.__name__, self.__signature__ = function.__name__, inspect.signature(function)  # Triton looks at both
 
     def __call__(self, **arguments: Any) -> None:
         builder = interpreter.interpreter_builder
-        self.programs.append(_Program(self.function, arguments, builder.grid_idx))
+        self.programs.append((builder.grid_idx, partial(self.function, **arguments)))
         if builder.grid_idx == tuple(size - 1 for size in builder.grid_dim):
             _take_turns(self.programs)
 
 
-class _Program:
-    """A program in a thread of its own, which runs only while it has the turn."""
+class _Thread:
+    """Runs one program after another, while it has the turn. One that waits keeps it, and the others go on in another."""
 
-    def __init__(self, function: Any, arguments: dict[str, Any], place: tuple[int, ...]) -> None:
-        self.function, self.arguments, self.place = function, arguments, place
-        self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
+    def __init__(self) -> None:
+        self.turn, self.back = threading.Lock(), threading.Lock()
+        self.programs: deque[tuple[tuple[int, ...], Callable[[], None]]] = deque()
+        self.place: tuple[int, ...] = ()
         self.failure: BaseException | None = None
-        self.given_up = False
-        self.thread: threading.Thread | None = None
+        self.ended = 0  # programs, in this turn
+        self.waits = self.given_up = False
+        self.turn.acquire()
+        self.back.acquire()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def go_on(self) -> bool:
-        """Give it the turn until it ends or waits; whether it has ended."""
+    def go_on(self) -> None:
+        """Give it the turn until all programs have ended, or one waits, or fails."""
         global _running
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._run, daemon=True)
-            self.thread.start()
-        _running = self
+        _running, self.ended, self.waits = self, 0, False
         interpreter.interpreter_builder.grid_idx = self.place
         self.turn.release()
         self.back.acquire()
-        return self.function is None
 
     def _run(self) -> None:
-        self.turn.acquire()
-        try:
-            with np.errstate(all="ignore"):  # numpy's is each thread's own
-                self.function(**self.arguments)
-        except BaseException as failure:
-            self.failure = failure
-        self.function = None
-        self.back.release()
+        with np.errstate(all="ignore"):  # numpy's is each thread's own
+            while not self.given_up:
+                self.turn.acquire()
+                try:
+                    self._run_programs()
+                except BaseException as failure:
+                    self.failure, self.given_up = failure, True
+                self.back.release()
+
+    def _run_programs(self) -> None:
+        while self.programs:
+            self.place, program = self.programs.popleft()
+            interpreter.interpreter_builder.grid_idx = self.place
+            program()
+            self.ended += 1
 
     def wait(self) -> None:
+        self.waits = True
+        self.programs = deque()  # the rest is another's
         self.back.release()
         self.turn.acquire()
         if self.given_up:
             raise SystemExit
 
 
-def _take_turns(programs: list[_Program]) -> None:
-    waiting, in_vain = deque(programs), 0
-    while waiting:
-        program = waiting.popleft()
-        ended = program.go_on()
-        if program.failure is not None:
+def _take_turns(programs: deque[tuple[tuple[int, ...], Callable[[], None]]]) -> None:
+    waiting: deque[_Thread] = deque()
+    in_vain = 0
+    while programs or waiting:
+        if programs:
+            thread = _idle.pop() if _idle else _Thread()
+            thread.programs = programs
+        else:
+            thread = waiting.popleft()
+        thread.go_on()
+        if thread.failure is not None:
             _give_up(waiting)
-            raise program.failure
-        if not ended:
-            waiting.append(program)
-        in_vain = 0 if ended else in_vain + 1
+            raise thread.failure
+        (waiting if thread.waits else _idle).append(thread)
+        in_vain = 0 if thread.ended else in_vain + 1
         if in_vain > _PATIENCE * (len(waiting) + 1):
             _give_up(waiting)
             raise RuntimeError(f"{len(waiting)} programs wait for each other, or for what never comes")
@@ -239,11 +247,10 @@ def _take_turns(programs: list[_Program]) -> None:
 _PATIENCE = 200  # turns around all waiting programs in which none ended: each that is served goes on to its next wait
 
 
-def _give_up(waiting: Iterable[_Program]) -> None:
-    for program in waiting:
-        program.given_up = True
-        if program.thread is not None:
-            program.turn.release()
+def _give_up(waiting: Iterable[_Thread]) -> None:
+    for thread in waiting:
+        thread.given_up = True
+        thread.turn.release()
 
 
 def _others_go_on() -> int:
