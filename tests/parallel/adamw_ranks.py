@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from parallel.main_grads_ranks import BF16, BYTES, FP32, Mixed, backwards, said
 from parallel.meeting import join
+from parallel.poisoned import poisoned
 
 import onepass
 from onepass.parallel import AdamW, MainGrads, MasterWeights
@@ -24,9 +25,9 @@ def run(rank, ranks, folder, backend):
     dist.destroy_process_group()
 
 
-def made(dtype, shard=True):
+def made(dtype, shard=True, release=False):
     model = Mixed(dtype, norms=FP32)
-    main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
+    main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard, release=release)
     return model, main_grads, AdamW(main_grads, groups_of(model))
 
 
@@ -58,6 +59,9 @@ def trained(rank, dtype):
     norms = train(rank, model, main_grads, optimizer, range(3))
     main_grads.zero_()
     cleared = not any(buffer.any() for buffer in main_grads.buffers)
+    with poisoned():
+        again = made(dtype, release=True)
+        train(rank, *again, range(3))
 
     other = Mixed(dtype, norms=FP32)
     theirs = MainGrads(other, bucket_bytes=BYTES, shard=True)
@@ -71,6 +75,7 @@ def trained(rank, dtype):
             weights.step()
     return {
         "ours": weights_of(model),
+        "released": weights_of(again[0]),
         "theirs": weights_of(other),
         "start": start,
         "cleared": cleared,

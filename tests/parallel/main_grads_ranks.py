@@ -6,6 +6,7 @@ import functools
 import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
+from parallel.poisoned import poisoned
 from torch import nn
 from torch.nn import functional as F
 
@@ -150,17 +151,20 @@ def run(rank, ranks, folder, backend):
 
 
 def reduced(rank, group=None, shard=False):
-    """Two steps, of which the second must not see the first; averaged, summed and in shards."""
+    """Two steps, of which the second must not see the first; averaged, summed and in shards, with memory of their own or not."""
     found = {}
-    for name, options in {"averaged": {"shard": shard}, "summed": {"average": False}, "shards": {"shard": True}}.items():
-        model = Mixed()
-        main_grads = MainGrads(model, group=group, bucket_bytes=BYTES, **options)
-        backwards(main_grads, model, rank, first=5)
-        main_grads.finish()
-        main_grads.zero_()
-        backwards(main_grads, model, rank)
-        main_grads.finish()
-        found[name] = parts(main_grads)
+    kinds = {"averaged": {"shard": shard}, "summed": {"average": False}, "shards": {"shard": True}}
+    released = {f"{name}, released": {**options, "release": True} for name, options in kinds.items()}
+    for name, options in {**kinds, **released}.items():
+        with poisoned():
+            model = Mixed()
+            main_grads = MainGrads(model, group=group, bucket_bytes=BYTES, **options)
+            backwards(main_grads, model, rank, first=5)
+            main_grads.finish()
+            main_grads.zero_()
+            backwards(main_grads, model, rank)
+            main_grads.finish()
+            found[name] = parts(main_grads)
     return found
 
 
@@ -188,15 +192,20 @@ def overlap(rank):
 
 
 def unused_on_one_rank(rank):
-    """Its bucket, and those after it, wait for finish on that rank only; the order is the same on all."""
-    generator = torch.Generator().manual_seed(3)
-    weights = [nn.Parameter(drawn(torch.randn, 40 + 50 * index, generator=generator)) for index in range(5)]
-    main_grads = MainGrads(weights, bucket_bytes=4)
-    with Sent() as calls:
-        sum((index + 1) * (rank + 1) * w.sum() for index, w in enumerate(weights) if (rank, index) != (0, 3)).backward()
-        backward = len(calls)
-        main_grads.finish()
-    return {"backward": backward, "sent": calls, "grads": [w.main_grad.mean() for w in weights]}
+    """Its bucket, and those after it, wait for finish on that rank only; the order is the same on all. With release it has
+    nothing to send but what was somebody else's."""
+    found = []
+    for release in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        weights = [nn.Parameter(drawn(torch.randn, 40 + 50 * index, generator=generator)) for index in range(5)]
+        with poisoned():
+            main_grads = MainGrads(weights, bucket_bytes=4, release=release)
+            with Sent() as calls:
+                sum((index + 1) * (rank + 1) * w.sum() for index, w in enumerate(weights) if (rank, index) != (0, 3)).backward()
+                backward = len(calls)
+                main_grads.finish()
+        found.append({"backward": backward, "sent": calls, "grads": [w.main_grad.mean() for w in weights]})
+    return found
 
 
 def by_hand_and_held(rank):

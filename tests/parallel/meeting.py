@@ -1,5 +1,6 @@
 """How spawned processes meet: over gloo on the CPU, or over NCCL with a GPU each."""
 
+import faulthandler
 import os
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 def join(rank, ranks, folder, backend="gloo"):
     """One thread a process, as there are as many processes as cores and more. Over NCCL tensors are made on the rank's GPU."""
+    faulthandler.enable()  # a crash says where
     torch.set_num_threads(1)
     options = {}
     if backend == "nccl":

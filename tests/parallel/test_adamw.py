@@ -585,6 +585,7 @@ def test_sharded_it_is_as_master_weights(found, dtype):
         for name, weight in log["ours"].items():
             torch.testing.assert_close(weight, log["theirs"][name], rtol=2**-7 if dtype is BF16 else 1e-5, atol=1e-6)
             assert torch.equal(weight, found[0]["trained"][dtype]["ours"][name])
+            assert torch.equal(weight, log["released"][name])
         assert not all(torch.equal(weight, log["start"][name]) for name, weight in log["ours"].items())
         assert log["cleared"] and log["norms"][0] == pytest.approx(log["norms"][1], rel=1e-5)
     total = sum(log["trained"][dtype]["kept"] for log in found)

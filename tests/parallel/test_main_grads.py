@@ -345,12 +345,13 @@ def close_parts(got, expected):
 
 
 @needs_gloo
+@pytest.mark.parametrize("released", ["", ", released"])
 @pytest.mark.parametrize("kind", ["averaged", "summed", "shards"])
-def test_reduced_as_in_fp64(found, kind):
+def test_reduced_as_in_fp64(found, kind, released):
     expected = exact(range(len(found)), average=kind != "summed")
     for rank in found:
-        close_parts(rank["reduced"][kind], expected)
-    held = sum(part.numel() for rank in found for _, part in rank["reduced"][kind].values())
+        close_parts(rank["reduced"][kind + released], expected)
+    held = sum(part.numel() for rank in found for _, part in rank["reduced"][kind + released].values())
     assert held == sum(p.numel() for p in Mixed().parameters() if p.requires_grad) * (1 if kind == "shards" else len(found))
 
 
@@ -378,10 +379,11 @@ def test_reductions_start_under_the_last_backward_only(found, shard):
 
 
 @needs_gloo
-def test_a_parameter_unused_on_one_rank(found):
+@pytest.mark.parametrize("release", [False, True])
+def test_a_parameter_unused_on_one_rank(found, release):
     ranks = len(found)
     for place, rank in enumerate(found):
-        log = rank["unused_on_one_rank"]
+        log = rank["unused_on_one_rank"][release]
         assert log["backward"] == (1 if place == 0 else 5)
         assert [size for _, size in log["sent"]] == [
             64 * ranks * -(-(40 + 50 * index) // (64 * ranks)) for index in (4, 3, 2, 1, 0)

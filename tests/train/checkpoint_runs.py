@@ -33,21 +33,22 @@ KINDS = {
         "max_position_embeddings": 200,
     },
 }  # fmt: skip
-TENSOR, PIPELINE, ZERO, FSDP, NARROW = (
+TENSOR, PIPELINE, ZERO, FSDP, NARROW, RELEASED = (
     {"tensor_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2, "global_batch_size": 4},
     {"use_distributed_optimizer": True},
     {"use_fsdp": True},
     {"params_dtype": "bf16"},
+    {"release_main_grads": True},
 )
 LAYOUTS = {  # one after the other, each from what the one before it has saved
     2: {
         "tensor": TENSOR,
-        "pipeline": PIPELINE,
+        "pipeline": PIPELINE | RELEASED,
         "zero": ZERO,
-        "data": {},
+        "data": RELEASED,
         "fsdp": FSDP,
-        "zero, bf16": ZERO | NARROW,
+        "zero, bf16": ZERO | NARROW | RELEASED,
         "fsdp, bf16": FSDP | NARROW,
     },
     4: {"tensor, zero": TENSOR | ZERO, "zero": ZERO, "tensor, fsdp": TENSOR | FSDP, "tensor, data": TENSOR | NARROW},

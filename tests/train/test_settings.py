@@ -24,6 +24,8 @@ from onepass.train.updates import learning_rate
         ({"min_lr": 1.0}, "min_lr must be at most lr, 0.003, but is 1"),
         ({"use_fsdp": True, "use_distributed_optimizer": True}, "must not both be true"),
         ({"use_fsdp": True, "cuda_graphs": True}, "cuda_graphs must be false with use_fsdp"),
+        ({"release_main_grads": True, "cuda_graphs": True}, "release_main_grads must be false with cuda_graphs"),
+        ({"release_main_grads": True, "use_fsdp": True}, "release_main_grads must be false with use_fsdp"),
         ({"seq_length": "long"}, "seq_length must be a whole number, but is 'long'"),
         ({"train_iters": True}, "train_iters must be a whole number, but is True"),
         ({"lr_decay_style": "cosin"}, "lr_decay_style must be 'cosine' or 'linear' or 'constant', but is 'cosin'"),

@@ -16,6 +16,7 @@ from onepass.train.updates import MainGradUpdate, adamw_options, parameter_group
 
 NARROW = [{}, {"params_dtype": "bf16"}]
 BOTH = pytest.mark.parametrize("settings", NARROW, ids=["fp32", "bf16"])
+RELEASED = {"release_main_grads": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,6 +76,13 @@ def test_losses_are_those_of_fp32_masters_and_torchs_adamw(clip, settings):
     assert apart <= (0.02 if settings else 1e-5) * moved
 
 
+@BOTH
+def test_released_gradients_change_nothing(settings):
+    kept, released = trained_with(**settings), trained_with(**settings, **RELEASED)
+    assert go(kept, alone(), 0, 4) == go(released, alone(), 0, 4) and torch.equal(weights(kept), weights(released))
+    assert not any(buffer.untyped_storage().nbytes() for buffer in released.update.main_grads.buffers)
+
+
 @pytest.mark.parametrize(("clip", "most"), [(0.0, math.inf), (0.25, 0.25), (1e6, 1e6)])
 def test_a_gradient_is_clipped_and_its_norm_is_told_as_it_was(clip, most):
     trained = trained_with(clip_grad=clip, adam_beta1=0.75)
@@ -94,7 +102,7 @@ def test_a_step_takes_the_norm_once_and_leaves_the_buffers_clear(monkeypatch):
     assert versions == [buffer._version for buffer in main_grads.buffers]
 
 
-@BOTH
+@pytest.mark.parametrize("settings", [*NARROW, RELEASED], ids=["fp32", "bf16", "released"])
 @pytest.mark.parametrize("when", ["in a microbatch", "before the step"])
 def test_an_interrupted_steps_gradients_are_in_no_other(when, settings):
     straight, interrupted = (trained_with(**settings) for _ in range(2))

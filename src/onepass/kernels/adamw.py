@@ -144,6 +144,9 @@ class Batch(NamedTuple):
     chunks: Tensor
     programs: int
     align: int
+    sources: list[Tensor]  # one gradient of each storage that they lie in, first of all tensors' own
+    source_of: Tensor  # of each chunk, by its number
+    apart: list[int]  # how far the sources were from the first when the table was written
 
 
 def batches_of(stretches: Iterable[Stretch]) -> list[Batch]:
@@ -161,20 +164,39 @@ def _is_even(stretch: Stretch) -> bool:
 
 def _batch(alike: list[Stretch], align: int) -> Batch:
     first = alike[0]
-    chunks = []
+    chunks, source_of = [], []
+    sources: dict[int, Tensor] = {}
     for stretch in alike:
+        storage = stretch.grad.untyped_storage()._cdata
+        sources.setdefault(storage, stretch.grad)
+        source = list(sources).index(storage)
         places = [_distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
             chunks.append([*(place + start for place in places), size, stretch.group])
+            source_of.append(source)
     weight = first.weight.view(torch.int16) if first.weight.dtype is torch.bfloat16 else first.weight
-    table = torch.tensor(chunks, dtype=torch.int64).to(first.weight.device)
-    return Batch((weight, *first[1:5]), table, len(chunks), align)
+    table, numbers = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
+    listed = list(sources.values())
+    return Batch((weight, *first[1:5]), table, len(chunks), align, listed, numbers, _apart(listed))
 
 
 def _distance(tensor: Tensor, base: Tensor) -> int:
     """In values. exp_avg, exp_avg_sq and rest are alike in it."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+
+
+def _apart(sources: list[Tensor]) -> list[int]:
+    return [_distance(each, sources[0]) for each in sources]
+
+
+def _follow(batch: Batch) -> None:
+    """Storages may have other memory than before, as `MainGrads(release=True)` has it: the table is mended on the device."""
+    apart = _apart(batch.sources)
+    if apart != batch.apart:
+        moved = torch.tensor([now - before for now, before in zip(apart, batch.apart, strict=True)])
+        batch.chunks[:, 1] += moved.to(batch.chunks.device, non_blocking=True)[batch.source_of]
+        batch.apart[:] = apart
 
 
 @lru_cache(64)
@@ -200,6 +222,8 @@ def write_scalars(options: Tensor, step: Tensor, norm: Tensor | None, scalars: T
 
 def step_batch(batch: Batch, scalars: Tensor, zero: bool) -> None:
     """A step of all its weights by their gradients, which are cleared where `zero`."""
+    if len(batch.sources) > 1:
+        _follow(batch)
     rest = batch.tensors[4]
     split = rest is not None and rest.dtype is torch.int16
     _bind_adamw(batch.align, split, zero)((batch.programs, 1, 1), *batch.tensors, batch.chunks, scalars)

@@ -93,7 +93,8 @@ class AdamW(torch.optim.Optimizer):
             _check_options(group)
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
-            self._pieces = self._laid()
+            with main_grads.filled():
+                self._pieces = self._laid()
             self._steppers = {device: _Stepper(device, self.param_groups) for device in self._devices()}
             for piece in self._pieces:
                 self.state[piece.parameter] = self._state_of(piece)
@@ -146,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
         Args:
             max_norm: step by the gradient scaled to a norm of at most this, as `main_grads.clip_` scales it; the buffers keep it
                 unscaled. The norm that it had is returned, a tensor on the device. None: nothing is scaled, None is returned.
-            zero: leave zeros in the buffers, in the same pass.
+            zero: leave zeros in the buffers, in the same pass; those that `MainGrads(release=True)` has give their memory back.
             norm: what `main_grads.norm()` gave, for who has asked already.
         """
         main_grads = self._main_grads
@@ -159,7 +160,7 @@ class AdamW(torch.optim.Optimizer):
         elif norm is None:
             norm = main_grads.norm()
         for stepper in self._steppers.values():
-            stepper.run(self.param_groups, norm, max_norm, zero)
+            stepper.run(self.param_groups, norm, max_norm, zero and not main_grads.releases)
         if zero and not any(map(capturing, self._steppers)):  # what is captured is not done yet
             main_grads.cleared()
         self.publish()
@@ -220,6 +221,7 @@ class AdamW(torch.optim.Optimizer):
         that wrote. Gradients that are there before are lost, and none may come in the block."""
         self._look()
         self.zero_grad()
+        self._main_grads.fill_()
         lent: list[_Piece] = []
         found: list[State] = []
         try:
@@ -245,8 +247,9 @@ class AdamW(torch.optim.Optimizer):
             )
         if values.numel() != stop - start:
             raise ValueError(f"values must be {stop - start} numbers, but are {values.numel()}")
-        part = found[0].stretch.part(start - found[0].start, stop - found[0].start)
-        values = values.reshape(-1).to(part.grad.device, torch.float32)
+        whole = found[0].stretch._replace(grad=found[0].stretch.exp_avg)  # the gradient may have no memory
+        part = whole.part(start - found[0].start, stop - found[0].start)
+        values = values.reshape(-1).to(part.weight.device, torch.float32)
         if kind == "master":
             put(part, values)
         else:

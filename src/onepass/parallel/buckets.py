@@ -130,6 +130,23 @@ def plan_buckets(named: list[tuple[str, Any]], limit: int) -> list[list[Place]]:
     return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]
 
 
+def plan_buffers(
+    planned: list[list[Place]], sizes: list[int], limit: int | None
+) -> list[tuple[torch.device, torch.dtype, int]]:
+    """Each bucket's buffer: one for each device and type of parameters, or several of up to limit elements."""
+    numbers: dict[tuple[torch.device, torch.dtype], int] = {}
+    filled: dict[tuple[torch.device, torch.dtype], int] = {}  # of the last
+    found = []
+    for places, size in zip(planned, sizes, strict=True):
+        kind = kind_of(places[0].parameter)
+        before = filled.get(kind, 0)
+        if limit is not None and before and before + size > limit:
+            numbers[kind], before = numbers.get(kind, 0) + 1, 0
+        filled[kind] = before + size
+        found.append((*kind, numbers.get(kind, 0)))
+    return found
+
+
 def round_up(size: int, multiple: int) -> int:
     return max(1, math.ceil(size / multiple)) * multiple
 

@@ -23,11 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.parallel.buckets import ALIGNED, TYPES, Bucket, Place, check_agreement, kind_of, plan_buckets, round_up, trainable_of
+from onepass.parallel.buckets import (
+    ALIGNED,
+    TYPES,
+    Bucket,
+    Place,
+    check_agreement,
+    plan_buckets,
+    plan_buffers,
+    round_up,
+    trainable_of,
+)
 from onepass.parallel.collectives import start_all_gather, with_others
 from onepass.parallel.module_tree import ModuleTree
-from onepass.runtime.main_grad import capturing, is_placeholder
+from onepass.runtime.joined import as_laid, lie_together
+from onepass.runtime.main_grad import add_gradient, capturing, is_placeholder, main_grad_of
+from onepass.runtime.released import ReleasedBuffer, ready
 from onepass.runtime.validation import validating
+
+_RELEASED_BYTES = 256 << 20  # of a buffer that is released: they come one after another, and a step's norm is a launch for each
 
 
 class MainGrads:
@@ -62,6 +76,9 @@ class MainGrads:
         shard: reduce-scatter instead of all-reduce (ZeRO-1). After `finish` main_grad is right in this rank's part of each
             bucket (`Bucket.mine`) and undefined elsewhere.
         average: divide by the number of ranks, before the sum.
+        release: the buffers' memory is activations' between steps: it is there from the step's first gradients to `zero_`, or to
+            a step of `AdamW` with zero=True. In between main_grad must not be read or written by anybody else, a
+            crash as of any address that is none, and no CUDA graph can be captured that adds to it or steps by it.
         tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
             rank to rank and count on each; the others count on the group's rank 0.
         pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
@@ -76,6 +93,7 @@ class MainGrads:
         bucket_bytes: int = 32 << 20,
         shard: bool = False,
         average: bool = True,
+        release: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -89,7 +107,7 @@ class MainGrads:
         self.group, self.tp_group = with_others(group), with_others(tp_group, "tp_group")
         self.pp_group = with_others(pp_group, "pp_group")
         self.ranks = 1 if self.group is None else self.group.size()
-        self.named, self.dtype, self.shard = named, dtype, shard and self.ranks > 1
+        self.named, self.dtype, self.shard, self.releases = named, dtype, shard and self.ranks > 1, release
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         self._complete: ModuleTree | None = None  # the module when it had all of the parameters
         planned = plan_buckets(named, bucket_bytes // dtype.itemsize)
@@ -107,25 +125,28 @@ class MainGrads:
                 parameter.main_grads = _Owner(self)
                 hook = partial(_arrived, weakref.ref(self))  # no cycle through the parameter: buffers are freed at once
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles)
+        self._released = self._to_be_released() if release else []
+        self._finalizer = weakref.finalize(self, _let_go, [parameter for _, parameter in named], handles, self._released)
         self._finalizer.atexit = False
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when somebody left zeros in them
         self._open()
+        self._give_back()
 
     def _allocated(self, planned: list[list[Place]]) -> tuple[list[Tensor], list[Bucket]]:
-        """One buffer for each device and type of parameters, as weights are gathered in their own type."""
+        """One buffer for each device and type of parameters, as weights are gathered in their own type; of what is released
+        several, each of which comes by itself."""
         whole = ALIGNED * self.ranks
         sizes = [round_up(places[-1].stop, whole) for places in planned]
-        kinds = [kind_of(places[0].parameter) for places in planned]
-        totals: dict[tuple[torch.device, torch.dtype], int] = {}
-        for kind, size in zip(kinds, sizes, strict=True):
-            totals[kind] = totals.get(kind, 0) + size
-        buffers = {kind: torch.zeros(total, dtype=self.dtype, device=kind[0]) for kind, total in totals.items()}
+        keys = plan_buffers(planned, sizes, _RELEASED_BYTES // self.dtype.itemsize if self.releases else None)
+        totals = dict.fromkeys(keys, 0)
+        for key, size in zip(keys, sizes, strict=True):
+            totals[key] += size
+        buffers = {key: torch.zeros(total, dtype=self.dtype, device=key[0]) for key, total in totals.items()}
         rest = dict(buffers)
         buckets = []
-        for index, (places, kind, size) in enumerate(zip(planned, kinds, sizes, strict=True)):
-            flat, rest[kind] = rest[kind][:size], rest[kind][size:]
+        for index, (places, key, size) in enumerate(zip(planned, keys, sizes, strict=True)):
+            flat, rest[key] = rest[key][:size], rest[key][size:]
             first, length = 0, size
             if self.shard:
                 assert self.group is not None
@@ -134,13 +155,26 @@ class MainGrads:
             buckets.append(Bucket(index, places, flat, flat[first : first + length], first))
         return list(buffers.values()), buckets
 
+    def _to_be_released(self) -> list[ReleasedBuffer]:
+        own: dict[int, list[Tensor]] = {_storage(buffer): [] for buffer in self.buffers}
+        for bucket in self.buckets:
+            own[_storage(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
+        together: dict[int, list[list[Any]]] = {storage: [] for storage in own}
+        for laid in as_laid([parameter for _, parameter in self.named]):
+            main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
+            if len(laid) > 1 and lie_together(main_grads):
+                together[_storage(main_grads[0])].append(main_grads)
+        return [ReleasedBuffer(buffer, own[_storage(buffer)], together[_storage(buffer)]) for buffer in self.buffers]
+
     # ---- a step ----
 
     def zero_(self) -> None:
         """Begin a step: clear buffers, `.grad` and flags. What `cleared` was told of is not written again."""
         self._check_none_held("zero_()", "or clear() what is deferred")
         self._wait()
-        if self._clear != [buffer._version for buffer in self.buffers]:
+        if self.releases:
+            self._give_back()
+        elif self._clear != [buffer._version for buffer in self.buffers]:
             for buffer in self.buffers:
                 buffer.zero_()
         elif self.shard:
@@ -148,9 +182,34 @@ class MainGrads:
         self._open()
 
     def cleared(self) -> None:
-        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there."""
+        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there, or leaves what is released."""
         self._finished = False
-        self._clear = [buffer._version for buffer in self.buffers]
+        if self.releases:
+            self._give_back()
+        else:
+            self._clear = [buffer._version for buffer in self.buffers]
+
+    def _give_back(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait_for_gradients()
+        for released in self._released:
+            released.release()
+
+    def fill_(self) -> None:
+        """Have the memory that `release` gives back now, zeros where there is no gradient: for who reads or writes it all."""
+        for buffer in self.buffers:
+            ready(buffer)
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """In the block there is memory, for views to be made of it, and after it where there was some before."""
+        empty = [released for released in self._released if not released.has_memory]
+        self.fill_()
+        try:
+            yield
+        finally:
+            for released in empty:
+                released.release()
 
     def _open(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
@@ -191,6 +250,7 @@ class MainGrads:
         self._wait()
         for bucket in self.buckets:
             bucket.wait_for_gradients()
+        self.fill_()
         self._finished = True
 
     def _check_still_there(self) -> None:
@@ -248,7 +308,10 @@ class MainGrads:
         parameter.grad = None
         if not is_placeholder(grad):
             grad = grad.detach()  # under create_graph it has a graph
-            parameter.main_grad.add_(grad.to(self.dtype) if grad.is_sparse else grad)
+            if grad.is_sparse:
+                ready(parameter.main_grad).add_(grad.to(self.dtype))
+            else:
+                add_gradient(parameter.main_grad, grad, None)
 
     def added_here(self, parameter: Tensor) -> None:
         """A gradient of it is added on the current stream: its hook, reductions and `finish` wait for that."""
@@ -265,6 +328,7 @@ class MainGrads:
         if self.group is None:
             return
         bucket.wait_for_gradients()
+        ready(bucket.flat)
         op = dist.ReduceOp.SUM
         if self._average and bucket.flat.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group):
             op = dist.ReduceOp.AVG  # NCCL divides while it reads, before it adds
@@ -362,6 +426,12 @@ class MainGrads:
     def check_finished(self, what: str) -> None:
         if not self._finished:
             raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
+        for buffer in self._released:
+            buffer.check_no_capture()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 # ---- what parameters carry and call ----
@@ -389,9 +459,11 @@ def _arrived(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
         main_grads._arrived(parameter)
 
 
-def _let_go(parameters: list[Any], handles: list[Any]) -> None:
+def _let_go(parameters: list[Any], handles: list[Any], released: list[ReleasedBuffer]) -> None:
     for handle in handles:
         handle.remove()
+    for buffer in released:
+        buffer.forget()
     for parameter in parameters:
         for name in ("main_grad", "main_grads", "grad_added_to_main_grad"):
             parameter.__dict__.pop(name, None)

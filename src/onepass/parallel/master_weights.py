@@ -66,7 +66,8 @@ class MasterWeights:
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
             parts = self._gathered.mine if self._gathered else []
             wide = [part if part.dtype is torch.float32 else part.float() for part in parts]
-            masters = _pieces(main_grads, wide) if self._gathered else _whole(main_grads)
+            with main_grads.filled():
+                masters = _pieces(main_grads, wide) if self._gathered else _whole(main_grads)
         for group in in_groups:
             group["params"] = [masters[key].weight for key in group["params"] if key in masters]
         self.optimizer = make(in_groups)

@@ -30,6 +30,7 @@ from onepass.runtime.main_grad import (
     somebody_has,
     vector_gradient,
 )
+from onepass.runtime.released import buffer_of
 
 # ---- where they lie ----
 
@@ -221,4 +222,7 @@ def _main_grad_of_all(parameters: Sequence[Any]) -> Tensor | None:
         if not parameter.requires_grad or getattr(parameter, "main_grad", None) is None or in_fsdp(parameter):
             return None
     main_grads = [parameter.main_grad for parameter in parameters]
+    released = buffer_of(main_grads[0])
+    if released is not None:
+        return released.alias_of(main_grads)
     return _alias(main_grads) if lie_together(main_grads) else None

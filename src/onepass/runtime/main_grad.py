@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime.dispatch import cast, registered, watched
+from onepass.runtime.released import check_no_copy, comes_first, ready
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -295,7 +296,7 @@ def _gradient(
     if watched(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
-        way.add(place_for(main_grad, wanted), first, second)
+        way.add(_place_in_pass(main_grad, wanted), first, second)
         _mark(parameter)
     return placeholder(parameter, wanted)
 
@@ -306,6 +307,11 @@ def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def place_for(main_grad: Tensor, wanted: Asked) -> Tensor:
+    """Where a kernel adds by itself."""
+    return ready(_place_in_pass(main_grad, wanted))
+
+
+def _place_in_pass(main_grad: Tensor, wanted: Asked) -> Tensor:
     """main_grad, or in what warms up for a capture, with gradients of nothing in particular, what is thrown away."""
     return torch.empty_like(main_grad) if wanted is Asked.CAPTURED and not capturing(main_grad) else main_grad
 
@@ -319,6 +325,7 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
     But cuBLAS rounds twice where main_grad has the operands' 16-bit type, the product and then the sum: 1.41 times the error, as
     Apex's kernel has. One rounding there takes an fp32 buffer of the weight's size and half as long again.
     """
+    keep = keep and not comes_first(main_grad)
     beta = float(keep)
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)
@@ -338,7 +345,8 @@ def _marked(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, A
     """The same inside an op, which finds out itself who asks."""
 
     def add_and_mark(main_grad: Tensor, first: Any, second: Any, parameter: Tensor) -> None:
-        add(place_for(main_grad, _asked_now(parameter)), first, second)
+        check_no_copy(main_grad, getattr(parameter, "main_grad", None))
+        add(_place_in_pass(main_grad, _asked_now(parameter)), first, second)
         _mark(parameter)
 
     return add_and_mark
@@ -385,6 +393,7 @@ def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | N
 
 def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     """main_grad[ids] += dy, with fp32 sums, without atomics and without waiting for a GPU."""
+    main_grad = ready(main_grad)
     if main_grad.dtype in (torch.float32, torch.float64):
         _add_in_order(main_grad, ids, dy.to(main_grad.dtype))
         return

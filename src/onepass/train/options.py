@@ -49,6 +49,7 @@ class Options(Settings):
     use_distributed_optimizer: bool = setting(False, "each data-parallel rank keeps a part of the optimizer's state (ZeRO-1)")
     use_fsdp: bool = setting(False, "each data-parallel rank keeps a part of weights, gradients and state (PyTorch's FSDP2)")
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = setting("1f1b", "order of a pipeline's microbatches")
+    release_main_grads: bool = setting(False, "between steps gradients' memory is activations'")
     cuda_graphs: bool = setting(False, "replay forward and backward as a CUDA graph")
     deterministic: bool = setting(True, "bitwise the same at every run")
 
@@ -76,6 +77,10 @@ class Options(Settings):
             yield "use_fsdp and use_distributed_optimizer must not both be true: FSDP divides the optimizer's state already"
         if self.use_fsdp and self.cuda_graphs:
             yield "cuda_graphs must be false with use_fsdp, whose gathers a graph would leave out, but is true"
+        if self.release_main_grads and self.cuda_graphs:
+            yield "release_main_grads must be false with cuda_graphs, which know one place of each gradient, but is true"
+        if self.release_main_grads and self.use_fsdp:
+            yield "release_main_grads must be false with use_fsdp, whose gradients are not in main_grad, but is true"
 
     @property
     def lowest_lr(self) -> float:

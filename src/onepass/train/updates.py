@@ -93,6 +93,7 @@ class MainGradUpdate(Update):
             model,
             group=_data_group(layout),
             shard=options.use_distributed_optimizer,
+            release=options.release_main_grads,
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )

@@ -81,11 +81,11 @@ def made(family="Llama", **options):
     return model
 
 
-def both(family="Llama", *, main_grad=False, **options):
+def both(family="Llama", *, main_grad=False, release_main_grad=False, **options):
     """The model with onepass, what it was, and what was done."""
     model = made(family, **options)
     before = copy.deepcopy(model)
-    return model, before, huggingface.apply(model, main_grad=main_grad)
+    return model, before, huggingface.apply(model, main_grad=main_grad, release_main_grad=release_main_grad)
 
 
 def batch(masked=False, tokens=12):

@@ -42,13 +42,16 @@ def test_what_is_laid_together_is_added_at_once():
     assert all(place.abs().sum() > 0 for place in places)
 
 
+@pytest.mark.parametrize("release", (False, True))
 @pytest.mark.parametrize("max_norm", (None, 0.5))
-def test_training_is_adamws(max_norm):
-    model, before, applied = both("Llama", main_grad=True)
+def test_training_is_adamws(max_norm, release):
+    model, before, applied = both("Llama", main_grad=True, release_main_grad=release)
+    memory = [buffer.untyped_storage() for buffer in applied.main_grads.buffers]
     options = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
     optimizer, plain = applied.optimizer(max_norm=max_norm, **options), torch.optim.AdamW(before.parameters(), **options)
     schedules = [torch.optim.lr_scheduler.LinearLR(each, 0.1, 1.0, 3) for each in (optimizer, plain)]
     for _ in range(5):
+        assert any(each.nbytes() for each in memory) != release
         losses = []
         for each in (model, before):
             for _ in range(2):
@@ -80,6 +83,8 @@ def test_bad_input():
     applied = huggingface.apply(made("Llama"))
     with pytest.raises(ValueError, match="main_grad must be True in apply"):
         applied.optimizer()
+    with pytest.raises(ValueError, match="release_main_grad must be False without main_grad"):
+        huggingface.apply(made("Llama"), release_main_grad=True)
     _, _, applied = both("Llama", main_grad=True)
     with pytest.raises(TypeError, match="closure must be None"):
         applied.optimizer().step(lambda: 0)

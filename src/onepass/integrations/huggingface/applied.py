@@ -118,6 +118,7 @@ def apply(
     qkv: bool = True,
     *,
     main_grad: bool = False,
+    release_main_grad: bool = False,
 ) -> Applied:
     """Gives this model, and no other, onepass's ops for what they can do of it; what can't be recognised stays as it is.
 
@@ -132,6 +133,7 @@ def apply(
             empty there; without labels, in evaluation and in generation they are as before.
         qkv: queries, keys and values by one product; and where attention is plain causal, with `rope`, all of it as one op.
         main_grad: gradients are added in fp32 where they are made, and `.grad` stays None; `Applied.optimizer` steps by them.
+        release_main_grad: between a step and the next gradients their memory is activations' (`MainGrads(release=True)`).
 
     Raises:
         ValueError: there is nothing to replace, or it is applied already. The model is as it was.
@@ -140,11 +142,13 @@ def apply(
         raise TypeError(f"model must be a module, but is {type(model).__name__}")
     if vars(model).get(_MARK) is not None:
         raise ValueError(f"onepass is applied to this {type(model).__name__} already: undo that first")
+    if release_main_grad and not main_grad:
+        raise ValueError("release_main_grad must be False without main_grad, as there is none, but is True")
     patches = Patches()
     try:
         with undisturbed():
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv)
-        main_grads = add_in_place(model, patches) if main_grad and len(patches) else None
+        main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:
         patches.undo()
         raise

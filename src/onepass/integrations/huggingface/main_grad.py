@@ -30,8 +30,8 @@ from onepass.parallel.main_grads import MainGrads
 class PatientMainGrads(MainGrads):
     """Reductions over data-parallel ranks begin in `finish`: no backward of such a loop says that it is the step's last."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, release: bool) -> None:
+        super().__init__(model, release=release)
         self._accumulating = True
 
 
@@ -58,12 +58,12 @@ class MainGradAdamW(AdamW):
         return super().step(self.max_norm, zero=True)
 
 
-def add_in_place(model: nn.Module, patches: Patches) -> MainGrads:
+def add_in_place(model: nn.Module, patches: Patches, release: bool) -> MainGrads:
     """Linear layers that nothing else has replaced add their gradients there too; of everything else the hooks see to it."""
     for module in model.modules():
         if type(module) is nn.Linear and not own_forward(module):
             patches.set_forward(module, _linear, None)
-    return PatientMainGrads(model)
+    return PatientMainGrads(model, release)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from onepass.parallel.product import leave_graph, postponed
 from onepass.parallel.vocabulary import vocab_place
 from onepass.runtime.dispatch import bare_apply, cast, checkpointed, once, watched
 from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grads_of, place_of, settled, vector_gradient
+from onepass.runtime.released import ready
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -302,7 +303,7 @@ class _LossWork:
         plan = plan_call(hidden, self.weight, labels, self.call, (False, True, False), main_grad, "again")
         incoming = Incoming(self.tensors["dloss"], *(kept(f"d{name}") for name in Incoming._fields[1:]))
         found = RowLosses(lse, lse, None, kept("entropy"))
-        gradients_again(head, plan, found, incoming, Gradients(None, main_grad, None), True)
+        gradients_again(head, plan, found, incoming, Gradients(None, ready(main_grad), None), True)
 
 
 def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, wanted: Asked) -> Tensor | None:

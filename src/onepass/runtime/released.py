@@ -1,0 +1,162 @@
+"""Gradient buffers without memory between steps, which activations have then: `MainGrads(release=True)`.
+
+The tensors stay, main_grad and all that was made of it: the storage under them is emptied after an optimizer's step, and has
+memory again when a first gradient comes. Whoever adds to a main_grad asks here before. What was not written in this step yet is
+no zeros: large gradients that come first are written over it, which saves writing zeros and reading them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_LARGE = 1 << 20  # bytes of a gradient that is worth a look at whether it is the first
+_by_storage: dict[int, ReleasedBuffer] = {}
+
+
+def buffer_of(main_grad: Tensor) -> ReleasedBuffer | None:
+    """What it lies in, if that is one of these."""
+    return _by_storage.get(main_grad.untyped_storage()._cdata) if _by_storage else None
+
+
+def ready(main_grad: Tensor) -> Tensor:
+    """The same, with memory for this step under it: what was added so far, zeros elsewhere."""
+    buffer = buffer_of(main_grad)
+    if buffer is not None:
+        buffer.ready(main_grad)
+    return main_grad
+
+
+def comes_first(main_grad: Tensor) -> bool:
+    """Whether nothing was added to it in this step, nor zeros written: what comes now is to be written over it, whole."""
+    buffer = buffer_of(main_grad)
+    return buffer is not None and buffer.comes_first(main_grad)
+
+
+def check_no_copy(given: Tensor, main_grad: Tensor | None) -> None:
+    """Raise where a compiled graph adds to a copy of main_grad, of which what is unwritten is no zeros."""
+    if _by_storage and main_grad is not None and buffer_of(main_grad) is not buffer_of(given):
+        raise RuntimeError(
+            "main_grad of MainGrads with release=True must be added to in place, but a compiler copied it before: compile with "
+            "Inductor, which does not, or leave release=True away"
+        )
+
+
+class ReleasedBuffer:
+    """A flat buffer, whose whole storage is its own. It has memory, zeros, until the first `release`.
+
+    Args:
+        flat: the buffer.
+        main_grads: the views of it that are parameters' gradients, as they lie.
+        together: those that lie one after another, so that ops may know them as one.
+    """
+
+    def __init__(self, flat: Tensor, main_grads: Iterable[Tensor], together: Iterable[Sequence[Tensor]]) -> None:
+        self._flat, self._storage = flat, flat.untyped_storage()
+        self._bytes, self.has_memory = self._storage.nbytes(), True
+        # all views now, as none can be made of what has no memory
+        self._large = {int(each.storage_offset()): each for each in main_grads if each.nbytes >= _LARGE}
+        ends = [0, *(start + each.numel() for start, each in self._large.items())]
+        self._rest = [flat[end:start] for end, start in zip(ends, [*self._large, flat.numel()], strict=True) if end < start]
+        self._together = [(list(each), _as_one(each)) for each in together]
+        self._unwritten: dict[int, Tensor] = {}  # of the large ones, by where they begin
+        # memory always comes on this stream, as it goes back to what this stream uses next
+        self._home = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        self._streams: set[int] = set()  # those that have waited for it to come
+        _by_storage[self._storage._cdata] = self
+
+    def forget(self) -> None:
+        """Nobody is to use it any more."""
+        _by_storage.pop(self._storage._cdata, None)
+
+    # ---- memory ----
+
+    def release(self) -> None:
+        """Give the memory back, when all that the current stream and those it waits for are to do with it is done."""
+        self.check_no_capture()
+        if self._home is not None:
+            here = torch.cuda.current_stream(self._flat.device)
+            if here != self._home:
+                self._home.wait_stream(here)
+        self._storage.resize_(0)
+        self.has_memory = False
+        self._unwritten.clear()
+        self._streams.clear()
+
+    def _come(self) -> None:
+        """Memory for the current stream."""
+        if self._home is None:
+            if not self.has_memory:
+                self._fill()
+            return
+        self.check_no_capture()
+        here = torch._C._cuda_getCurrentRawStream(self._flat.get_device())
+        if here in self._streams:
+            return
+        if not self.has_memory:
+            with torch.cuda.stream(self._home):
+                self._fill()
+        if here != self._home.cuda_stream:
+            torch.cuda.current_stream(self._flat.device).wait_stream(self._home)
+        self._streams.add(here)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        self._storage.resize_(self._bytes)
+        self.has_memory = True
+        self._unwritten = dict(self._large)
+        if self._rest:
+            torch._foreach_zero_(self._rest)
+
+    def check_no_capture(self) -> None:
+        """Raise where what is done to the buffer would go into a CUDA graph."""
+        if self._home is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "MainGrads with release=True gives its buffers' memory back after each step, of which a CUDA graph's replays "
+                "know nothing: make it without release=True to capture what adds to main_grad, or steps by it"
+            )
+
+    # ---- gradients ----
+
+    @torch.no_grad()
+    def ready(self, part: Tensor) -> None:
+        self._come()
+        for start, large in self._overlapping(part):
+            large.zero_()
+            del self._unwritten[start]
+
+    def comes_first(self, part: Tensor) -> bool:
+        self._come()
+        overlapping = self._overlapping(part)
+        if not overlapping:
+            return False
+        whole = overlapping[0][0] == part.storage_offset() and sum(large.numel() for _, large in overlapping) == part.numel()
+        if not (whole and part.is_contiguous()):  # of one, or of several as one
+            self.ready(part)
+            return False
+        for start, _ in overlapping:
+            del self._unwritten[start]
+        return True
+
+    def _overlapping(self, part: Tensor) -> list[tuple[int, Tensor]]:
+        """What of the unwritten the part has something of, in their order."""
+        if not self._unwritten or not part.numel():
+            return []
+        start = part.storage_offset()
+        stop = start + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
+        return [(begin, each) for begin, each in self._unwritten.items() if begin < stop and start < begin + each.numel()]
+
+    def alias_of(self, main_grads: Sequence[Tensor]) -> Tensor | None:
+        """Those that are known as one, in this order."""
+        for each, alias in self._together:
+            if len(each) == len(main_grads) and all(map(operator.is_, each, main_grads)):
+                return alias
+        return None
+
+
+def _as_one(main_grads: Sequence[Tensor]) -> Tensor:
+    first = main_grads[0]
+    return first.as_strided((sum(each.shape[0] for each in main_grads), *first.shape[1:]), first.stride(), first.storage_offset())
