@@ -284,16 +284,17 @@ def train(model, main_grads, weights, rank, steps, clip=None):
 
 
 def trained(rank):
-    """With and without shard."""
+    """With and without shard, and with that and without memory between steps."""
     found = {}
     for dtype, clip in CLIPPED.items():
-        for shard in (False, True):
-            model = Mixed(dtype, norms=FP32)
-            main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
-            weights = weights_for(model, main_grads)
-            trainable = [p for p in model.parameters() if p.requires_grad]
-            versions = [p._version for p in trainable]
-            train(model, main_grads, weights, rank, range(STEPS), clip)
+        for shard in (False, True, "released"):
+            with poisoned():
+                model = Mixed(dtype, norms=FP32)
+                main_grads = MainGrads(model, bucket_bytes=BYTES, shard=bool(shard), release=shard == "released")
+                weights = weights_for(model, main_grads)
+                trainable = [p for p in model.parameters() if p.requires_grad]
+                versions = [p._version for p in trainable]
+                train(model, main_grads, weights, rank, range(STEPS), clip)
             moved = all(p._version > version for p, version in zip(trainable, versions, strict=True))
             sizes = sum(each["exp_avg"].numel() for each in weights.optimizer.state.values())
             found[dtype, shard] = {name: p.detach().clone() for name, p in model.named_parameters()}, sizes, moved

@@ -99,6 +99,17 @@ def test_of_pytorchs_layers_and_by_master_weights(dtype):
     assert_same(*found)
 
 
+def test_sparse_gradients():
+    embedding = nn.Embedding(9, 8, sparse=True)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        main_grads = MainGrads(embedding, release=True)
+        for _ in range(2):
+            main_grads.zero_()
+            embedding(torch.tensor([1, 1, 4])).sum().backward()
+            main_grads.finish()
+    assert embedding.weight.main_grad[:, 0].tolist() == [0.0, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor_which_adds_in_place():
     """A graph in which weights are used twice, and one is tied."""
@@ -176,7 +187,9 @@ def test_memory_comes_with_the_first_gradient_of_each_buffer_and_goes_with_the_s
         assert seen == [[True, False, False], [True, True, False], [True] * 3]
         seen.clear()
         main_grads.finish()
+        written = [buffer._version for buffer in main_grads.buffers]
         optimizer.step(1.0, zero=True)
+        assert written == [buffer._version for buffer in main_grads.buffers]  # no zeros: nobody would read them
 
 
 def test_what_nothing_was_added_to_is_zeros_after_finish():

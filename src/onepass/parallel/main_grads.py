@@ -131,7 +131,8 @@ class MainGrads:
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when somebody left zeros in them
         self._open()
-        self._give_back()
+        if release:
+            self._give_back()
 
     def _allocated(self, planned: list[list[Place]]) -> tuple[list[Tensor], list[Bucket]]:
         """One buffer for each device and type of parameters, as weights are gathered in their own type; of what is released
