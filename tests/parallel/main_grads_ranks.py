@@ -219,7 +219,7 @@ def by_hand_and_held(rank):
         held = len(calls)
         too_early = said(main_grads.finish)
         one.main_grad += 10.0
-        main_grads.release(one)
+        main_grads.unhold(one)
         released = len(calls)
         too_late = said(lambda: main_grads.check_open(one)), said(lambda: main_grads.hold(one))
         main_grads.finish()

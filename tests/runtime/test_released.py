@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parallel.poisoned import poisoned
 
 from onepass.runtime.main_grad import add_gradient, add_rows
-from onepass.runtime.released import ReleasedBuffer, buffer_of, comes_first, ready
+from onepass.runtime.released import ReleasedBuffer, buffer_of, comes_first, ready, was_written
 
 ROWS, COLUMNS, GAP = (4, 3, 6, 1), 8, 5  # of the parameters, and what lies between some of them
 
@@ -99,13 +99,17 @@ def test_what_comes_first_is_written_over_and_only_once():
         assert not comes_first(main_grads[0])  # zeros, which it began with
         buffer.release()
         assert comes_first(main_grads[0]) and main_grads[0].isnan().all()
-        assert not comes_first(main_grads[0])
+        was_written(main_grads[0])
+        assert not comes_first(main_grads[0]) and main_grads[0].isnan().all()
         assert not comes_first(main_grads[3]) and not main_grads[3].any()  # a small one has zeros
         assert not comes_first(as_one(main_grads)) and not main_grads[1].any()  # a part of which is there
         assert comes_first(main_grads[2].view(-1))
+        was_written(main_grads[2])
         assert not torch.cat([flat[:GAP], flat[61 : 61 + GAP], flat[-3:]]).any()  # what lies between
         buffer.release()
-        assert comes_first(as_one(main_grads)) and not comes_first(main_grads[1])
+        assert comes_first(as_one(main_grads))
+        was_written(as_one(main_grads))
+        assert not comes_first(main_grads[1])
         part, turned, shifted = main_grads[2][1:], main_grads[0].t(), flat[GAP - 1 : GAP + 31]
         buffer.release()
         assert not comes_first(part) and not main_grads[2].any()

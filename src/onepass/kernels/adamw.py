@@ -8,8 +8,8 @@ fp64: nothing depends on the host, and no number is compiled in. `adamw_formula.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,7 +137,8 @@ def _store_master(weights, rest_ptr, state, master, inside, SPLIT: tl.constexpr)
 # ---- plans ----
 
 
-class Batch(NamedTuple):
+@dataclass
+class Batch:
     """Stretches that one launch steps: the tensors from which their places are told, and the table of chunks."""
 
     tensors: tuple[Tensor | None, ...]  # weight, grad, exp_avg, exp_avg_sq, rest; bf16 weights as int16
@@ -146,7 +147,7 @@ class Batch(NamedTuple):
     align: int
     sources: list[Tensor]  # one gradient of each storage that they lie in, first of all tensors' own
     source_of: Tensor  # of each chunk, by its number
-    apart: list[int]  # how far the sources were from the first when the table was written
+    apart: list[int]  # how far the sources are from the first, as the table has it
 
 
 def batches_of(stretches: Iterable[Stretch]) -> list[Batch]:
@@ -165,20 +166,20 @@ def _is_even(stretch: Stretch) -> bool:
 def _batch(alike: list[Stretch], align: int) -> Batch:
     first = alike[0]
     chunks, source_of = [], []
-    sources: dict[int, Tensor] = {}
+    numbers: dict[int, int] = {}  # of storages
+    sources: list[Tensor] = []
     for stretch in alike:
-        storage = stretch.grad.untyped_storage()._cdata
-        sources.setdefault(storage, stretch.grad)
-        source = list(sources).index(storage)
+        source = numbers.setdefault(stretch.grad.untyped_storage()._cdata, len(numbers))
+        if source == len(sources):
+            sources.append(stretch.grad)
         places = [_distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
             chunks.append([*(place + start for place in places), size, stretch.group])
             source_of.append(source)
     weight = first.weight.view(torch.int16) if first.weight.dtype is torch.bfloat16 else first.weight
-    table, numbers = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
-    listed = list(sources.values())
-    return Batch((weight, *first[1:5]), table, len(chunks), align, listed, numbers, _apart(listed))
+    table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
+    return Batch((weight, *first[1:5]), table, len(chunks), align, sources, which, _apart(sources))
 
 
 def _distance(tensor: Tensor, base: Tensor) -> int:
@@ -195,8 +196,8 @@ def _follow(batch: Batch) -> None:
     apart = _apart(batch.sources)
     if apart != batch.apart:
         moved = torch.tensor([now - before for now, before in zip(apart, batch.apart, strict=True)])
-        batch.chunks[:, 1] += moved.to(batch.chunks.device, non_blocking=True)[batch.source_of]
-        batch.apart[:] = apart
+        batch.chunks[:, 1].add_(moved.to(batch.chunks.device, non_blocking=True)[batch.source_of])
+        batch.apart = apart
 
 
 @lru_cache(64)

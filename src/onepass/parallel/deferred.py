@@ -177,7 +177,7 @@ class DeferredWgrad:
             self._forget(each.weight)
             owner = _owner(each.weight)
             if owner is not None and id(each.weight) not in self._counts:
-                owner.release(each.weight)
+                owner.unhold(each.weight)
         self._handed = [other for other in self._handed if other is not batch]
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -76,9 +77,10 @@ class MainGrads:
         shard: reduce-scatter instead of all-reduce (ZeRO-1). After `finish` main_grad is right in this rank's part of each
             bucket (`Bucket.mine`) and undefined elsewhere.
         average: divide by the number of ranks, before the sum.
-        release: the buffers' memory is activations' between steps: it is there from the step's first gradients to `zero_`, or to
-            a step of `AdamW` with zero=True. In between main_grad must not be read or written by anybody else, a
-            crash as of any address that is none, and no CUDA graph can be captured that adds to it or steps by it.
+        release: the buffers' memory is activations' between steps: it comes with the step's first gradients and goes with
+            `zero_`, or a step of `AdamW` with zero=True. main_grad can be read from `finish` on, or after `fill_`. Before, nobody
+            else may read it or add to it: there is no memory, which is a crash, or something else in it. No CUDA graph can be
+            captured that adds to it or steps by it.
         tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
             rank to rank and count on each; the others count on the group's rank 0.
         pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
@@ -163,8 +165,9 @@ class MainGrads:
         together: dict[int, list[list[Any]]] = {storage: [] for storage in own}
         for laid in as_laid([parameter for _, parameter in self.named]):
             main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
-            if len(laid) > 1 and lie_together(main_grads):
-                together[_storage(main_grads[0])].append(main_grads)
+            for first, last in combinations(range(len(laid) + 1), 2):
+                if last - first > 1 and lie_together(run := main_grads[first:last]):
+                    together[_storage(run[0])].append(run)
         return [ReleasedBuffer(buffer, own[_storage(buffer)], together[_storage(buffer)]) for buffer in self.buffers]
 
     # ---- a step ----
@@ -183,7 +186,7 @@ class MainGrads:
         self._open()
 
     def cleared(self) -> None:
-        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there, or leaves what is released."""
+        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there; with release, whatever it was."""
         self._finished = False
         if self.releases:
             self._give_back()
@@ -197,7 +200,7 @@ class MainGrads:
             released.release()
 
     def fill_(self) -> None:
-        """Have the memory that `release` gives back now, zeros where there is no gradient: for who reads or writes it all."""
+        """With release: have all memory now, zeros where there is no gradient, for who reads or writes main_grad."""
         for buffer in self.buffers:
             ready(buffer)
 
@@ -356,11 +359,11 @@ class MainGrads:
             raise RuntimeError(_late(self._name(parameter), "the reduction of its bucket had begun"))
 
     def hold(self, parameter: Tensor) -> None:
-        """The parameter's bucket is to wait for `release`: a gradient of it is kept for later. Raises where it is too late."""
+        """The parameter's bucket is to wait for `unhold`: a gradient of it is kept for later. Raises where it is too late."""
         self.check_open(parameter)
         self._bucket_of[id(parameter)].held.add(id(parameter))
 
-    def release(self, parameter: Tensor) -> None:
+    def unhold(self, parameter: Tensor) -> None:
         """All that was kept for later is in main_grad: the bucket's reduction starts, where nothing else is missing."""
         self.added_here(parameter)
         self.give_up(parameter)
@@ -425,6 +428,7 @@ class MainGrads:
         return total
 
     def check_finished(self, what: str) -> None:
+        """Raise where gradients are not whole yet, or where a CUDA graph would take them to lie here at every replay."""
         if not self._finished:
             raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
         for buffer in self._released:

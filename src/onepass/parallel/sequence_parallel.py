@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.runtime.released import ready
 from onepass.runtime.validation import validating
 
 Grads = dict[str, Tensor]
@@ -57,7 +58,7 @@ def _marked_grads(named: list[tuple[str, Tensor]]) -> Grads:
         if getattr(parameter, "sequence_parallel", False) and id(parameter) not in seen:
             seen.add(id(parameter))
             main_grad = getattr(parameter, "main_grad", None)
-            grad = main_grad if isinstance(main_grad, Tensor) else parameter.grad
+            grad = ready(main_grad) if isinstance(main_grad, Tensor) else parameter.grad
             if grad is not None:
                 grads[name] = grad
     return grads

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime.dispatch import cast, registered, watched
-from onepass.runtime.released import check_no_copy, comes_first, ready
+from onepass.runtime.released import check_no_copy, comes_first, ready, was_written
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -312,7 +312,10 @@ def place_for(main_grad: Tensor, wanted: Asked) -> Tensor:
 
 
 def _place_in_pass(main_grad: Tensor, wanted: Asked) -> Tensor:
-    """main_grad, or in what warms up for a capture, with gradients of nothing in particular, what is thrown away."""
+    """main_grad, or in what warms up for a capture, with gradients of nothing in particular, what is thrown away.
+
+    It may have no memory yet: a way that adds sees to that, as only it knows whether it can write over what is there.
+    """
     return torch.empty_like(main_grad) if wanted is Asked.CAPTURED and not capturing(main_grad) else main_grad
 
 
@@ -322,10 +325,18 @@ _CPU_ROWS = 4096  # of main_grad that are made of widened operands at a time, wh
 def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool = True) -> None:
     """main_grad (or nothing) + first.T @ second (or first), with fp32 sums and one rounding where main_grad is narrower.
 
+    Where main_grad's memory comes with the step's first gradient (`released.py`), that is seen to here, and it is nothing.
     But cuBLAS rounds twice where main_grad has the operands' 16-bit type, the product and then the sum: 1.41 times the error, as
     Apex's kernel has. One rounding there takes an fp32 buffer of the weight's size and half as long again.
     """
-    keep = keep and not comes_first(main_grad)
+    if keep and comes_first(main_grad):
+        _add_gradient(main_grad, first, second, keep=False)
+        was_written(main_grad)
+    else:
+        _add_gradient(main_grad, first, second, keep)
+
+
+def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
     beta = float(keep)
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -31,17 +32,25 @@ def ready(main_grad: Tensor) -> Tensor:
 
 
 def comes_first(main_grad: Tensor) -> bool:
-    """Whether nothing was added to it in this step, nor zeros written: what comes now is to be written over it, whole."""
+    """Whether nothing was added to it in this step, nor zeros written: what comes now is to be written over it, whole, and then
+    to be told of by `was_written`."""
     buffer = buffer_of(main_grad)
     return buffer is not None and buffer.comes_first(main_grad)
+
+
+def was_written(main_grad: Tensor) -> None:
+    """What came first is there."""
+    buffer = buffer_of(main_grad)
+    if buffer is not None:
+        buffer.was_written(main_grad)
 
 
 def check_no_copy(given: Tensor, main_grad: Tensor | None) -> None:
     """Raise where a compiled graph adds to a copy of main_grad, of which what is unwritten is no zeros."""
     if _by_storage and main_grad is not None and buffer_of(main_grad) is not buffer_of(given):
         raise RuntimeError(
-            "main_grad of MainGrads with release=True must be added to in place, but a compiler copied it before: compile with "
-            "Inductor, which does not, or leave release=True away"
+            "main_grad of MainGrads with release=True must be added to in place, but a compiler copied it before, as all but "
+            "Inductor do: compile with that, or make MainGrads without release=True"
         )
 
 
@@ -63,13 +72,14 @@ class ReleasedBuffer:
         self._rest = [flat[end:start] for end, start in zip(ends, [*self._large, flat.numel()], strict=True) if end < start]
         self._together = [(list(each), _as_one(each)) for each in together]
         self._unwritten: dict[int, Tensor] = {}  # of the large ones, by where they begin
-        # memory always comes on this stream, as it goes back to what this stream uses next
-        self._home = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        self._home = self._stream()  # where its memory came: to what that stream uses next it goes back
         self._streams: set[int] = set()  # those that have waited for it to come
         _by_storage[self._storage._cdata] = self
 
     def forget(self) -> None:
-        """Nobody is to use it any more."""
+        """It has memory from now on, for backwards of graphs that are there still; it goes with the last of its views."""
+        with suppress(RuntimeError):  # no memory: those backwards would have had none either
+            self.ready(self._flat)
         _by_storage.pop(self._storage._cdata, None)
 
     # ---- memory ----
@@ -77,43 +87,42 @@ class ReleasedBuffer:
     def release(self) -> None:
         """Give the memory back, when all that the current stream and those it waits for are to do with it is done."""
         self.check_no_capture()
-        if self._home is not None:
-            here = torch.cuda.current_stream(self._flat.device)
-            if here != self._home:
-                self._home.wait_stream(here)
+        here = self._stream()
+        if self._home is not None and here is not None and here != self._home:
+            self._home.wait_stream(here)
         self._storage.resize_(0)
         self.has_memory = False
         self._unwritten.clear()
         self._streams.clear()
 
     def _come(self) -> None:
-        """Memory for the current stream."""
-        if self._home is None:
-            if not self.has_memory:
-                self._fill()
-            return
+        """Memory for the current stream, to whose activations it goes back, if it is the first."""
         self.check_no_capture()
-        here = torch._C._cuda_getCurrentRawStream(self._flat.get_device())
-        if here in self._streams:
-            return
         if not self.has_memory:
-            with torch.cuda.stream(self._home):
-                self._fill()
-        if here != self._home.cuda_stream:
-            torch.cuda.current_stream(self._flat.device).wait_stream(self._home)
-        self._streams.add(here)
+            self._home = self._stream()
+            self._fill()
+        if self._home is None:
+            return
+        here = torch._C._cuda_getCurrentRawStream(self._flat.get_device())
+        if here not in self._streams:
+            if here != self._home.cuda_stream:
+                torch.cuda.current_stream(self._flat.device).wait_stream(self._home)
+            self._streams.add(here)
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._flat.device) if self._flat.is_cuda else None
 
     @torch.no_grad()
     def _fill(self) -> None:
         self._storage.resize_(self._bytes)
-        self.has_memory = True
         self._unwritten = dict(self._large)
         if self._rest:
             torch._foreach_zero_(self._rest)
+        self.has_memory = True  # last: another thread may look
 
     def check_no_capture(self) -> None:
         """Raise where what is done to the buffer would go into a CUDA graph."""
-        if self._home is not None and torch.cuda.is_current_stream_capturing():
+        if self._flat.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "MainGrads with release=True gives its buffers' memory back after each step, of which a CUDA graph's replays "
                 "know nothing: make it without release=True to capture what adds to main_grad, or steps by it"
@@ -133,13 +142,18 @@ class ReleasedBuffer:
         overlapping = self._overlapping(part)
         if not overlapping:
             return False
-        whole = overlapping[0][0] == part.storage_offset() and sum(large.numel() for _, large in overlapping) == part.numel()
+        (first, _), (last, its) = overlapping[0], overlapping[-1]
+        start = part.storage_offset()
+        covered = sum(large.numel() for _, large in overlapping)
+        whole = (first, last + its.numel(), covered) == (start, start + part.numel(), part.numel())
         if not (whole and part.is_contiguous()):  # of one, or of several as one
             self.ready(part)
             return False
-        for start, _ in overlapping:
-            del self._unwritten[start]
         return True
+
+    def was_written(self, part: Tensor) -> None:
+        for start, _ in self._overlapping(part):
+            del self._unwritten[start]
 
     def _overlapping(self, part: Tensor) -> list[tuple[int, Tensor]]:
         """What of the unwritten the part has something of, in their order."""

@@ -159,7 +159,8 @@ def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
 
 _running: Any = None  # the thread that has the turn
 _idle: list[_Thread] = []  # to start one takes as long as a tenth of a program
-os.register_at_fork(after_in_child=_idle.clear)
+if hasattr(os, "register_at_fork"):  # not where there is no fork
+    os.register_at_fork(after_in_child=_idle.clear)
 
 
 class _Launched:
@@ -194,7 +195,7 @@ class _Thread:
         """Give it the turn until all programs have ended, or one waits, or fails."""
         global _running
         _running, self.ended, self.waits = self, 0, False
-        interpreter.interpreter_builder.grid_idx = self.place
+        interpreter.interpreter_builder.grid_idx = self.place  # of the program that waited; new ones bring theirs
         self.turn.release()
         self.back.acquire()
 
