@@ -127,6 +127,17 @@ def test_only_those_in_their_order_are_known_as_one():
     buffer.forget()
 
 
+def test_what_numpy_has_seen_keeps_its_memory():
+    with poisoned():
+        buffer, flat, main_grads = released()
+        flat.fill_(7).numpy()
+        for _ in range(2):
+            buffer.release()
+            assert comes_first(main_grads[0])
+            assert not ready(main_grads[1]).any() and not flat[:GAP].any()
+        buffer.forget()
+
+
 def test_others_are_left_alone():
     main_grad = torch.ones(3, 4)
     assert ready(main_grad) is main_grad and not comes_first(main_grad) and buffer_of(main_grad) is None

@@ -90,7 +90,7 @@ class ReleasedBuffer:
         here = self._stream()
         if self._home is not None and here is not None and here != self._home:
             self._home.wait_stream(here)
-        self._storage.resize_(0)
+        self._resize(0)
         self.has_memory = False
         self._unwritten.clear()
         self._streams.clear()
@@ -114,11 +114,15 @@ class ReleasedBuffer:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        self._storage.resize_(self._bytes)
+        self._resize(self._bytes)
         self._unwritten = dict(self._large)
         if self._rest:
             torch._foreach_zero_(self._rest)
         self.has_memory = True  # last: another thread may look
+
+    def _resize(self, size: int) -> None:
+        if self._storage.resizable():  # numpy's arrays have made it stay as it is, where a checkpoint was saved from a CPU
+            self._storage.resize_(size)
 
     def check_no_capture(self) -> None:
         """Raise where what is done to the buffer would go into a CUDA graph."""
