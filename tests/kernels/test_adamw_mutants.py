@@ -52,7 +52,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the backe
     "options of another group": (room, "for place, value in enumerate(values):", "for place, value in enumerate(values[:-1][::-1] + values[-1:]):", "triton"),
     "options are written once": (room, "elif fixed or self.known[place] != value:", "elif fixed or self.known[place] == 0.0:", "triton"),
     "said to be clear when it is not": (room, "if zero and not any(", "if not any(", "triton"),
-    "said to be finished when it is clear": (buffers, "leaves what is released.\"\"\"\n        self._finished = False\n", "leaves what is released.\"\"\"\n", "triton"),
+    "said to be finished when it is clear": (buffers, "with release, whatever it was.\"\"\"\n        self._finished = False\n", "with release, whatever it was.\"\"\"\n", "triton"),
     # ---- PyTorch's operators ----
     "torch: rounded down": (formula, "bits.add_(0x8000).bitwise_right_shift_(16)", "bits.bitwise_right_shift_(16)", "torch"),
     "torch: NaN rounded as a number": (formula, "        master.masked_fill_(master.isnan(), torch.nan)\n", "        pass\n", "torch"),
