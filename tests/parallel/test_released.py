@@ -13,7 +13,7 @@ from torch import nn
 import onepass
 from onepass.gpt import Model, preset
 from onepass.kernels import adamw as kernels
-from onepass.parallel import AdamW, DeferredWgrad, MainGrads, MasterWeights
+from onepass.parallel import AdamW, DeferredWgrad, MainGrads, MasterWeights, sequence_parallel
 from onepass.runtime import released
 from onepass.runtime.joined import joined, lay_together
 from onepass.runtime.lang import triton
@@ -282,10 +282,8 @@ def test_a_first_gradient_that_fails_leaves_the_place_unwritten():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_of_sequence_parallel_parameters_that_did_not_come(monkeypatch, fused):
+def test_gradients_of_sequence_parallel_parameters_that_did_not_come(fused):
     """Before finish, as that may come after it."""
-    from onepass.parallel import sequence_parallel
-
     came, missed = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
     came.sequence_parallel = missed.sequence_parallel = True
     main_grads = MainGrads([came, missed], release=True, bucket_bytes=1)
@@ -308,7 +306,7 @@ def test_dropped_it_leaves_nothing():
         gc.enable()
     main_grads = MainGrads([weight], release=True)
     main_grads.zero_()
-    key = main_grads.buffers[0].untyped_storage()._cdata
+    key = released.storage_of(main_grads.buffers[0])
     assert key in released._by_storage
     main_grads.close()
     assert key not in released._by_storage

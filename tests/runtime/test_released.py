@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel.poisoned import poisoned
 
+from onepass.runtime import joined
 from onepass.runtime.main_grad import add_gradient, add_rows
 from onepass.runtime.released import ReleasedBuffer, buffer_of, comes_first, ready, was_written
 
@@ -24,7 +25,8 @@ def laid():
 
 def released():
     flat, main_grads = laid()
-    return ReleasedBuffer(flat, main_grads, [main_grads[:2]]), flat, main_grads
+    both = main_grads[:2]
+    return ReleasedBuffer(flat, main_grads, [(both, joined.as_one(both))]), flat, main_grads
 
 
 def of_parameter(index):

@@ -18,6 +18,7 @@ from onepass.kernels.adamw_formula import Stretch
 from onepass.kernels.rows import aligned
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, kernel
+from onepass.runtime.released import storage_of
 from onepass.runtime.sizes import power_of_two
 
 OPTIONS = 5  # of a group: lr, beta1, beta2, eps, weight_decay
@@ -169,7 +170,7 @@ def _batch(alike: list[Stretch], align: int) -> Batch:
     numbers: dict[int, int] = {}  # of storages
     sources: list[Tensor] = []
     for stretch in alike:
-        source = numbers.setdefault(stretch.grad.untyped_storage()._cdata, len(numbers))
+        source = numbers.setdefault(storage_of(stretch.grad), len(numbers))
         if source == len(sources):
             sources.append(stretch.grad)
         places = [_distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]

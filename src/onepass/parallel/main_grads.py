@@ -37,9 +37,9 @@ from onepass.parallel.buckets import (
 )
 from onepass.parallel.collectives import start_all_gather, with_others
 from onepass.parallel.module_tree import ModuleTree
-from onepass.runtime.joined import as_laid, lie_together
+from onepass.runtime.joined import as_laid, as_one, lie_together
 from onepass.runtime.main_grad import add_gradient, capturing, is_placeholder, main_grad_of
-from onepass.runtime.released import ReleasedBuffer, ready
+from onepass.runtime.released import ReleasedBuffer, ready, storage_of
 from onepass.runtime.validation import validating
 
 _RELEASED_BYTES = 256 << 20  # of a buffer that is released: they come one after another, and a step's norm is a launch for each
@@ -159,16 +159,16 @@ class MainGrads:
         return list(buffers.values()), buckets
 
     def _to_be_released(self) -> list[ReleasedBuffer]:
-        own: dict[int, list[Tensor]] = {_storage(buffer): [] for buffer in self.buffers}
+        own: dict[int, list[Tensor]] = {storage_of(buffer): [] for buffer in self.buffers}
         for bucket in self.buckets:
-            own[_storage(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
-        together: dict[int, list[list[Any]]] = {storage: [] for storage in own}
+            own[storage_of(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
+        together: dict[int, list[tuple[list[Any], Tensor]]] = {storage: [] for storage in own}
         for laid in as_laid([parameter for _, parameter in self.named]):
             main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
             for first, last in combinations(range(len(laid) + 1), 2):
                 if last - first > 1 and lie_together(run := main_grads[first:last]):
-                    together[_storage(run[0])].append(run)
-        return [ReleasedBuffer(buffer, own[_storage(buffer)], together[_storage(buffer)]) for buffer in self.buffers]
+                    together[storage_of(run[0])].append((run, as_one(run)))
+        return [ReleasedBuffer(buffer, own[storage_of(buffer)], together[storage_of(buffer)]) for buffer in self.buffers]
 
     # ---- a step ----
 
@@ -433,10 +433,6 @@ class MainGrads:
             raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
         for buffer in self._released:
             buffer.check_no_capture()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 # ---- what parameters carry and call ----

@@ -18,9 +18,14 @@ _LARGE = 1 << 20  # bytes of a gradient that is worth a look at whether it is th
 _by_storage: dict[int, ReleasedBuffer] = {}
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which storage it lies in, whatever memory that has."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
 def buffer_of(main_grad: Tensor) -> ReleasedBuffer | None:
     """What it lies in, if that is one of these."""
-    return _by_storage.get(main_grad.untyped_storage()._cdata) if _by_storage else None
+    return _by_storage.get(storage_of(main_grad)) if _by_storage else None
 
 
 def ready(main_grad: Tensor) -> Tensor:
@@ -60,27 +65,27 @@ class ReleasedBuffer:
     Args:
         flat: the buffer.
         main_grads: the views of it that are parameters' gradients, as they lie.
-        together: those that lie one after another, so that ops may know them as one.
+        together: of those that lie one after another, which they are, and the view of all that ops may know as one.
     """
 
-    def __init__(self, flat: Tensor, main_grads: Iterable[Tensor], together: Iterable[Sequence[Tensor]]) -> None:
+    def __init__(self, flat: Tensor, main_grads: Iterable[Tensor], together: Iterable[tuple[Sequence[Tensor], Tensor]]) -> None:
         self._flat, self._storage = flat, flat.untyped_storage()
         self._bytes, self.has_memory = self._storage.nbytes(), True
         # all views now, as none can be made of what has no memory
         self._large = {int(each.storage_offset()): each for each in main_grads if each.nbytes >= _LARGE}
         ends = [0, *(start + each.numel() for start, each in self._large.items())]
         self._rest = [flat[end:start] for end, start in zip(ends, [*self._large, flat.numel()], strict=True) if end < start]
-        self._together = [(list(each), _as_one(each)) for each in together]
+        self._together = list(together)
         self._unwritten: dict[int, Tensor] = {}  # of the large ones, by where they begin
         self._home = self._stream()  # where its memory came: to what that stream uses next it goes back
         self._streams: set[int] = set()  # those that have waited for it to come
-        _by_storage[self._storage._cdata] = self
+        _by_storage[storage_of(flat)] = self
 
     def forget(self) -> None:
         """It has memory from now on, for backwards of graphs that are there still; it goes with the last of its views."""
         with suppress(RuntimeError):  # no memory: those backwards would have had none either
             self.ready(self._flat)
-        _by_storage.pop(self._storage._cdata, None)
+        _by_storage.pop(storage_of(self._flat), None)
 
     # ---- memory ----
 
@@ -173,8 +178,3 @@ class ReleasedBuffer:
             if len(each) == len(main_grads) and all(map(operator.is_, each, main_grads)):
                 return alias
         return None
-
-
-def _as_one(main_grads: Sequence[Tensor]) -> Tensor:
-    first = main_grads[0]
-    return first.as_strided((sum(each.shape[0] for each in main_grads), *first.shape[1:]), first.stride(), first.storage_offset())
