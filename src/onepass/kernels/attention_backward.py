@@ -129,32 +129,34 @@ def _dk_dv_kernel(
 # ---- tiles, and calls ----
 
 
+# Where told how many are resident, so many hide each other's waits: a few instructions that spill are worth it (docs/notes/0014).
+
+
 @lru_cache(64)
 def dq_tiles(D: int, room: int) -> Tiles:
-    if D <= 64:
-        return Tiles(64, 64, 4, 3)
-    return Tiles(128, 64, 8, 3) if room > WIDE else Tiles(64, 64, 4, 2)
+    if room <= WIDE:
+        return Tiles(64, 64, 4, 3 if D <= 64 else 2)
+    return Tiles(64, 64, 4, 2, 4) if D <= 64 else Tiles(128, 64, 8, 3)
 
 
-@lru_cache(1024)
-def dk_dv_tiles(D: int, S: int, room: int) -> Tiles:
-    """Where sequences are short, much is on the diagonal, of which small tiles have less in vain."""
-    if D <= 64:
-        return Tiles(64, 64, 4, 3) if S > 2048 else Tiles(32, 64, 4, 3)
-    return Tiles(64, 128, 8, 3) if room > WIDE else Tiles(32, 64, 4, 3)
+@lru_cache(64)
+def dk_dv_tiles(D: int, room: int) -> Tiles:
+    if room <= WIDE:
+        return Tiles(32, 64, 4, 3)
+    return Tiles(64, 64, 4, 3, 3) if D <= 64 else Tiles(64, 64, 4, 2, 2)
 
 
 @lru_cache(1024)
 def _bind_dq(strides: tuple[int, ...], heads: int, groups: int, D: int, scale: float, tiles: Tiles) -> Bound:
     sizes = heads, heads // groups, D, tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _dq_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps)
+    bound: Bound = _dq_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
 
 
 @lru_cache(1024)
 def _bind_dk_dv(strides: tuple[int, ...], heads: int, groups: int, D: int, scale: float, tiles: Tiles) -> Bound:
     sizes = groups, heads // groups, D, tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _dk_dv_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps)
+    bound: Bound = _dk_dv_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
 
 
@@ -170,6 +172,6 @@ def attend_backward(
     tiles = dq_tiles(D, shared_memory(q.device))
     launch = _bind_dq((*read, *dq.stride()[:3]), H, G, D, scale, tiles)
     launch(grid_of(B * H, ceil_div(S, tiles.block_m)), dy, q, k, v, y, lse, delta, dq, S)
-    tiles = dk_dv_tiles(D, S, shared_memory(q.device))
+    tiles = dk_dv_tiles(D, shared_memory(q.device))
     launch = _bind_dk_dv((*read, *dk.stride()[:3], *dv.stride()[:3]), H, G, D, scale, tiles)
     launch(grid_of(B * G, ceil_div(S, tiles.block_n)), dy, q, k, v, lse, delta, dk, dv, S)

@@ -90,12 +90,13 @@ def _attend_kernel(
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps, and blocks of keys in flight."""
+    """Queries and keys of a tile, warps, and blocks in flight; and how many programs a multiprocessor is to have, if told."""
 
     block_m: int
     block_n: int
     num_warps: int
     stages: int
+    resident: int = 0
 
 
 WIDE = 200_000  # bytes of shared memory, which GPUs have from Hopper on

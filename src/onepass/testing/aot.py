@@ -144,8 +144,8 @@ def uncovered(found: Iterable[Launch]) -> list[str]:
 # ---- compiling them ----
 
 
-# Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007);
-# and two instructions where a row is one number.
+# Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007), 3
+# to 12 % where more programs share a multiprocessor (0014); and two instructions where a row is one number.
 ALLOWED_SPILLS = {
     ("norm_backward rows", "layer_norm 2048x5000", 100): 8,
     ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised", 100): 4,
@@ -153,12 +153,15 @@ ALLOWED_SPILLS = {
     ("softmax_whole_rows both", "cross_entropy rows 2048x128256 softcap and smoothing", 80): 6,
     ("bias_activation backward", "activation_linear gelu 37x1", 100): 2,
     ("dropout_add dropout_backward", "dropout_add 37x1", 90): 2,
+    ("attention_backward dq", "attention 8/8x64", 90): 24,
+    ("attention_backward dq", "attention 32/8x64", 90): 23,
+    ("attention_backward dk_dv", "attention 32/8x64", 90): 9,
+    ("attention_backward dk_dv", "attention 8/8x128", 90): 12,
     # a few instructions in a loop of hundreds, on GPUs that nobody has measured it on
     ("attention_backward dq", "attention 8/8x128", 80): 10,
     ("attention_backward dq", "attention 32/8x128", 80): 10,
     ("attention_backward dk_dv", "attention 32/8x128", 80): 18,
     ("attention_backward dq", "attention 8/8x128", 100): 10,
-    ("attention_backward dk_dv", "attention 32/8x32", 100): 12,
 }
 
 
