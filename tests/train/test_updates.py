@@ -12,7 +12,7 @@ from onepass.parallel import MasterWeights
 from onepass.train.layout import Layout
 from onepass.train.options import Options
 from onepass.train.setup import make
-from onepass.train.updates import MainGradUpdate, adamw_options, parameter_groups
+from onepass.train.updates import MainGradUpdate, _releases, adamw_options, parameter_groups
 
 NARROW = [{}, {"params_dtype": "bf16"}]
 BOTH = pytest.mark.parametrize("settings", NARROW, ids=["fp32", "bf16"])
@@ -81,6 +81,22 @@ def test_released_gradients_change_nothing(settings):
     kept, released = trained_with(**settings), trained_with(**settings, **RELEASED)
     assert go(kept, alone(), 0, 4) == go(released, alone(), 0, 4) and torch.equal(weights(kept), weights(released))
     assert not any(buffer.untyped_storage().nbytes() for buffer in released.update.main_grads.buffers)
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "ranks", "graphs", "releases"),
+    [
+        (None, "cuda", 1, False, True),
+        (None, "cuda", 1, True, False),
+        (None, "cuda", 2, False, False),
+        (None, "cpu", 1, False, False),
+        (False, "cuda", 1, False, False),
+        (True, "cpu", 2, False, True),
+    ],
+)
+def test_gradients_are_released_on_one_gpu_unless_told(said, device, ranks, graphs, releases):
+    options = Options(release_main_grads=said, cuda_graphs=graphs)
+    assert _releases(options, Layout(torch.device(device), ranks=ranks)) is releases
 
 
 @pytest.mark.parametrize(("clip", "most"), [(0.0, math.inf), (0.25, 0.25), (1e6, 1e6)])

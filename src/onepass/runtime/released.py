@@ -8,6 +8,7 @@ no zeros: large gradients that come first are written over it, which saves writi
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -73,6 +74,7 @@ class ReleasedBuffer:
         self._bytes, self.has_memory = self._storage.nbytes(), True
         # all views now, as none can be made of what has no memory
         self._large = {int(each.storage_offset()): each for each in main_grads if each.nbytes >= _LARGE}
+        self._starts = list(self._large)
         ends = [0, *(start + each.numel() for start, each in self._large.items())]
         self._rest = [flat[end:start] for end, start in zip(ends, [*self._large, flat.numel()], strict=True) if end < start]
         self._together = list(together)
@@ -139,11 +141,11 @@ class ReleasedBuffer:
 
     # ---- gradients ----
 
-    @torch.no_grad()
     def ready(self, part: Tensor) -> None:
         self._come()
         for start, large in self._overlapping(part):
-            large.zero_()
+            with torch.no_grad():  # here, as it takes longer than all else where there is nothing to write
+                large.zero_()
             del self._unwritten[start]
 
     def comes_first(self, part: Tensor) -> bool:
@@ -165,12 +167,17 @@ class ReleasedBuffer:
             del self._unwritten[start]
 
     def _overlapping(self, part: Tensor) -> list[tuple[int, Tensor]]:
-        """What of the unwritten the part has something of, in their order."""
+        """What of the unwritten the part has something of, in their order. Asked for each gradient, so not of all there are."""
+        found: list[tuple[int, Tensor]] = []
         if not self._unwritten or not part.numel():
-            return []
+            return found
         start = part.storage_offset()
         stop = start + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
-        return [(begin, each) for begin, each in self._unwritten.items() if begin < stop and start < begin + each.numel()]
+        for at in range(max(0, bisect_right(self._starts, start) - 1), bisect_left(self._starts, stop)):
+            each = self._unwritten.get(self._starts[at])
+            if each is not None and start < self._starts[at] + each.numel():
+                found.append((self._starts[at], each))
+        return found
 
     def alias_of(self, main_grads: Sequence[Tensor]) -> Tensor | None:
         """Those that are known as one, in this order."""

@@ -81,6 +81,13 @@ def _data_group(layout: Layout) -> dist.ProcessGroup | None:
     return alone
 
 
+def _releases(options: Options, layout: Layout) -> bool:
+    """Unless told where it was measured to be faster: on one GPU (docs/notes/0006-main-grads.md)."""
+    if options.release_main_grads is not None:
+        return options.release_main_grads
+    return layout.device.type == "cuda" and layout.ranks == 1 and not options.cuda_graphs
+
+
 class MainGradUpdate(Update):
     """Flat fp32 gradient buffers, reduced under backward, and an AdamW that clips, steps and clears them in one pass."""
 
@@ -93,7 +100,7 @@ class MainGradUpdate(Update):
             model,
             group=_data_group(layout),
             shard=options.use_distributed_optimizer,
-            release=options.release_main_grads,
+            release=_releases(options, layout),
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )
