@@ -3,9 +3,11 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
+from ops.linear_cross_entropy_oracle import ALL, op
 from parallel.main_grads_ranks import BF16, BYTES, FP32, Mixed, backwards
 from parallel.poisoned import have_memory, poisoned
 from torch import nn
@@ -18,6 +20,7 @@ from onepass.runtime import released
 from onepass.runtime.joined import joined, lay_together
 from onepass.runtime.lang import triton
 from onepass.runtime.main_grad import add_gradient
+from onepass.runtime.released import storage_of
 
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="needs Triton"))]
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 16}
@@ -98,6 +101,36 @@ def test_of_pytorchs_layers_and_by_master_weights(dtype):
             weights.step()
         found.append((norms, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}))
     assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("way", "scale", "zeros"),
+    [
+        (("promised", 6, ALL), 1.0, False),
+        (("promised", 20, ALL), 1.0, False),
+        (("again", 6, ALL), None, False),
+        (("again", 6, 20), None, True),  # a block of the vocabulary comes first, which is a part of the weight
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_heads_first_chunk_is_written_over_what_is_there(dtype, way, scale, zeros):
+    found = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        head, hidden, labels = nn.Linear(12, 70, bias=False, dtype=dtype), torch.randn(20, 12, dtype=dtype), torch.arange(20)
+        main_grads = MainGrads(head, release=release)
+        cleared = []
+        with patch.object(torch.Tensor, "zero_", lambda tensor: (cleared.append(storage_of(tensor)), tensor.fill_(0.0))[1]):
+            for _ in range(2):
+                main_grads.zero_()
+                for _ in range(2):
+                    with main_grads.accumulate():
+                        op(way, grad_scale=scale)(hidden.requires_grad_(), head.weight, labels).backward()
+        assert (storage_of(main_grads.buffers[0]) in cleared) is (zeros or not release)
+        main_grads.finish()
+        found.append(head.weight.main_grad.clone())
+    assert found[0].any() and torch.equal(*found)
 
 
 def test_sparse_gradients():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime.dispatch import cast, registered, watched
-from onepass.runtime.released import check_no_copy, comes_first, ready, was_written
+from onepass.runtime.released import check_no_copy, comes_first, ready, was_written, with_memory
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -247,10 +247,11 @@ def settled(parameter: Tensor, wanted: Asked = Asked.GATHERED) -> Tensor | None:
 
 
 def place_of(parameter: Tensor, main_grad: Tensor | None, wanted: Asked) -> Tensor | None:
-    """Where an op may add a gradient bit by bit. None where it is to make it apart, for `vector_gradient` to put it."""
+    """Where an op may add a gradient part by part, by `add_gradient`. None where it is to make it apart, for `vector_gradient`
+    to put it."""
     if main_grad is None or wanted not in (Asked.GATHERED, Asked.CAPTURED) or in_fsdp(parameter) or watched(main_grad):
         return None
-    return place_for(main_grad, wanted)
+    return with_memory(_place_in_pass(main_grad, wanted))
 
 
 # ---- putting it there ----

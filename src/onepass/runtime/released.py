@@ -37,6 +37,14 @@ def ready(main_grad: Tensor) -> Tensor:
     return main_grad
 
 
+def with_memory(main_grad: Tensor) -> Tensor:
+    """The same, to be divided into parts, each of which is added to by who asks whether it comes first."""
+    buffer = buffer_of(main_grad)
+    if buffer is not None:
+        buffer.come()
+    return main_grad
+
+
 def comes_first(main_grad: Tensor) -> bool:
     """Whether nothing was added to it in this step, nor zeros written: what comes now is to be written over it, whole, and then
     to be told of by `was_written`."""
@@ -102,7 +110,7 @@ class ReleasedBuffer:
         self._unwritten.clear()
         self._streams.clear()
 
-    def _come(self) -> None:
+    def come(self) -> None:
         """Memory for the current stream, to whose activations it goes back, if it is the first."""
         self.check_no_capture()
         if not self.has_memory:
@@ -142,14 +150,14 @@ class ReleasedBuffer:
     # ---- gradients ----
 
     def ready(self, part: Tensor) -> None:
-        self._come()
+        self.come()
         for start, large in self._overlapping(part):
             with torch.no_grad():  # here, as it takes longer than all else where there is nothing to write
                 large.zero_()
             del self._unwritten[start]
 
     def comes_first(self, part: Tensor) -> bool:
-        self._come()
+        self.come()
         overlapping = self._overlapping(part)
         if not overlapping:
             return False

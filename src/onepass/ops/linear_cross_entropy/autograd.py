@@ -19,7 +19,7 @@ from onepass.parallel.product import leave_graph, postponed
 from onepass.parallel.vocabulary import vocab_place
 from onepass.runtime.dispatch import bare_apply, cast, checkpointed, once, watched
 from onepass.runtime.main_grad import Asked, asked, has_own_place, main_grads_of, place_of, settled, vector_gradient
-from onepass.runtime.released import ready
+from onepass.runtime.released import ready, with_memory
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -204,7 +204,7 @@ def _as_promised(
     if ctx.added:
         dweight = settled(weight, wanted[1])
         if hidden is None:  # the NaN has to be somewhere
-            ctx.main_grads[0][:1].mul_(truth)
+            ready(ctx.main_grads[0])[:1].mul_(truth)
     elif saved.weight_waiting is not None:
         sums = _times(ctx.call, saved.weight_waiting, truth)
         dweight = vector_gradient(sums, weight, ctx.main_grads[0], wanted[1])
@@ -303,7 +303,7 @@ class _LossWork:
         plan = plan_call(hidden, self.weight, labels, self.call, (False, True, False), main_grad, "again")
         incoming = Incoming(self.tensors["dloss"], *(kept(f"d{name}") for name in Incoming._fields[1:]))
         found = RowLosses(lse, lse, None, kept("entropy"))
-        gradients_again(head, plan, found, incoming, Gradients(None, ready(main_grad), None), True)
+        gradients_again(head, plan, found, incoming, Gradients(None, with_memory(main_grad), None), True)
 
 
 def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, wanted: Asked) -> Tensor | None:
