@@ -145,8 +145,8 @@ def baseline(case: Case, qkv, cos, sin, dy):
     y = rounded(rounded(p) @ v / total)
     p, dy = p / total, heads_first(dy.float().unflatten(-1, (case.heads, -1)))
     ds = rounded(p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)))
-    dq, dk, dv = ds @ k * scale, ds.mT @ q * scale, rounded(p).mT @ dy
-    dq, dk, dv = back(dq, case.heads), back(dk, case.groups), back(dv, case.groups)
+    dq, dk, dv = rounded(ds @ k * scale), ds.mT @ q * scale, rounded(p).mT @ dy
+    dq, dk, dv = back(dq, case.heads), rounded(back(dk, case.groups)), back(dv, case.groups)
     dqkv = torch.cat([turned(dq, -1), turned(dk, -1), dv], 2).flatten(2)
     return as_parts(case, y.transpose(1, 2).flatten(2), dqkv)
 
@@ -194,7 +194,7 @@ def small_cases() -> list[Case]:
         case,
         replace(case, S=70, heads=6, groups=3, R=0, dtype=FP16, layout="followed"),
         replace(case, S=65, heads=3, groups=1, R=8, interleaved=True, overwrite=True, layout="sliced"),
-        replace(case, S=33, D=32, R=12, scale=0.5, overwrite=True, each=True),
+        replace(case, S=33, D=32, R=32, scale=0.5, overwrite=True, each=True),
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),
         replace(case, S=48, R=6, interleaved=True, layout="unaligned"),
     ]

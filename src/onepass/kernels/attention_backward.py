@@ -1,5 +1,4 @@
-"""Causal attention's two backward kernels, and how they are called: one has dq, the other dk and dv, each written once; where
-q and k were turned by their positions (kernels/rope.py), dq and dk are turned back on their way.
+"""Causal attention's two backward kernels, and how they are called: one has dq, the other dk and dv, each written once.
 
 Both make the softmax again, of q, k and each row's logarithm of its sum, and its gradient; that is 7 products in the place of
 the 5 that one kernel would need, and the price of sums in a fixed order, without atomics.
@@ -8,43 +7,14 @@ the 5 that one kernel would need, and the price of sums in a fixed order, withou
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.kernels.attention_forward import LOG2E, WIDE, Tiles, load_tokens, row_size
-from onepass.kernels.rope import table_strides
 from onepass.runtime.lang import device_function, tl
 from onepass.runtime.launch import Bound, grid_of, kernel
 from onepass.runtime.sizes import ceil_div, shared_memory
-
-# ---- both: tokens' gradients turned back, of which columns belong together in pairs ----
-
-
-@device_function
-def _turned_back(
-    x, cos_ptr, sin_ptr, first, COS_S, SIN_S, S, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """x [BLOCK, D] of the tokens from `first` on, by rows of tables with P pairs; the columns after those stay as they are."""
-    columns, tokens = tl.arange(0, D), tl.arange(0, BLOCK)
-    if INTERLEAVED:
-        pair, second = columns // 2, columns % 2 == 1
-        other = tl.where(second, columns - 1, columns + 1)
-    else:
-        pair, second = columns % P, columns >= P
-        other = tl.where(second, columns - P, columns + P)
-    turned = columns < 2 * P
-    other = tl.where(turned, other, columns)  # not some other's infinity, times 0
-    inside = turned[None, :] & (first + tokens < S)[:, None]
-    wide = tl.cast(first, tl.int64)
-    cos_at = cos_ptr + wide * COS_S + tokens[:, None] * COS_S + pair[None, :]
-    sin_at = sin_ptr + wide * SIN_S + tokens[:, None] * SIN_S + pair[None, :]
-    cos = tl.load(cos_at, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(sin_at, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.where(second[None, :], -sin, sin)
-    return tl.fma(x, cos, tl.gather(x, tl.broadcast_to(other[None, :], [BLOCK, D]), 1) * sin)
-
 
 # ---- dq: a program owns BLOCK_M queries of one head, and goes over the keys up to its last query ----
 
@@ -67,10 +37,10 @@ def _into_dq(
 
 @kernel
 def _dq_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, delta_ptr, dq_ptr, cos_ptr, sin_ptr, S, qk_scale, scale,
-    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, COS_B, COS_S, SIN_B, SIN_S, DQ_B, DQ_S, DQ_H,
-    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, delta_ptr, dq_ptr, S, qk_scale, scale,
+    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, DQ_B, DQ_S, DQ_H,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, for an even end
     sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
@@ -92,13 +62,9 @@ def _dq_kernel(
         dq = _into_dq(dq, q, dy, lse, delta, k_head, v_head, at, queries, qk_scale, S, K_S, V_S, D, BLOCK_N, False)
     for at in tl.range(first, tl.minimum(first + BLOCK_M, S), BLOCK_N, num_stages=1):
         dq = _into_dq(dq, q, dy, lse, delta, k_head, v_head, at, queries, qk_scale, S, K_S, V_S, D, BLOCK_N, True)
-    dq = dq * scale
-    if cos_ptr is not None:
-        cos_row, sin_row = cos_ptr + sequence * COS_B, sin_ptr + sequence * SIN_B
-        dq = _turned_back(dq, cos_row, sin_row, first, COS_S, SIN_S, S, D, P, INTERLEAVED, BLOCK_M)
     out = dq_ptr + sequence * DQ_B + head * DQ_H + first.to(tl.int64) * DQ_S
     at = tl.arange(0, BLOCK_M)[:, None] * DQ_S + tl.arange(0, D)[None, :]
-    tl.store(out + at, dq, mask=there[:, None])
+    tl.store(out + at, dq * scale, mask=there[:, None])
 
 
 # ---- dk and dv: a program owns BLOCK_N keys of one group, and goes over the queries from its first key on, of all its heads ----
@@ -125,10 +91,10 @@ def _into_dk_dv(
 
 @kernel
 def _dk_dv_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, S, qk_scale, scale,
-    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, COS_B, COS_S, SIN_B, SIN_S, DK_B, DK_S, DK_H, DV_B, DV_S, DV_H,
-    GROUPS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, S, qk_scale, scale,
+    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, DK_B, DK_S, DK_H, DV_B, DV_S, DV_H,
+    GROUPS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     sequence, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     first = tl.program_id(1) * BLOCK_N  # the first keys have the most queries
@@ -156,12 +122,8 @@ def _dk_dv_kernel(
     there = (keys < S)[:, None]
     tokens, columns = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, D)[None, :]
     wide = first.to(tl.int64)
+    tl.store(dk_ptr + sequence * DK_B + group * DK_H + wide * DK_S + tokens * DK_S + columns, dk * scale, mask=there)
     tl.store(dv_ptr + sequence * DV_B + group * DV_H + wide * DV_S + tokens * DV_S + columns, dv, mask=there)
-    dk = dk * scale  # after dv, whose registers turning takes
-    if cos_ptr is not None:
-        cos_row, sin_row = cos_ptr + sequence * COS_B, sin_ptr + sequence * SIN_B
-        dk = _turned_back(dk, cos_row, sin_row, first, COS_S, SIN_S, S, D, P, INTERLEAVED, BLOCK_N)
-    tl.store(dk_ptr + sequence * DK_B + group * DK_H + wide * DK_S + tokens * DK_S + columns, dk, mask=there)
 
 
 # ---- tiles, and calls ----
@@ -184,55 +146,32 @@ def dk_dv_tiles(D: int, room: int) -> Tiles:
     return Tiles(64, 64, 4, 3, 3) if D <= 64 else Tiles(64, 64, 4, 2, 2)
 
 
-class _Sizes(NamedTuple):
-    """What is compiled in beside the tiles: heads, how many of them share a group's keys, and how pairs are turned."""
-
-    heads: int
-    sharing: int
-    D: int
-    pairs: int
-    interleaved: bool
+@lru_cache(1024)
+def _bind_dq(strides: tuple[int, ...], heads: int, groups: int, D: int, scale: float, tiles: Tiles) -> Bound:
+    sizes = heads, heads // groups, D, tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _dq_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
+    return bound
 
 
 @lru_cache(1024)
-def _bind_dq(strides: tuple[int, ...], sizes: _Sizes, scale: float, tiles: Tiles) -> Bound:
-    return _bound(_dq_kernel, strides, sizes, scale, tiles)
-
-
-@lru_cache(1024)
-def _bind_dk_dv(strides: tuple[int, ...], sizes: _Sizes, scale: float, tiles: Tiles) -> Bound:
-    return _bound(_dk_dv_kernel, strides, sizes._replace(heads=sizes.heads // sizes.sharing), scale, tiles)
-
-
-def _bound(kernel: Any, strides: tuple[int, ...], sizes: _Sizes, scale: float, tiles: Tiles) -> Bound:
-    *tile, num_warps, stages, resident = tiles
-    bound: Bound = kernel.bind(
-        scale * LOG2E, scale, *strides, *sizes, *tile, stages, num_warps=num_warps, resident=resident
-    )  # fmt: skip
+def _bind_dk_dv(strides: tuple[int, ...], heads: int, groups: int, D: int, scale: float, tiles: Tiles) -> Bound:
+    sizes = groups, heads // groups, D, tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _dk_dv_kernel.bind(scale * LOG2E, scale, *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
 
 
 def attend_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
-    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False,
-) -> None:  # fmt: skip
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, scale: float, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
     """Gradients into dq, dk and dv, of the shapes of q, k and v, of any strides but the last, which is 1. y and lse are
-    `attend`'s. dy and q lie at addresses, and have strides, of multiples of 16 bytes.
-
-    cos and sin, their last stride 1 too: the tables that q and k were turned by; dq and dk are of those before it."""
+    `attend`'s. dy and q lie at addresses, and have strides, of multiples of 16 bytes."""
     B, S, H, D = q.shape
     G = k.shape[2]
     delta = torch.empty_like(lse)
     read = (*dy.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    pairs = 1
-    if cos is not None and sin is not None:
-        read, pairs = (*read, *table_strides(cos, (B, S)), *table_strides(sin, (B, S))), cos.shape[-1]
-    else:
-        read = (*read, 0, 0, 0, 0)
-    sizes = _Sizes(H, H // G, D, pairs, interleaved)
     tiles = dq_tiles(D, shared_memory(q.device))
-    launch = _bind_dq((*read, *dq.stride()[:3]), sizes, scale, tiles)
-    launch(grid_of(B * H, ceil_div(S, tiles.block_m)), dy, q, k, v, y, lse, delta, dq, cos, sin, S)
+    launch = _bind_dq((*read, *dq.stride()[:3]), H, G, D, scale, tiles)
+    launch(grid_of(B * H, ceil_div(S, tiles.block_m)), dy, q, k, v, y, lse, delta, dq, S)
     tiles = dk_dv_tiles(D, shared_memory(q.device))
-    launch = _bind_dk_dv((*read, *dk.stride()[:3], *dv.stride()[:3]), sizes, scale, tiles)
-    launch(grid_of(B * G, ceil_div(S, tiles.block_n)), dy, q, k, v, lse, delta, dk, dv, cos, sin, S)
+    launch = _bind_dk_dv((*read, *dk.stride()[:3], *dv.stride()[:3]), H, G, D, scale, tiles)
+    launch(grid_of(B * G, ceil_div(S, tiles.block_n)), dy, q, k, v, lse, delta, dk, dv, S)

@@ -122,12 +122,8 @@ def _rope_kernel(
 _Lies = tuple[tuple[int, ...], tuple[int, ...]]  # a tensor's shape and strides
 
 
-def table_strides(table: Tensor, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a table for all tokens: 0 along what it is broadcast over."""
-    return _token_strides((table.shape, table.stride()), tokens)
-
-
 def _token_strides(table: _Lies, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a table for all tokens: 0 along what it is broadcast over."""
     own = [0 if size == 1 else stride for size, stride in zip(table[0][:-1], table[1][:-1], strict=True)]
     return (0,) * (len(tokens) - len(own)) + tuple(own)
 
@@ -270,9 +266,9 @@ def _new(x: Maybe) -> Maybe:
 
 def _in_line(q: Maybe, k: Maybe, cos: Tensor, sin: Tensor) -> tuple[Maybe, Maybe, Tensor, Tensor]:
     """Copies of those whose last dimension is not contiguous; where all are, of all that keeps dimensions from merging."""
-    if not (in_rows(q) and in_rows(k) and in_rows(cos) and in_rows(sin)):
-        q, k = (x if x is None or in_rows(x) else x.contiguous() for x in (q, k))
-        cos, sin = (table if in_rows(table) else table.contiguous() for table in (cos, sin))
+    if not (_in_rows(q) and _in_rows(k) and _in_rows(cos) and _in_rows(sin)):
+        q, k = (x if x is None or _in_rows(x) else x.contiguous() for x in (q, k))
+        cos, sin = (table if _in_rows(table) else table.contiguous() for table in (cos, sin))
         return q, k, cos, sin
     x = q if q is not None else k
     assert x is not None
@@ -281,8 +277,7 @@ def _in_line(q: Maybe, k: Maybe, cos: Tensor, sin: Tensor) -> tuple[Maybe, Maybe
     return q, k, cos, sin
 
 
-def in_rows(x: Maybe) -> bool:
-    """Whether numbers of the last dimension are side by side."""
+def _in_rows(x: Maybe) -> bool:
     return x is None or x.stride(-1) == 1 or x.shape[-1] == 1
 
 

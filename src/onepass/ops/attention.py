@@ -7,8 +7,8 @@ Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; 
 Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
          sum, in fp32. No scores.
 Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
-         kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written once, where they
-         belong in one tensor of qkv's shape, those of q and k turned back.
+         kernel for dq and one for dk and dv, each of which makes the softmax again. All gradients are written where they belong
+         in one tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. `deterministic=False` lets
          PyTorch's attention stand between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's
          forward stands for ours where it is faster, also where all is deterministic; backward stays ours.
@@ -40,7 +40,7 @@ from onepass.kernels.attention_forward import (
     forward_tiles,
     lse_size,
 )
-from onepass.kernels.rope import check_tables, in_rows, rotate
+from onepass.kernels.rope import check_tables, rotate
 from onepass.kernels.rope_formula import rope_blocks
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, register_op, run_other
@@ -151,9 +151,9 @@ def _backward(dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Maybe, si
     dq, dk, dv = parts_of(dqkv, h.heads, h.groups)
     by_head = *y.shape[:2], h.heads, y.shape[-1] // h.heads
     dy, y = _readable(dy).view(by_head), y.view(by_head)
-    cos, sin = (table if table is None or in_rows(table) else table.contiguous() for table in (cos, sin))
-    parts = parts_of(_readable(turned), h.heads, h.groups)
-    attend_backward(dy, *parts, y, lse, h.scale, dq, dk, dv, cos, sin, h.interleaved)
+    attend_backward(dy, *parts_of(_readable(turned), h.heads, h.groups), y, lse, h.scale, dq, dk, dv)
+    if cos is not None and sin is not None:
+        rotate(dq, dk, cos, sin, h.interleaved, True, (dq, dk))
     return dqkv
 
 
@@ -387,7 +387,7 @@ def variant(
     said = f"tiles of queries x keys: forward {'by cuDNN' if forward_by_cudnn(qkv, D) else by_tiles}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if cos is not None:
-        said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back by backward's; "
+        said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
     return said + f"keeps {'qkv' if cos is None or overwrite else 'the copy'}, y, and a number a head and token"
 
 
