@@ -194,7 +194,7 @@ def small_cases() -> list[Case]:
         case,
         replace(case, S=70, heads=6, groups=3, R=0, dtype=FP16, layout="followed"),
         replace(case, S=65, heads=3, groups=1, R=8, interleaved=True, overwrite=True, layout="sliced"),
-        replace(case, S=33, D=32, R=32, scale=0.5, overwrite=True, each=True),
+        replace(case, S=33, D=32, R=12, scale=0.5, overwrite=True, each=True),
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),
         replace(case, S=48, R=6, interleaved=True, layout="unaligned"),
     ]

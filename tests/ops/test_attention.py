@@ -207,6 +207,17 @@ def test_launches(kernels_launched):
         assert kernels_launched == ["_rope_kernel", *kernels, "_rope_kernel"]
 
 
+@backends
+@pytest.mark.parametrize("pairs", (1, 3, 8))
+def test_tables_of_any_strides(pairs, backend):
+    qkv, cos, sin = tensors()
+    cos, sin = cos[..., :pairs].contiguous(), sin[..., :pairs].contiguous()
+    apart = [torch.stack([table, -table], -1)[..., 0] for table in (cos, sin)]
+    assert all(table.stride(-1) == 2 for table in apart)
+    plain, other = (gradients(op(*tables, backend=backend), [qkv]) for tables in ((cos, sin), apart))
+    assert all(torch.equal(mine, its) for mine, its in zip(plain, other, strict=True))
+
+
 @needs_triton
 @overwriting
 def test_what_is_kept(overwrite):
