@@ -294,11 +294,12 @@ def step_lines(results):
 
 DETERMINISTIC = (
     "All deterministic (`torch.use_deterministic_algorithms`), as `onepass train` is unless told otherwise: that makes the "
-    "backward of PyTorch's attention slower by half and more, so that the gap is wider than in the table after this one."
+    "backward of PyTorch's attention slower by half and more, so that the gap is wider than in the table after this one. 1B "
+    "releases its gradients' memory between steps (`--release-main-grads`), but not with CUDA graphs, nor in the next table."
 )
 FREE = (
     "Where sums may have any order (`--no-deterministic`). PyTorch's attention is cuDNN's then, and so is ours where that is "
-    "faster. Compare within a table: from one H200 to another a step differs by 3 %."
+    "faster. Compare within a table: from one H200 to another a step differs by 3 to 4 %."
 )
 
 

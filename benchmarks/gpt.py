@@ -4,7 +4,8 @@
 
 One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments, with
 AdamW(fused=True); onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own AdamW. Both clip, and have the
-same settings of determinism. "Gradients kept" is --no-release-main-grads, "8-bit inputs" --activation-func-fp8-input-store.
+same settings of determinism. "Gradients kept" and "gradients released" are --no-release-main-grads and --release-main-grads, of
+which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -62,17 +63,18 @@ CASES = {
     ),
 }  # fmt: skip
 WAYS = (
-    "onepass", "onepass, gradients kept", "onepass, CUDA graph", "onepass, 8-bit inputs",
+    "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
+    "onepass, 8-bit inputs, gradients released",
     "plain, compiled", "plain, compiled, CUDA graphs", "plain",
 )  # fmt: skip
 
 
 def trained(case: Case, way: str) -> Trained:
     config, options = case.config(), case.options()
-    if way == "onepass, 8-bit inputs":
+    if "8-bit inputs" in way:
         config = config.replace(activation_func_fp8_input_store=True)
-    if way == "onepass, gradients kept":
-        options = replace(options, release_main_grads=False)
+    if "gradients" in way:
+        options = replace(options, release_main_grads="gradients released" in way)
     if way == "onepass, CUDA graph":
         options = replace(options, cuda_graphs=True)
     made = make(config, options, Layout(DEVICE), plain=way.startswith("plain"))

@@ -97,7 +97,9 @@ class Row:
         return preset(size.preset, params_dtype=size.dtype, **self.model)
 
     def options(self, size: Size) -> Options:
-        return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **self.training)
+        """Gradients are kept, also on one GPU, which would release them by itself: what scales is compared with its like."""
+        kept = {"release_main_grads": False} | self.training
+        return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **kept)
 
     @property
     def alike(self) -> tuple[bool, int]:

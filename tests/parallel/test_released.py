@@ -104,29 +104,33 @@ def test_of_pytorchs_layers_and_by_master_weights(dtype):
 
 
 @pytest.mark.parametrize(
-    ("way", "scale", "zeros"),
+    ("way", "scale", "deferred", "zeros"),
     [
-        (("promised", 6, ALL), 1.0, False),
-        (("promised", 20, ALL), 1.0, False),
-        (("again", 6, ALL), None, False),
-        (("again", 6, 20), None, True),  # a block of the vocabulary comes first, which is a part of the weight
+        (("promised", 6, ALL), 1.0, False, False),
+        (("promised", 20, ALL), 1.0, False, False),
+        (("again", 6, ALL), None, False, False),
+        (("again", 6, ALL), None, True, False),
+        (("again", 6, 20), None, False, True),  # a block of the vocabulary comes first, which is a part of the weight
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_heads_first_chunk_is_written_over_what_is_there(dtype, way, scale, zeros):
+@pytest.mark.parametrize("asks", [True, False], ids=["hidden asks", ""])
+def test_a_heads_first_chunk_is_written_over_what_is_there(asks, dtype, way, scale, deferred, zeros):
     found = []
     for release in (False, True):
         torch.manual_seed(0)
         head, hidden, labels = nn.Linear(12, 70, bias=False, dtype=dtype), torch.randn(20, 12, dtype=dtype), torch.arange(20)
         main_grads = MainGrads(head, release=release)
-        cleared: set[int] = set()
+        later, cleared = DeferredWgrad() if deferred else None, set()
         with patch.object(torch.Tensor, "zero_", _noting(cleared)):
             for _ in range(2):
                 main_grads.zero_()
                 for _ in range(2):
                     with main_grads.accumulate():
-                        op(way, grad_scale=scale)(hidden.requires_grad_(), head.weight, labels).backward()
+                        op(way, grad_scale=scale, deferred=later)(hidden.requires_grad_(asks), head.weight, labels).backward()
+                        if later is not None:
+                            later.flush()
         assert (storage_of(main_grads.buffers[0]) in cleared) is (zeros or not release)
         main_grads.finish()
         found.append(head.weight.main_grad.clone())

@@ -4,15 +4,17 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from train.checkpoint_runs import alone, batch, configured, go
 
 import onepass
 from onepass.gpt import Config
 from onepass.parallel import MasterWeights
+from onepass.train import updates
 from onepass.train.layout import Layout
 from onepass.train.options import Options
 from onepass.train.setup import make
-from onepass.train.updates import MainGradUpdate, _releases, adamw_options, parameter_groups
+from onepass.train.updates import MainGradUpdate, adamw_options, parameter_groups
 
 NARROW = [{}, {"params_dtype": "bf16"}]
 BOTH = pytest.mark.parametrize("settings", NARROW, ids=["fp32", "bf16"])
@@ -84,19 +86,27 @@ def test_released_gradients_change_nothing(settings):
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "ranks", "graphs", "releases"),
+    ("said", "size", "device", "ranks", "graphs", "releases"),
     [
-        (None, "cuda", 1, False, True),
-        (None, "cuda", 1, True, False),
-        (None, "cuda", 2, False, False),
-        (None, "cpu", 1, False, False),
-        (False, "cuda", 1, False, False),
-        (True, "cpu", 2, False, True),
+        (None, 1 << 29, "cuda", 1, False, True),
+        (None, (1 << 29) - 1, "cuda", 1, False, False),
+        (None, 1 << 29, "cuda", 1, True, False),
+        (None, 1 << 29, "cuda", 2, False, False),
+        (None, 1 << 29, "cpu", 1, False, False),
+        (False, 1 << 29, "cuda", 1, False, False),
+        (True, 5, "cpu", 2, False, True),
     ],
 )
-def test_gradients_are_released_on_one_gpu_unless_told(said, device, ranks, graphs, releases):
+def test_large_models_gradients_are_released_on_one_gpu_unless_told(said, size, device, ranks, graphs, releases):
+    model = nn.ParameterList([torch.empty(size, device="meta")])
     options = Options(release_main_grads=said, cuda_graphs=graphs)
-    assert _releases(options, Layout(torch.device(device), ranks=ranks)) is releases
+    assert updates._releases(model, options, Layout(torch.device(device), ranks=ranks)) is releases
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_and_by_main_grads(releases, monkeypatch):
+    monkeypatch.setattr(updates, "_releases", lambda *_: releases)
+    assert trained_with().update.main_grads.releases is releases
 
 
 @pytest.mark.parametrize(("clip", "most"), [(0.0, math.inf), (0.25, 0.25), (1e6, 1e6)])

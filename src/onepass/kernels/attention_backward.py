@@ -129,20 +129,18 @@ def _dk_dv_kernel(
 # ---- tiles, and calls ----
 
 
-# Where told how many are resident, so many hide each other's waits: a few instructions that spill are worth it (docs/notes/0014).
-
-
 @lru_cache(64)
 def dq_tiles(D: int, room: int) -> Tiles:
+    """More programs on a multiprocessor hide each other's waits, which is worth a few instructions that spill, here and below."""
     if room <= WIDE:
         return Tiles(64, 64, 4, 3 if D <= 64 else 2)
     return Tiles(64, 64, 4, 2, 4) if D <= 64 else Tiles(128, 64, 8, 3)
 
 
-@lru_cache(64)
-def dk_dv_tiles(D: int, room: int) -> Tiles:
+@lru_cache(1024)
+def dk_dv_tiles(D: int, S: int, room: int) -> Tiles:
     if room <= WIDE:
-        return Tiles(32, 64, 4, 3)
+        return Tiles(64, 64, 4, 3) if D <= 64 and S > 2048 else Tiles(32, 64, 4, 3)
     return Tiles(64, 64, 4, 3, 3) if D <= 64 else Tiles(64, 64, 4, 2, 2)
 
 
@@ -172,6 +170,6 @@ def attend_backward(
     tiles = dq_tiles(D, shared_memory(q.device))
     launch = _bind_dq((*read, *dq.stride()[:3]), H, G, D, scale, tiles)
     launch(grid_of(B * H, ceil_div(S, tiles.block_m)), dy, q, k, v, y, lse, delta, dq, S)
-    tiles = dk_dv_tiles(D, shared_memory(q.device))
+    tiles = dk_dv_tiles(D, S, shared_memory(q.device))
     launch = _bind_dk_dv((*read, *dk.stride()[:3], *dv.stride()[:3]), H, G, D, scale, tiles)
     launch(grid_of(B * G, ceil_div(S, tiles.block_n)), dy, q, k, v, lse, delta, dk, dv, S)

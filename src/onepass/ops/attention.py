@@ -382,7 +382,7 @@ def variant(
         turned = "" if cos is None else f"q and k turned by rope's kernel{' in place' if overwrite else ''}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     room = shared_memory(qkv.device)
-    forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, room)
+    forward, dq, dk_dv = forward_tiles(D, room), dq_tiles(D, room), dk_dv_tiles(D, qkv.shape[1], room)
     by_tiles = f"{forward.block_m} x {forward.block_n}"
     said = f"tiles of queries x keys: forward {'by cuDNN' if forward_by_cudnn(qkv, D) else by_tiles}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "

@@ -62,7 +62,7 @@ def _add(group: Any, flag: Flag) -> None:
 
 def _default(flag: Flag) -> str:
     if flag.default in (None, ()):
-        return ""
+        return "" if flag.off is None else f" ({flag.off})"
     if flag.type is not bool:
         return f" ({flag.default})"
     return f" (on; {flag.off})" if flag.default else " (off)"

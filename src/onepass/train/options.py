@@ -49,7 +49,7 @@ class Options(Settings):
     use_distributed_optimizer: bool = setting(False, "each data-parallel rank keeps a part of the optimizer's state (ZeRO-1)")
     use_fsdp: bool = setting(False, "each data-parallel rank keeps a part of weights, gradients and state (PyTorch's FSDP2)")
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = setting("1f1b", "order of a pipeline's microbatches")
-    release_main_grads: bool | None = setting(None, "lend activations gradients' memory between steps (on one GPU: on)")
+    release_main_grads: bool | None = setting(None, "lend activations gradients' memory between steps; large models, one GPU: on")
     cuda_graphs: bool = setting(False, "replay forward and backward as a CUDA graph")
     deterministic: bool = setting(True, "bitwise the same at every run")
 

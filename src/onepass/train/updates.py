@@ -81,11 +81,15 @@ def _data_group(layout: Layout) -> dist.ProcessGroup | None:
     return alone
 
 
-def _releases(options: Options, layout: Layout) -> bool:
-    """Unless told where it was measured to be faster: on one GPU (docs/notes/0006-main-grads.md)."""
+_RELEASED_FROM = 1 << 29  # parameters: 1B takes less time and memory for it, 124M as much time (docs/notes/0006-main-grads.md)
+
+
+def _releases(model: nn.Module, options: Options, layout: Layout) -> bool:
+    """Whether gradients' memory is lent. Unless told, where that was measured: for large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
-    return layout.device.type == "cuda" and layout.ranks == 1 and not options.cuda_graphs
+    large = sum(parameter.numel() for parameter in model.parameters()) >= _RELEASED_FROM
+    return large and layout.device.type == "cuda" and layout.ranks == 1 and not options.cuda_graphs
 
 
 class MainGradUpdate(Update):
@@ -100,7 +104,7 @@ class MainGradUpdate(Update):
             model,
             group=_data_group(layout),
             shard=options.use_distributed_optimizer,
-            release=_releases(options, layout),
+            release=_releases(model, options, layout),
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )
