@@ -139,6 +139,7 @@ def dq_tiles(D: int, room: int) -> Tiles:
 
 @lru_cache(1024)
 def dk_dv_tiles(D: int, S: int, room: int) -> Tiles:
+    """Alone on a multiprocessor small tiles do less in vain on the diagonal, which is much of a short sequence."""
     if room <= WIDE:
         return Tiles(64, 64, 4, 3) if D <= 64 and S > 2048 else Tiles(32, 64, 4, 3)
     return Tiles(64, 64, 4, 3, 3) if D <= 64 else Tiles(64, 64, 4, 2, 2)
