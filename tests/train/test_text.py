@@ -33,6 +33,14 @@ def corpus(tmp_path):
     return folder
 
 
+def test_files_of_a_folder(tmp_path):
+    folder = tmp_path / ".cache" / "texts"  # hidden itself, which whoever names it knows
+    for name in ("a.txt", "inner/b.py", ".git/config", "inner/.hidden", "inner/__pycache__/b.cpython-312.pyc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"text" if name[-1] in "ty" else b"\xff\xfe")
+    assert text.find_files([str(folder)]) == [folder / "a.txt", folder / "inner" / "b.py"]
+
+
 def test_all_of_the_text_comes_back(tmp_path, corpus):
     tokens = prepared(tmp_path / "tokens", [corpus])
     numbers = [*tokens.train.tolist(), *tokens.valid.tolist()]

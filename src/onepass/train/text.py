@@ -45,6 +45,11 @@ def python_library() -> list[Path]:
     return [path for path in sorted(top.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(top).parts)]
 
 
+def _passed_over(inside: Path) -> bool:
+    """Hidden files and folders, and Python's compiled ones, of which a folder of sources is full."""
+    return any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+
+
 def find_files(named: Sequence[str]) -> list[Path]:
     """The files that are named, and those in the folders that are."""
     if not named:
@@ -53,7 +58,7 @@ def find_files(named: Sequence[str]) -> list[Path]:
     for name in named:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts[1:]))
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _passed_over(p.relative_to(path)))
             if not inside:
                 raise Refused(f"--data {name} has no files in it")
             found += inside
