@@ -102,6 +102,8 @@ class ReleasedBuffer:
     def release(self) -> None:
         """Give the memory back, when all that the current stream and those it waits for are to do with it is done."""
         self.check_no_capture()
+        if not self.has_memory:  # `zero_` finds it so after an optimizer's step
+            return
         here = self._stream()
         if self._home is not None and here is not None and here != self._home:
             self._home.wait_stream(here)
