@@ -3,7 +3,7 @@
     python benchmarks/gpt_parallel.py [--case NAME ...] [--ranks N] [--json FILE] [--traces DIR] [--small]
 
 It starts its own ranks, one a GPU. Each row is a model of its own, trained on the same random tokens by the trainer's own step:
-bf16 weights, fp32 main_grad, masters and moments, clipping, deterministic. Sequences are of 4096 tokens.
+bf16 weights, fp32 main_grad (kept, also on one GPU), masters and moments, clipping, deterministic. Sequences have 4096 tokens.
 
     one     one GPU, what the others are set against: 4 sequences a step, 8, 4 microbatches of 4, and 8 of 1 as a pipeline's
     dp      a rank has 4 sequences a step, with a whole optimizer or a part of it (sharded), or 4 microbatches of 4; gradients
@@ -97,8 +97,7 @@ class Row:
         return preset(size.preset, params_dtype=size.dtype, **self.model)
 
     def options(self, size: Size) -> Options:
-        """Gradients are kept, also on one GPU, which would release them by itself: what scales is compared with its like."""
-        kept = {"release_main_grads": False} | self.training
+        kept = {"release_main_grads": False} | self.training  # one GPU would release them, several do not
         return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **kept)
 
     @property
@@ -190,11 +189,10 @@ def joined(rank: int, ranks: int, small: bool, folder: str) -> torch.device:
         dist.init_process_group(
             "gloo" if small else "cpu:gloo,cuda:nccl",
             init_method=f"file://{folder}/meeting",
-            rank=rank,
-            world_size=ranks,
+            rank=rank, world_size=ranks,
             timeout=timedelta(seconds=PATIENCE),
             device_id=None if small else device,
-        )
+        )  # fmt: skip
     return device
 
 
