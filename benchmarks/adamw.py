@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import nn
 
 from onepass.bench.record import commit, device_name, versions
-from onepass.kernels import adamw as kernels
+from onepass.gradients import adamw_kernels as kernels
 from onepass.parallel import AdamW, MainGrads, MasterWeights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

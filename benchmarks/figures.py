@@ -1,11 +1,14 @@
-"""Write the figures of README.md and docs/figures.md from the results of one GPU: `python benchmarks/figures.py`.
+"""Write the figures of the README and the docs from the results of one GPU: `python benchmarks/figures.py`.
 
-Results are made by `onepass bench OP --json benchmarks/results/<gpu>/<op>.json`, from a commit; those of the loss without logits
-by `benchmarks/linear_cross_entropy.py --json benchmarks/results/<gpu>/scripts/linear_cross_entropy.json`, and over several GPUs
-with their number at the name's end: `_2`. Those of `fuse` by `benchmarks/fusion.py`, likewise, and those of training by
-`benchmarks/gpt.py`, a file a model (`gpt_1B.json`, and with --no-deterministic `gpt_free_1B.json`), `benchmarks/gpt_losses.py`
-and `benchmarks/gpt_parallel.py`; those of Hugging Face's models by
-`onepass bench huggingface --json benchmarks/results/<gpu>/scripts/huggingface.json`. A test holds the pages to them.
+A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`. A test compares the pages with the results.
+
+    results, in benchmarks/results/<gpu>                 made by
+    <op>.json                                            onepass bench OP --json FILE, from a commit
+    scripts/linear_cross_entropy.json, ..._2.json        benchmarks/linear_cross_entropy.py; _2: on two GPUs
+    scripts/fusion.json                                  benchmarks/fusion.py
+    scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
+    scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
+    scripts/huggingface.json                             onepass bench huggingface
 """
 
 import json
@@ -15,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "figures.md"]
-# what stands in a page between <!-- name --> and <!-- /name -->
-OPS, FIGURES, LOSS, FUSION = "ops", "figures", "loss", "fusion"
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "huggingface"))]
+# the tables' names in the pages
+HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE = "training", "losses", "parallel", "huggingface"
 
 
@@ -30,7 +33,7 @@ def named(row):
 
 
 def of(rows, name):
-    """The row of one contender, and nothing where it isn't there."""
+    """The row of one contender, or an empty dict."""
     return next((row for row in rows if row["contender"] == name), {})
 
 
@@ -50,7 +53,7 @@ def header(first, *titles):
     return [f"| {first}".rstrip() + f" {line(titles)}", "|---" * (len(titles) + 1) + "|"]
 
 
-# ---- what is bound by the memory: fractions of a copy ----
+# ---- ops that memory bounds: fractions of a copy's bandwidth ----
 
 
 def best(rows, direction):
@@ -61,7 +64,7 @@ def best(rows, direction):
 
 
 def copy_shares(rows, direction):
-    """Ours, and the best peer's."""
+    """Return the share of onepass and that of the best peer."""
     return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
 
 
@@ -77,7 +80,7 @@ def by_copy(cases):
     return [*titles, *(case_line(rows) for rows in cases)]
 
 
-# ---- what is bound by matrix products: time over that of a reference, and memory ----
+# ---- ops that matrix products bound: time over that of a reference, and memory ----
 
 
 def mib(row, name):
@@ -89,7 +92,7 @@ def whole(row):
 
 
 def times_of_reference(rows):
-    """Ours, and the best peer's but for the reference itself."""
+    """Return the time of onepass and that of the best peer other than the reference."""
     ours = own(rows)
     peers = [row for row in peers_of(rows) if row["contender"] != ours["reference"]]
     peer = min(peers, key=lambda row: row["both_of_reference"], default=None)
@@ -104,9 +107,10 @@ def reference_line(rows):
     return line(cells)
 
 
-SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # others': tokens x in x out
+SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # of other ops: tokens x in x out
 NOTES = {
-    "attention": "Peers run deterministically, as ours does; in any order ours has deterministic=False, and peers are free."
+    "attention": "onepass and its peers are deterministic, but for the rows *any order*: there onepass has deterministic=False, "
+    "and peers may add in any order."
 }
 
 
@@ -115,7 +119,7 @@ def by_reference(op, cases):
     both = f"both, over {name}"
     sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
     titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", both, "best peer", *sides)
-    said = f"{name} is what the op replaces, one onepass or PyTorch call after the other. {NOTES.get(op, '')}".rstrip()
+    said = f"*{name}* are the onepass and PyTorch calls that the op replaces, one after another. {NOTES.get(op, '')}".rstrip()
     return [said, "", *titles, *(reference_line(rows) for rows in cases)]
 
 
@@ -123,7 +127,7 @@ def by_reference(op, cases):
 
 
 def graph_lines(cases):
-    """GPU time where a launch takes longer than the work: measured in a CUDA graph. Nothing where nobody was."""
+    """Return a table of the cases whose GPU time was measured in a CUDA graph, if there are any."""
     small = [rows for rows in cases if any(row.get("forward_graph_us") is not None for row in rows)]
     if not small:
         return []
@@ -140,7 +144,7 @@ def pair(row, first, second, digits):
 
 
 def cpu_names(cpu_time):
-    """Everybody who is timed in any variant, the op itself first, and one reference of PyTorch's."""
+    """Return every contender of any variant, the op itself first, and one reference of PyTorch's."""
     return [*dict.fromkeys(name for times in cpu_time for name in times["contenders"]), "F.rms_norm(x)"]
 
 
@@ -188,14 +192,14 @@ def table(op, results):
 
 
 def tables(folder):
-    """One an op, by its name."""
+    """Return a table for each op, sorted by name."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no results")
     return "\n\n".join(table(path.stem, json.loads(path.read_text())) for path in paths)
 
 
-# ---- the loss without logits: time over the products', and memory ----
+# ---- linear_cross_entropy: time over that of its matrix products, and memory ----
 
 
 def over_floor(row):
@@ -218,7 +222,7 @@ LOSS_PEERS = ("torch.compile", "Liger", "Liger, fp32 sums", "CCE")
 
 
 def loss_table(path):
-    """Of one GPU."""
+    """Return the table of one GPU."""
     results = json.loads(path.read_text())
     titles = header("tokens x hidden x vocabulary", "floor, ms", "onepass", "with main_grad and grad_scale", *LOSS_PEERS)
     versions = results["versions"]
@@ -229,7 +233,7 @@ def loss_table(path):
 
 
 def shares_table(paths):
-    """Of several: the vocabulary divided."""
+    """Return the table of several GPUs, which divide the vocabulary."""
     ways = ("tensor parallel", "and sequence parallel", "tensor parallel, main_grad and grad_scale")
     lines, measured = header("tokens x hidden x vocabulary", "GPUs", *ways), []
     for path in paths:
@@ -239,7 +243,7 @@ def shares_table(paths):
             found = result["ways"]
             shares = [f"**{found[name]['of_its_share']:.2f}** / {found[name]['peak_mib'] / 1024:.1f}" for name in ways]
             lines.append(line([case, str(result["ranks"]), *shares]))
-    said = "The vocabulary divided over several, set against one GPU's time over their number, and each GPU's GiB at most."
+    said = "Several GPUs divide the vocabulary. Time over one GPU's divided by their number, and the peak GiB of each."
     return "\n".join([f"{said} {' '.join(measured)}", "", *lines])
 
 
@@ -248,7 +252,7 @@ def loss_tables(folder):
     return "\n\n".join([loss_table(one), *([shares_table(several)] if several else [])])
 
 
-# ---- fusion of a user's own code: kernels, GPU time and wall time of a call ----
+# ---- fuse: kernels, GPU time and wall time of a call ----
 
 FUSION_WAYS = ("as written", "compiled", "combined, compiled", "fused", "fused, graph")
 
@@ -279,7 +283,7 @@ SIZES = {"124M": "16 x 1024", "1B": "4 x 4096"}  # of benchmarks/gpt.py
 
 
 def step_lines(results):
-    """A model's ways, each against the plain one under torch.compile."""
+    """Yield a line for each way of a model, beside the plain one under torch.compile."""
     for title, ways in ((title, ways) for title, ways in results["rows"].items() if COMPILED in ways):
         plain = ways[COMPILED]
         for way, found in ways.items():
@@ -293,13 +297,13 @@ def step_lines(results):
 
 
 DETERMINISTIC = (
-    "All deterministic (`torch.use_deterministic_algorithms`), as `onepass train` is unless told otherwise: that makes the "
-    "backward of PyTorch's attention slower by half and more, so that the gap is wider than in the table after this one. 1B "
-    "releases its gradients' memory between steps (`--release-main-grads`), but not with CUDA graphs, nor in the next table."
+    "Both are deterministic (`torch.use_deterministic_algorithms`), which is the default of `onepass train`. It slows down the "
+    "backward of PyTorch's attention by half or more, so the gap is wider than in the next table. onepass releases the memory of "
+    "1B's gradients between steps (`--release-main-grads`), except with CUDA graphs and in the next table."
 )
 FREE = (
-    "Where sums may have any order (`--no-deterministic`). PyTorch's attention is cuDNN's then, and so is ours where that is "
-    "faster. Compare within a table: from one H200 to another a step differs by 3 to 4 %."
+    "Sums may have any order (`--no-deterministic`). PyTorch then takes cuDNN's attention; so does onepass where it is faster. "
+    "Compare within a table: a step differs by 3 to 4 % from one H200 to another."
 )
 
 
@@ -373,21 +377,119 @@ def huggingface_table(path):
     return "\n".join(lines)
 
 
-# ---- all ops at a glance ----
+# ---- the README: the headline, and all ops at a glance ----
+
+
+def headline_line(title, unit, digits, ours, peer, memory):
+    """One row: times and GiB of `ours` and of `peer`, (name, time, GiB)."""
+    times = f"{ours[1]:.{digits}f} {unit}", f"{peer[1]:.{digits}f} {unit}, {peer[0]}"
+    return line([title, *times, f"**{peer[1] / ours[1]:.2f} x**", f"{ours[2]:{memory}} / {peer[2]:{memory}}"])
+
+
+def step_headline(title, path):
+    """The model 1B beside the fastest plain way."""
+    ways = json.loads(path.read_text())["rows"]["1B"]
+    found = {name: (name, way["ms"], way["peak_gib"]) for name, way in ways.items() if "error" not in way}
+    peer = min((each for name, each in found.items() if name.startswith("plain")), key=lambda each: each[1])
+    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
+
+
+def huggingface_headline(title, path, case):
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and row["status"] == "ok"]
+    found = {row["contender"]: (row["contender"], row["ms"], row["peak_gib"]) for row in rows}
+    name, *measured = min((each for name, each in found.items() if not name.startswith("onepass")), key=lambda each: each[1])
+    peer = f"{name} (eager: {found['eager'][1]:.1f})", *measured
+    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
+
+
+def loss_headline(title, path, case):
+    ways = json.loads(path.read_text())["rows"][case]["ways"]
+    found = {name: (name, way["ms"], way["peak_mib"] / 1024) for name, way in ways.items() if "error" not in way}
+    peer = min((each for name, each in found.items() if not name.startswith("onepass")), key=lambda each: each[1])
+    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
+
+
+def backward_headline(title, path, case):
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case]
+    peer = min(peers_of(rows), key=lambda row: row["backward_ms"])
+    ours, peer = ((row["contender"], row["backward_ms"] * 1e3, row["peak_mib"] / 1024) for row in (own(rows), peer))
+    return headline_line(title, "us", 0, ours, peer, ".1f")
+
+
+def headline(folder):
+    scripts = folder / "scripts"
+    lines = [
+        *header("", "onepass", "fastest peer", "speed", "peak GiB"),
+        step_headline("Training step, Llama 1B, `onepass.gpt`, 4 x 4096 tokens", scripts / "gpt_free_1B.json"),
+        step_headline("The same, deterministic on both sides", scripts / "gpt_1B.json"),
+        huggingface_headline(
+            "Training step, Llama 1B, Hugging Face, 4 x 4096 tokens", scripts / "huggingface.json", "llama_1b 4x4096"
+        ),
+        loss_headline(
+            "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
+        ),
+        backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
+    ]
+    return "\n".join(lines)
+
+
+# A row of the README's table: a link to what describes the op, what it does, and the result that measures it, if any.
+OPS_ROWS = [
+    (
+        "[`bias_activation`](docs/guide.md#bias_activation)",
+        "bias and activation, gated or not; dropout and token weights included; the bias gradient in the same pass",
+        "bias_activation",
+    ),
+    (
+        "[`layer_norm`, `rms_norm`](docs/guide.md#norms)",
+        "a norm, alone or after adding a residual, of any width; one kernel forward, one backward",
+        "norm",
+    ),
+    ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
+    (
+        "[`linear`](docs/guide.md#linear-layers)",
+        "the product adds the weight's gradient to fp32 `main_grad`; tensor and sequence parallel",
+        "linear",
+    ),
+    (
+        "[`activation_linear`](docs/guide.md#linear-layers)",
+        "an activation and the linear layer after it; saves only the activation's input",
+        "activation_linear",
+    ),
+    (
+        "[`linear_cross_entropy`, `cross_entropy`](docs/guide.md#the-loss)",
+        "the loss of a head without its logits; label smoothing, z-loss, softcap, token weights, vocabularies divided over ranks",
+        "linear_cross_entropy",
+    ),
+    (
+        "[`attention`](docs/guide.md#attention)",
+        "rotary positions and causal attention of a fused projection; deterministic by default",
+        "attention",
+    ),
+    ("[`rope`](docs/guide.md#rotary-positions)", "rotary positions of q and k in one launch; saves only the tables", "rope"),
+    ("[`softmax`](docs/guide.md#softmax)", "scaled, masked or causal softmax of attention scores", "softmax"),
+    (
+        "[`dropout_add`](docs/guide.md#dropout)",
+        "residual plus dropout of x and its bias; saves no mask; drops the same elements on every layout",
+        "dropout_add",
+    ),
+    ("[`fuse`](docs/fusion.md)", "runs equal, independent operators of your own code as one, forward and backward", "fuse"),
+    ("[`profile`](docs/profile.md)", "shows where a step's time goes, and which ops here apply", "profile"),
+]
 
 
 def at_a_glance(path):
-    """An op by its largest case; what the op is first measured as, of several as large."""
+    """Return the largest case of an op, its figures and the best peer's. Of several as large, the first."""
     results = json.loads(path.read_text())
     largest = max(results["rows"], key=lambda row: math.prod(row["shape"]))["case"]
     rows = [row for row in results["rows"] if row["case"] == largest]
     ours = own(rows)
-    op = f"[`{path.stem}`](docs/figures.md#{path.stem})"
+    case = f"[{named(ours)}](docs/figures.md#{path.stem})"
     if ours.get("reference"):
         time, peer = times_of_reference(rows)
-        return line([op, named(ours), f"{time} of {ours['reference']}'s time", peer])
+        return [case, f"{time} of {ours['reference']}'s time", peer]
     shares = zip(*(copy_shares(rows, way) for way in ("forward", "backward")), strict=True)
-    return line([op, named(ours), *(" / ".join(each) for each in shares)])
+    return [case, *(" / ".join(each) for each in shares)]
 
 
 def loss_at_a_glance(path):
@@ -397,15 +499,20 @@ def loss_at_a_glance(path):
     peers = [name for name in LOSS_PEERS if "over_floor" in ways.get(name, {})]
     best_peer = min(peers, key=lambda name: ways[name]["over_floor"])
     (time, gib), (peer_time, peer_gib) = (time_and_gib(ways[name]) for name in ("onepass", best_peer))
-    op = f"[`{path.stem}`](docs/figures.md#the-loss-without-the-logits)"
-    return line([op, largest, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"])
+    case = f"[{largest}](docs/figures.md#the-loss-without-the-logits)"
+    return [case, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"]
 
 
 def ops_table(folder):
-    rows = {path.stem: at_a_glance(path) for path in folder.glob("*.json")}
+    """Return one row an op. Figures are empty where nothing was measured; an op that has no row above gets one."""
+    found = {path.stem: at_a_glance(path) for path in sorted(folder.glob("*.json"))}
     loss = folder / "scripts" / "linear_cross_entropy.json"
-    rows[loss.stem] = loss_at_a_glance(loss)
-    return "\n".join([*header("", "case", "onepass", "best peer"), *(rows[op] for op in sorted(rows))])
+    if loss.exists():
+        found[loss.stem] = loss_at_a_glance(loss)
+    known = [result for *_, result in OPS_ROWS]
+    rows = [*OPS_ROWS, *((f"`{op}`", "", op) for op in found if op not in known)]
+    lines = [line([op, words, *found.get(result, ["", "", ""])]) for op, words, result in rows]
+    return "\n".join([*header("op", "what it does", "largest case", "onepass", "best peer"), *lines])
 
 
 # ---- the pages ----
@@ -419,9 +526,10 @@ def between(text, name, made):
 
 
 def all_figures(folder=RESULTS):
-    """What stands in each place."""
+    """Return the text of each table by its name."""
     scripts = folder / "scripts"
     return {
+        HEADLINE: headline(folder),
         OPS: ops_table(folder),
         FIGURES: tables(folder),
         LOSS: loss_tables(scripts),
@@ -434,7 +542,7 @@ def all_figures(folder=RESULTS):
 
 
 def with_figures(page, made):
-    """The page with what it has places for."""
+    """Return the page with the tables that it has places for."""
     for name, table_text in made.items():
         if f"<!-- {name} -->" in page:
             page = between(page, name, table_text)

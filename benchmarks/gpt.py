@@ -29,8 +29,8 @@ from rich.table import Table
 from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import Config, preset
 from onepass.runtime.ceilings import clock_for, matmul_tflops
-from onepass.train.batches import Batch
-from onepass.train.layout import Layout
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.setup import Trained, make
 
@@ -77,7 +77,7 @@ def trained(case: Case, way: str) -> Trained:
         options = replace(options, release_main_grads="gradients released" in way)
     if way == "onepass, CUDA graph":
         options = replace(options, cuda_graphs=True)
-    made = make(config, options, Layout(DEVICE), plain=way.startswith("plain"))
+    made = make(config, options, ParallelLayout(DEVICE), plain=way.startswith("plain"))
     if "compiled" in way:
         made.steps.model = torch.compile(made.model, mode="reduce-overhead" if "graphs" in way else None)
     return made
@@ -86,7 +86,7 @@ def trained(case: Case, way: str) -> Trained:
 def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
     made = trained(case, way)
     text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=DEVICE)
-    batch = Batch(text[:, :-1], text[:, 1:])
+    batch = TokenBatch(text[:, :-1], text[:, 1:])
 
     def step() -> torch.Tensor:
         loss, _ = made.steps.run(batch)

@@ -29,7 +29,7 @@ from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import preset
 from onepass.train import text
 from onepass.train.batches import Batches
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.updates import learning_rate
@@ -58,7 +58,7 @@ def losses(name: str, args: argparse.Namespace, tokens: text.Tokens, device: tor
     config = preset(args.preset, params_dtype=dtype, hidden_dropout=dropout)
     rates = {"lr": args.lr, "lr_warmup_iters": args.warmup}
     options = Options(seq_length=args.length, micro_batch_size=args.sequences, train_iters=args.steps, **rates)
-    trained = make(config, options, Layout(device), plain=plain)
+    trained = make(config, options, ParallelLayout(device), plain=plain)
     batches = Batches(tokens.train, args.sequences, args.length, 1, 0, 1, device)
     found = []
     for step in range(args.steps):

@@ -59,8 +59,8 @@ from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import Config, preset
 from onepass.parallel import DeferredWgrad
 from onepass.profiling.trace import STEP, length, union
-from onepass.train.batches import Batch
-from onepass.train.layout import Layout, _groups
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout, _groups
 from onepass.train.options import Options
 from onepass.train.setup import Trained, make
 
@@ -158,12 +158,12 @@ def run(rank: int, rows: list[Row], small: bool, folder: str, traces: str | None
     """Measures rows that have as many ranks, and leaves what each found in the folder."""
     size, ranks = SMALL if small else REAL, rows[0].ranks
     device = joined(rank, ranks, small, folder)
-    layouts: dict[tuple[int, int], Layout] = {}
+    layouts: dict[tuple[int, int], ParallelLayout] = {}
     for at, row in enumerate(rows):
         config = row.config(size)
         divided = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if divided not in layouts:
-            layouts[divided] = _groups(config, device) if ranks > 1 else Layout(device)
+            layouts[divided] = _groups(config, device) if ranks > 1 else ParallelLayout(device)
         found = measured(row, size, layouts[divided], Path(traces or folder))
         written = answer(folder, at, rank)
         written.with_suffix(".part").write_text(json.dumps(found))
@@ -200,7 +200,7 @@ def answer(folder: str, at: int, rank: int) -> Path:
     return Path(folder, f"{at}-{rank}.json")
 
 
-def measured(row: Row, size: Size, layout: Layout, folder: Path) -> dict[str, Any]:
+def measured(row: Row, size: Size, layout: ParallelLayout, folder: Path) -> dict[str, Any]:
     gc.collect()  # the row before
     on_gpu = layout.device.type == "cuda"
     if on_gpu:
@@ -232,13 +232,13 @@ def measured(row: Row, size: Size, layout: Layout, folder: Path) -> dict[str, An
     return found
 
 
-def stepper(row: Row, size: Size, layout: Layout) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+def stepper(row: Row, size: Size, layout: ParallelLayout) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """A step, which returns its loss and its gradient's norm."""
     made: Trained = make(row.config(size), row.options(size), layout)
     vocabulary, random = row.config(size).vocab_size, torch.Generator().manual_seed(1)
     text = torch.randint(vocabulary, (row.sequences, size.length + 1), generator=random)
     own = text.chunk(layout.data.size)[layout.data.rank].to(layout.device)
-    batch = Batch(own[:, :-1], own[:, 1:])
+    batch = TokenBatch(own[:, :-1], own[:, 1:])
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         found = made.steps.run(batch)
@@ -248,12 +248,12 @@ def stepper(row: Row, size: Size, layout: Layout) -> Callable[[], tuple[torch.Te
     return step
 
 
-def synchronize(layout: Layout) -> None:
+def synchronize(layout: ParallelLayout) -> None:
     if layout.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def together(layout: Layout) -> None:
+def together(layout: ParallelLayout) -> None:
     """All ranks begin at once, with nothing under way."""
     synchronize(layout)
     layout.wait_for_all()
@@ -267,7 +267,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
-def traced(step: Callable[[], object], layout: Layout, path: Path) -> list[Span]:
+def traced(step: Callable[[], object], layout: ParallelLayout, path: Path) -> list[Span]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if layout.device.type == "cuda" else [])]
     with marked(), profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), acc_events=True) as profiler:
         step()  # this one starts the profiler up

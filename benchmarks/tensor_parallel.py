@@ -25,7 +25,8 @@ from traces import common, kernels
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
-from onepass.parallel import DeferredWgrad, collectives, product
+from onepass.gradients import product
+from onepass.parallel import DeferredWgrad, collectives
 from onepass.profiling.trace import length, union
 
 TOKENS, BATCH, HIDDEN, INNER = 4096, 4, 8192, 28672

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from onepass.bench.record import commit, device_name, versions
+from onepass.gradients.main_grad import add_gradient
 from onepass.runtime.ceilings import clock_for
-from onepass.runtime.main_grad import add_gradient
 
 SHAPES = ((2048, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 8192, 28672), (8192, 12288, 12288))
 _CUDA_R_32F, _CUDA_R_16BF, _COMPUTE_32F, _DEFAULT_ALGO, _N, _T = 0, 14, 68, 99, 0, 1

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def _what_earlier_files_left():
     """Is not looked through by each collection of garbage from here on: late in a run that takes a second or two."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped: how many by each reason."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
+    if reasons:
+        terminalreporter.section("skipped, by reason")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:6}  {reason}")
 
 
 @pytest.fixture(autouse=True)

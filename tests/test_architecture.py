@@ -1,6 +1,7 @@
 """The house, held: imports point down only, every op has its test, case file and note, and importing onepass does little."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -15,15 +16,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "onepass"
 
 # Who may import whom: a part may use those named here, and itself only where it is named. onepass/__init__.py is "".
-_BELOW_GPT = {"nn", "ops", "parallel", "kernels", "runtime"}
+_BELOW_GPT = {"nn", "ops", "gradients", "parallel", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
-    "": {"nn", "integrations", "ops", "kernels", "runtime", "parallel", "fusion", "profiling"},
+    "": {*_BELOW_GPT, "integrations", "fusion", "profiling"},
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
-    "parallel": {"parallel", "runtime", "kernels.adamw", "kernels.adamw_formula"},
-    "ops": {"kernels", "runtime", "parallel.collectives", "parallel.deferred", "parallel.product", "parallel.vocabulary"},
-    "nn": {"nn", "ops", "kernels", "runtime", "parallel"},
+    "parallel": {"parallel", "kernels", "runtime"},
+    "gradients": {"gradients", "parallel", "kernels", "runtime"},
+    "ops": {"gradients", "parallel", "kernels", "runtime"},
+    "nn": _BELOW_GPT,
     "gpt": {"gpt", *_BELOW_GPT},
     "fusion": {"fusion", *_BELOW_GPT},
     "profiling": {"profiling", *_BELOW_GPT},
@@ -35,16 +37,18 @@ ALLOWED = {
     "cli": _EVERYTHING,
     "__main__": {"cli"},
 }
+# `onepass.parallel` re-exports what stands above it, at first use.
+_REEXPORTS = {"onepass.parallel": {"gradients"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
-OPS = sorted(path.stem for path in (PACKAGE / "ops").iterdir() if path.stem != "__init__" and path.suffix == ".py")
-OPS += sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
+OPS = {  # the files that define public ops, and which
+    path: found
+    for path in sorted((PACKAGE / "ops").rglob("*.py"))
+    if (found := re.findall(r"^define_op\(\s*(\w+),", path.read_text(), re.MULTILINE))
+}
 
 
-def _functions(room):
-    """The public functions of a room: norm holds two."""
-    files = [PACKAGE / "ops" / f"{room}.py", *(PACKAGE / "ops" / room).glob("*.py")]
-    sources = [path.read_text() for path in files if path.exists()]
-    return [name for source in sources for name in re.findall(r"^register_op\((\w+),", source, re.MULTILINE)]
+def _op_name(path):
+    return path.parent.name if path.stem == "__init__" else path.stem
 
 
 def _name(path):
@@ -76,14 +80,10 @@ def _parts(module):
 
 
 def _violations(path):
-    allowed = ALLOWED[_name(path).partition(".")[2].split(".")[0]] | _room(path)
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    family = {f"ops.{parts[1]}"} if parts[0] == "ops" else set()
+    allowed = ALLOWED["" if parts == ("__init__",) else parts[0]] | _REEXPORTS.get(_name(path), set()) | family
     return [module for module in _imported(path) if not _parts(module) & allowed]
-
-
-def _room(path):
-    """An op that has grown into a folder imports from it."""
-    names = path.relative_to(PACKAGE).parts
-    return {f"ops.{names[1]}"} if names[0] == "ops" and len(names) > 2 else set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -95,10 +95,10 @@ def test_imports_point_down(path):
     ("place", "line"),
     [
         ("runtime/new.py", "from onepass.ops import bias_activation"),
-        ("kernels/new.py", "import onepass.ops.bias_activation"),
-        ("ops/new.py", "from onepass.ops.bias_activation import bias_activation"),
-        ("ops/new.py", "def f():\n    from onepass import testing"),
-        ("ops/new.py", "import onepass"),
+        ("kernels/new.py", "import onepass.ops.activation.bias_activation"),
+        ("ops/norm/new.py", "from onepass.ops.activation.bias_activation import bias_activation"),
+        ("ops/norm/new.py", "def f():\n    from onepass import testing"),
+        ("ops/norm/new.py", "import onepass"),
         ("nn/new.py", "from onepass.bench import command"),
     ],
 )
@@ -115,22 +115,29 @@ def test_every_part_has_its_place():
     assert parts <= set(ALLOWED)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_an_op_has_its_five_places(op):
+@pytest.mark.parametrize("path", OPS, ids=_op_name)
+def test_an_op_has_its_five_places(path):
+    op = _op_name(path)
     assert list((ROOT / "tests" / "ops").glob(f"test_{op}*.py"))
     assert (PACKAGE / "bench" / f"{op}.py").exists()
     notes = [note.read_text() for note in (ROOT / "docs" / "notes").glob("[0-9][0-9][0-9][0-9]-*.md")]
     assert any(op in note for note in notes)
-    assert _functions(op)
-    for name in _functions(op):
+    for name in OPS[path]:
         assert re.search(rf'"{name}"', (PACKAGE / "__init__.py").read_text())
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_sections_of_a_room_are_in_order(op):
-    path = PACKAGE / "ops" / f"{op}.py"
-    if not path.exists():
-        pytest.skip("a folder")
+def test_a_class_name_exists_once():
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(_name(path))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+@pytest.mark.parametrize("path", OPS, ids=_op_name)
+def test_the_sections_of_an_op_are_in_order(path):
+    op = _op_name(path)
     source = path.read_text()
     tree = ast.parse(source)
     docstring = ast.get_docstring(tree)
@@ -149,19 +156,21 @@ def test_the_sections_of_a_room_are_in_order(op):
         for node in tree.body
         if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases)
     ]
-    registered = [number for number, line in enumerate(source.splitlines(), 1) if re.match(r"_\w+ = registered\(", line)]
+    registered = [
+        number for number, line in enumerate(source.splitlines(), 1) if re.match(r"\w+ = (?:registered|Registered)\(", line)
+    ]
     sections = [
-        [lines[f"{name}_reference"] for name in _functions(op)],
+        [lines[f"{name}_reference"] for name in OPS[path]],
         kernels,
         registered,
         autograd,
-        [lines["unsupported"]],
-        [lines[name] for name in _functions(op)],
+        [lines[name] for name in OPS[path]],
+        [number for number, line in enumerate(source.splitlines(), 1) if line.startswith("define_op(")],
     ]
     found = [section for section in sections if section]
     assert all(max(above) < min(below) for above, below in pairwise(found)), sections
     public = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}  # the last of overloaded ones
-    assert all(ast.get_docstring(public[name]) for name in _functions(op))
+    assert all(ast.get_docstring(public[name]) for name in OPS[path])
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -192,6 +201,14 @@ def watch(module, name):
 for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "init", "_lazy_init"):
     watch(torch.cuda, name)
 watch(torch.backends.cudnn, "version")
+jitted = []
+try:
+    import triton
+    stock = triton.jit
+    triton.jit = lambda *args, **options: jitted.append(args) or stock(*args, **options)
+except ImportError:
+    pass
+before = (set(sys.modules), *before[1:])
 import onepass
 after = dict(vars(torch)), dict(vars(torch.nn.functional)), dict(vars(torch.Tensor))
 print(json.dumps({
@@ -200,6 +217,7 @@ print(json.dumps({
     "patched": [name for was, now in zip(before[1:], after) for name in was if now.get(name) is not was[name]],
     "context": torch.cuda.is_initialized(),
     "asked": asked,
+    "jitted": len(jitted),
 }))
 """
 
@@ -227,6 +245,37 @@ def test_importing_loads_nobody_heavy(imported):
     assert not heavy & set(imported["loaded"])
 
 
-def test_importing_loads_no_tools(imported):
-    tools = {"bench", "testing", "doctor", "cli"}
-    assert not [name for name in imported["ours"] if tools & set(name.split(".")[1:2])]
+def test_importing_loads_ops_and_what_is_below_them(imported):
+    """Not what only tools and trainers need: it would be most of the time that an import takes."""
+    rooms = {name.split(".")[1] for name in imported["ours"] if "." in name}
+    assert rooms == {"nn", "ops", "gradients", "parallel", "kernels", "runtime", "integrations"}
+    integrations = [name for name in imported["ours"] if name.startswith("onepass.integrations.")]
+    assert integrations == ["onepass.integrations.norm_backends"]
+    assert not [name for name in imported["ours"] if name.endswith(".samples")]
+
+
+def test_importing_reads_no_kernels_source(imported):
+    """Triton reads a kernel's source as it is made: of all of them that takes as long as the rest of the import."""
+    assert imported["jitted"] == 0
+
+
+def test_names_that_are_loaded_at_first_use_are_public():
+    import onepass
+
+    assert set(onepass.__all__) <= set(dir(onepass))
+    assert all(callable(getattr(onepass, name)) for name in ("fuse", "profile", "compare"))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = onepass.nothing
+
+
+def test_module_paths_of_the_release_before_answer():
+    from onepass.runtime.moved import MOVED, RENAMED
+
+    for old, new in MOVED.items():
+        assert _is_module(f"onepass.{new}") and not _is_module(f"onepass.{old}"), old
+    with pytest.warns(DeprecationWarning, match=r"onepass.runtime.joined has moved to onepass.gradients.packed_params"):
+        joined = importlib.import_module("onepass.runtime.joined")
+    for old, now in RENAMED["onepass.gradients.packed_params"].items():
+        assert getattr(joined, old) is getattr(importlib.import_module("onepass.gradients.packed_params"), now)
+    for path, name in (("norm", "rms_norm"), ("attention", "attention"), ("linear", "linear")):
+        assert callable(getattr(importlib.import_module(f"onepass.ops.{path}"), name))

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from onepass import cli
 from onepass.runtime import backend
+from onepass.runtime import op as op_records
 
 
 def _run(capsys, *argv):
@@ -133,8 +135,12 @@ def test_options_follow_an_ops_signature(capsys, monkeypatch):
         seen.update(weight=weight.shape, residual=residual.shape, eps=eps, fast=fast, limit=limit)
         return x
 
-    monkeypatch.setattr(backend, "OPS", dict(backend.OPS))
-    backend.register_op(project, lambda *args, **kwargs: None, lambda *args, **kwargs: "no kernel", lambda *args, **kwargs: "")
+    monkeypatch.setitem(op_records.OPS, "project", None)  # taken away again after the test
+    op_records.define_op(
+        project, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", samples_module="project_samples"
+    )
+    shapes = types.SimpleNamespace(SHAPES_OF={"project": {"residual": lambda x, given: x.shape}})
+    monkeypatch.setitem(sys.modules, "project_samples", shapes)
     options = "--shape 4,8 --weight 16,8 --residual --fast --limit 3 --eps 0.1 --device cpu"
     status, out, _ = _run(capsys, "explain", "project", *options.split())
     assert status == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.kernels import activations
-from onepass.runtime import backend
+from onepass.ops.activation import activations
+from onepass.runtime import op as op_records
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in page.read_text()]
@@ -17,7 +17,7 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 @pytest.fixture
 def _as_before():
     """What a page registers is forgotten again."""
-    tables = [activations.ACTIVATIONS, *(op.others for op in backend.OPS.values())]
+    tables = [activations.ACTIVATIONS, *(op.others for op in op_records.OPS.values())]
     before = [dict(table) for table in tables]
     yield
     for table, was in zip(tables, before, strict=True):
@@ -38,6 +38,20 @@ def test_pages_name_files_that_exist():
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
     assert links
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
+def test_pages_name_sections_that_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())]
+    assert links
+    missing = [(page.name, to, at) for page, to, at in links if at not in _sections(page.parent / to if to else page)]
+    assert not missing
+
+
+def _sections(page):
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_guide_names_all_activations_and_options():

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from onepass import doctor
-from onepass.runtime import backend, lang
+from onepass.kernels import language as lang
+from onepass.ops.activation import samples as activation_samples
+from onepass.ops.activation.bias_activation import bias_activation_reference
+from onepass.runtime import op as op_records
+from onepass.runtime.samples import Sample
 
 GPU = torch.device("cuda", 0)
 
@@ -178,9 +182,9 @@ def test_addmm_without_out_dtype():
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_wrong_numbers_are_found(factor, monkeypatch):
     def wrong(x, bias, activation, backend):
-        return doctor.bias_activation_reference(x, bias, activation=activation) * factor
+        return bias_activation_reference(x, bias, activation=activation) * factor
 
-    monkeypatch.setattr(backend.OPS["bias_activation"], "function", wrong)
+    monkeypatch.setattr(op_records.OPS["bias_activation"], "function", wrong)
     check = _only(doctor._self_test, "bias_activation", torch.device("cpu"), "torch")
     assert check.verdict == doctor.BROKEN
     assert "don't train with this" in check.advice
@@ -190,7 +194,7 @@ def test_a_self_test_that_raises_is_reported(monkeypatch):
     def raising(*args, **kwargs):
         raise RuntimeError("no kernel image\nand more")
 
-    monkeypatch.setattr(backend.OPS["bias_activation"], "function", raising)
+    monkeypatch.setattr(op_records.OPS["bias_activation"], "function", raising)
     check = next(check for check in doctor.diagnose().checks if check.name == "self-test of bias_activation, torch on cpu")
     assert (check.verdict, check.found) == (doctor.BROKEN, "RuntimeError: no kernel image")
 
@@ -204,9 +208,12 @@ def test_every_sample_is_tested(monkeypatch):
     def sample(device, dtype):
         return torch.randn(7, 5, device=device, dtype=dtype), torch.tensor([3, 1], device=device)
 
-    monkeypatch.setattr(backend, "OPS", dict(backend.OPS))
-    backend.register_op(pick, lambda *args: None, lambda *args: "no kernel", lambda *args: "")
-    monkeypatch.setitem(doctor._CALLS, "pick", doctor.Sample(sample, lambda x, index: x[index]))
+    monkeypatch.setitem(op_records.OPS, "pick", None)  # taken away again after the test
+    op_records.define_op(
+        pick, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", samples_module="pick_samples"
+    )
+    samples = types.SimpleNamespace(SAMPLES={"pick": Sample(sample, lambda x, index: x[index])})
+    monkeypatch.setitem(sys.modules, "pick_samples", samples)
     found = doctor.diagnose()
     verdicts = {check.name: check.verdict for check in found.checks}
     assert verdicts["self-test of pick, torch on cpu"] == doctor.OK
@@ -219,11 +226,11 @@ def test_a_gpu_that_answers_nothing_hides_nothing_else(as_json, monkeypatch, gpu
     def broken(*args, **kwargs):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
 
-    def tensors(device, dtype, of=doctor._CALLS["bias_activation"].tensors):
+    def tensors(device, dtype, of=activation_samples.SAMPLES["bias_activation"].tensors):
         return broken() if device == GPU else of(device, dtype)
 
-    sample = dataclasses.replace(doctor._CALLS["bias_activation"], tensors=tensors)
-    monkeypatch.setitem(doctor._CALLS, "bias_activation", sample)
+    sample = dataclasses.replace(activation_samples.SAMPLES["bias_activation"], tensors=tensors)
+    monkeypatch.setitem(activation_samples.SAMPLES, "bias_activation", sample)
     for name in ("cuda.get_device_properties", "cuda.get_device_capability", "zeros"):
         monkeypatch.setattr(f"torch.{name}", broken)
     monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken over lines
@@ -258,13 +265,16 @@ def test_a_machine_whose_gpus_cannot_be_counted(monkeypatch):
 
 
 def test_another_packages_backend_is_shown(monkeypatch):
-    op = backend.OPS["bias_activation"]
-    monkeypatch.setattr(op, "others", {"theirs": backend.Backend(lambda *args: None, lambda *args, **more: "it has no swiglu")})
+    op = op_records.OPS["bias_activation"]
+    monkeypatch.setattr(
+        op, "others", {"theirs": op_records.Backend(lambda *args: None, lambda *args, **more: "it has no swiglu")}
+    )
     assert doctor._backends([torch.device("cpu")], [])["bias_activation"]["cpu"]["theirs"] == "it has no swiglu"
 
 
 def test_every_op_has_a_sample_call():
-    assert set(backend.OPS) == set(doctor._CALLS)
+    for name, op in op_records.OPS.items():
+        assert name in op.samples.SAMPLES
 
 
 def test_as_a_command():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.profiling.model import Row
+from onepass.profiling.model import OperatorRow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -85,7 +85,7 @@ def test_a_compilers_kernels_lose_their_numbers():
 
 
 def row(name, count, us):
-    return Row(name, count, us, 0.1, {"a kernel": count} if count else {})
+    return OperatorRow(name, count, us, 0.1, {"a kernel": count} if count else {})
 
 
 def test_a_way_that_computes_something_else_is_no_way(monkeypatch):

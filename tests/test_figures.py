@@ -1,4 +1,4 @@
-"""The README's figures are those of the results that are kept."""
+"""The figures in the README and the docs are those of the stored results."""
 
 import importlib.util
 import json
@@ -36,6 +36,33 @@ def test_each_figure_has_one_place():
         assert made in pages
     assert "gelu 16384 x 16384" in pages
     assert "| 8192 x 4096 x 128256 |" in pages
+
+
+def test_the_headline_sets_onepass_beside_the_fastest_peer(tmp_path):
+    way = {"ms": 10.0, "peak_gib": 1.0}
+    ways = {"onepass": way, "plain": {"ms": 30.0, "peak_gib": 3.0}, "plain, compiled": {"ms": 12.0, "peak_gib": 2.0}}
+    ways["plain, broken"] = {"error": "OutOfMemoryError"}
+    path = tmp_path / "gpt_1B.json"
+    path.write_text(json.dumps({"rows": {"1B": ways}}))
+    assert figures.step_headline("step", path) == "| step | 10.0 ms | 12.0 ms, plain, compiled | **1.20 x** | 1.0 / 2.0 |"
+    rows = [
+        {"case": "a", "status": "ok", "contender": name, "ms": ms, "peak_gib": 1.0}
+        for name, ms in (("eager", 30.0), ("Liger", 15.0), ("onepass", 10.0), ("onepass + torch.compile", 9.0))
+    ]
+    path.write_text(json.dumps({"rows": rows}))
+    made = figures.huggingface_headline("step", path, "a")
+    assert made == "| step | 10.0 ms | 15.0 ms, Liger (eager: 30.0) | **1.50 x** | 1.0 / 1.0 |"
+
+
+def test_an_op_without_results_has_a_row_without_figures(kept, tmp_path):
+    for op in ("norm", "new_op"):
+        (tmp_path / f"{op}.json").write_text(json.dumps(kept))
+    lines = figures.ops_table(tmp_path).splitlines()
+    assert len(lines) == 2 + len(figures.OPS_ROWS) + 1
+    by_op = {name: next(line for line in lines if f"`{name}`" in line) for name in ("rms_norm", "softmax", "new_op")}
+    assert "(docs/figures.md#norm) | **" in by_op["rms_norm"]
+    assert by_op["softmax"].endswith(" |  |  |  |")
+    assert by_op["new_op"].startswith("| `new_op` |  | [gelu 16384 x 16384](docs/figures.md#new_op) | **")
 
 
 def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):

@@ -1,27 +1,34 @@
 """onepass: fused training kernels for PyTorch. Each tensor read once, written once."""
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from onepass import nn, parallel
-from onepass.fusion.fused import fuse
+from onepass.gradients.graphs import graphed
 from onepass.integrations import norm_backends as _norm_backends
-from onepass.kernels.activations import register_activation
-from onepass.ops.activation_linear import activation_linear
-from onepass.ops.attention import attention
-from onepass.ops.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
-from onepass.ops.cross_entropy import cross_entropy
-from onepass.ops.dropout_add import dropout_add
-from onepass.ops.linear import linear
-from onepass.ops.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.norm import layer_norm, rms_norm
-from onepass.ops.norm_linear import norm_linear
-from onepass.ops.rope import rope
-from onepass.profiling.model import compare
-from onepass.profiling.record import profile
+from onepass.ops.activation.activation_linear import activation_linear
+from onepass.ops.activation.activations import register_activation
+from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
+from onepass.ops.attention.attention import attention
+from onepass.ops.attention.rope import rope
+from onepass.ops.dropout.dropout_add import dropout_add
+from onepass.ops.linear.linear import linear
+from onepass.ops.loss.cross_entropy import cross_entropy
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm.norm import layer_norm, rms_norm
+from onepass.ops.norm.norm_linear import norm_linear
+from onepass.ops.softmax.softmax import softmax
+from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
-from onepass.runtime.graphs import graphed
 from onepass.runtime.validation import validate
 
+if TYPE_CHECKING:
+    from onepass.fusion.fused import fuse
+    from onepass.profiling.model import compare
+    from onepass.profiling.record import profile
+
+_moved.install()
 _norm_backends.register()  # by name, never by "auto"; loads none of those packages
 
 __version__ = _version("onepass")
@@ -50,6 +57,21 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rope",
+    "softmax",
     "use_backend",
     "validate",
 ]
+
+_AT_FIRST_USE = {"compare": "profiling.model", "fuse": "fusion.fused", "profile": "profiling.record"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is no op at its first use: it takes longer to load than all ops."""
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,12 +14,13 @@ from inspect import Parameter, signature
 from typing import Any, NoReturn
 from unittest import mock
 
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 if typing.TYPE_CHECKING:
     from torch import Tensor
 
     from onepass.runtime.backend import Explanation
+    from onepass.runtime.op import Op
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0], args.options)}")
     try:
         return int(args.run(args))
-    except Refused as refused:
+    except CommandError as refused:
         print(f"onepass {args.command}: {refused}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -99,7 +100,7 @@ _H200_PROCESSORS = 132
 def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """The op's own keyword options become command line options: what its signature says is what can be asked."""
     from onepass.bench.options import DTYPES
-    from onepass.runtime.backend import OPS
+    from onepass.runtime.op import OPS
 
     parser.add_argument("op", metavar="OP", help=f"one of {', '.join(sorted(OPS))}; its own options: onepass explain OP --help")
     parser.add_argument("--shape", type=_shape, required=True, help="of the op's first tensor, such as 16384,28672")
@@ -180,7 +181,7 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
         x = torch.empty(args.shape, dtype=dtype, device=device)
         options = {
-            parameter.name: _fake(x, parameter.name, value, args) if _is_tensor(kind) else value
+            parameter.name: _fake(x, known, parameter.name, value, vars(args)) if _is_tensor(kind) else value
             for parameter, kind in _options(known.function)
             for value in [getattr(args, parameter.name)]
         }
@@ -194,21 +195,14 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     ]
 
 
-def _fake(x: Tensor, name: str, value: bool | tuple[int, ...], args: argparse.Namespace) -> Tensor | None:
-    """An optional tensor as ops commonly have it: one number a token, x's shape, or a vector along x's last dimension, for a
-    bias that of the result."""
+def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any]) -> Tensor | None:
+    """An optional tensor in the shape that the op's samples say, or a vector along x's last dimension."""
     if isinstance(value, tuple):
         return x.new_empty(value)
     if not value:
         return None
-    shapes: dict[str, Sequence[int]] = {"token_weight": x.shape[:-1], "residual": x.shape}
-    if name in ("cos", "sin"):  # of attention: a number a token and pair of a head's numbers
-        every = args.heads + 2 * (args.heads if args.groups is None else args.groups)
-        shapes[name] = *x.shape[1:2], x.shape[-1] // max(1, every) // 2
-    weight = getattr(args, "weight", None)
-    if isinstance(weight, tuple):  # a linear layer's [out, in]
-        shapes["bias"] = weight[:1]
-    return x.new_empty(shapes.get(name, x.shape[-1:]))
+    shape = op.samples.SHAPES_OF.get(op.name, {}).get(name)
+    return x.new_empty(x.shape[-1:] if shape is None else shape(x, given))
 
 
 @contextlib.contextmanager

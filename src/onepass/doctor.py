@@ -23,19 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.ops.activation_linear import activation_linear_reference
-from onepass.ops.attention import attention_reference
-from onepass.ops.bias_activation import bias_activation_reference
-from onepass.ops.cross_entropy import cross_entropy_reference
-from onepass.ops.dropout_add import dropout_add_reference
-from onepass.ops.linear import linear_reference
-from onepass.ops.linear_cross_entropy import linear_cross_entropy_reference
-from onepass.ops.norm import layer_norm_reference, rms_norm_reference
-from onepass.ops.norm_linear import norm_linear_reference
-from onepass.ops.rope import rope_reference
-from onepass.runtime import backend, lang
-from onepass.runtime.extras import install
-from onepass.runtime.lang import triton
+from onepass.kernels import language as lang
+from onepass.kernels.language import triton
+from onepass.runtime import backend
+from onepass.runtime.install_hint import install_hint
+from onepass.runtime.op import OPS
+from onepass.runtime.samples import Sample
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 T = TypeVar("T")
@@ -74,7 +67,7 @@ def diagnose() -> Diagnosis:
         for ask in _GPU_TRAPS:
             checks += _tried(f"{_title(ask)} of {device}", partial(ask, device), checks)
     for device in devices:
-        for op in sorted(_CALLS):
+        for op in sorted(OPS):
             for name in backend.NATIVE:
                 checks += _tried(f"self-test of {op}, {name} on {device}", partial(_self_test, op, device, name), checks)
     found.checks = broken + checks
@@ -138,89 +131,31 @@ def _facts(device: torch.device) -> Iterable[tuple[str, Any]]:
     }.items()
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A small call of an op: its tensors in their order, its other options, and the formula that takes the same."""
-
-    tensors: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]]
-    formula: Callable[..., Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    frozen: int = 0  # of the tensors, the last ones: they get no gradient
-    roundings: float = 1.0  # times the formula's error: above 1 where operands of products inside are rounded, which it does not
-
-
-def _bias_activation_tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x and bias for a swiglu, odd in every way that is allowed."""
-    generator = torch.Generator().manual_seed(0)
-    x, bias = torch.randn(37, 2 * 203, generator=generator), torch.randn(2 * 203, generator=generator)
-    return x.to(device, dtype), bias.to(device, dtype)
-
-
-def _norm_tensors(vectors: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, and a weight or weight and bias along its rows."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = torch.randn(37, 203, generator=generator), *torch.randn(vectors, 203, generator=generator)
-    return tuple(tensor.to(device, dtype) for tensor in tensors)
-
-
-def _tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
-
-
-def _loss_tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Logits, or what they are made of, and labels of which one is ignored."""
-    labels = torch.arange(37).mul(7).remainder(203)
-    labels[5] = -100
-    return *_tensors(shapes, device, dtype), labels.to(device)
-
-
-def _nothing_dropped(x: Tensor, residual: Tensor, p: float) -> Tensor:
-    return dropout_add_reference(x, None, residual)
-
-
-# By the op's name: an op that is not here is shown without its backends, and goes untested.
-_CALLS = {
-    "activation_linear": Sample(partial(_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}),
-    "attention": Sample(
-        partial(_tensors, ((3, 37, (4 + 2 * 2) * 16),)), attention_reference, {"heads": 4, "groups": 2}, roundings=2.0
-    ),
-    "bias_activation": Sample(_bias_activation_tensors, bias_activation_reference, {"activation": "swiglu"}),
-    "cross_entropy": Sample(
-        partial(_loss_tensors, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
-    ),
-    "dropout_add": Sample(partial(_tensors, ((37, 203), (37, 203))), _nothing_dropped, {"p": 0.0}),
-    "layer_norm": Sample(partial(_norm_tensors, 2), layer_norm_reference),
-    "linear": Sample(partial(_tensors, ((37, 203), (29, 203), (29,))), linear_reference),
-    "linear_cross_entropy": Sample(
-        partial(_loss_tensors, ((37, 61), (203, 61))), linear_cross_entropy_reference, {"reduction": "none", "logit_scale": 0.2}
-    ),
-    "norm_linear": Sample(partial(_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
-    "rms_norm": Sample(partial(_norm_tensors, 1), rms_norm_reference),
-    "rope": Sample(partial(_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, 2),
-}
-
-
 def _backends(devices: list[torch.device], broken: list[Check]) -> dict[str, dict[str, dict[str, str | None]]]:
     """Where a backend can't even be asked, it is not named, and a broken check is."""
     found: dict[str, dict[str, dict[str, str | None]]] = {}
-    for op in sorted(_CALLS):
+    for op in sorted(OPS):
         found[op] = {}
         for device in devices:
-            names = ("triton", "torch", *backend.OPS[op].others)
+            names = ("triton", "torch", *OPS[op].others)
             asked = (_tried(f"{name} for {op} on {device}", partial(_reason, op, device, name), broken) for name in names)
             found[op][str(device)] = dict(pair for pairs in asked for pair in pairs)
     return found
 
 
 def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str | None]]:
-    known, sample = backend.OPS[op], _CALLS[op]
+    known, sample = OPS[op], _sample(op)
     tensors = sample.tensors(device, torch.bfloat16)
     if name == "torch":
         yield name, None
     else:
-        unsupported = known.unsupported if name == "triton" else known.others[name].unsupported
-        yield name, unsupported(*tensors, **sample.options)
+        call = known.call(*tensors, **sample.options)
+        yield name, known.unsupported(call) if name == "triton" else known.others[name].unsupported(*tensors, **sample.options)
+
+
+def _sample(op: str) -> Sample:
+    found: Sample = OPS[op].samples.SAMPLES[op]
+    return found
 
 
 # ---- known traps ----
@@ -229,7 +164,7 @@ def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str
 def _triton_version() -> Iterator[Check]:
     supported = ", ".join(version + "x" for version in lang.SUPPORTED)
     if triton is None:
-        advice = install("triton")
+        advice = install_hint("triton")
         if _gpus():
             yield Check("triton", WARNING, "not installed: everything runs as plain PyTorch", advice)
         else:
@@ -259,7 +194,7 @@ def _numpy() -> Iterator[Check]:
     if version is None:
         verdict = BROKEN if lang.INTERPRETED else OK
         found = "numpy is not installed, and Triton's interpreter needs it" + ("" if lang.INTERPRETED else " (it is not in use)")
-        yield Check(name, verdict, found, install("test") if lang.INTERPRETED else "")
+        yield Check(name, verdict, found, install_hint("test") if lang.INTERPRETED else "")
     elif tuple(int(part) for part in version.split(".")[:2]) >= (2, 4):
         found = f"range() over a run-time argument raises in the interpreter under numpy {version}"
         if lang.INTERPRETED:
@@ -372,16 +307,17 @@ def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
 
 def _refused(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels can't take the op's sample in this type, or None."""
-    sample = _CALLS[op]
-    return backend.OPS[op].unsupported(*sample.tensors(device, dtype), **sample.options)
+    sample = _sample(op)
+    known = OPS[op]
+    return known.unsupported(known.call(*sample.tensors(device, dtype), **sample.options))
 
 
 def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> float:
     """The worst error of the result and of the gradients, as a fraction of what is allowed."""
-    sample = _CALLS[op]
+    sample = _sample(op)
     tensors = sample.tensors(device, dtype)
     exactly = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-    got = _run(partial(backend.OPS[op].function, **sample.options, backend=name), sample.frozen, *tensors)
+    got = _run(partial(OPS[op].function, **sample.options, backend=name), sample.frozen, *tensors)
     formula = partial(sample.formula, **sample.options)
     baseline, exact = _run(formula, sample.frozen, *tensors), _run(formula, sample.frozen, *exactly)
     times = 1.25 * sample.roundings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onepass.bench import accuracy
-from onepass.bench.model import Call, Case, Inputs
+from onepass.bench.model import BenchCase, Call, Inputs
 from onepass.cli import main
 
 
@@ -18,12 +18,12 @@ def bench(*arguments: str) -> int:
     return main(["bench", *arguments, "--quick", "--device", "cpu"])
 
 
-def only(monkeypatch: pytest.MonkeyPatch, room: ModuleType, *cases: Case, **more: Any) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, room: ModuleType, *cases: BenchCase, **more: Any) -> None:
     """Let a case file have these cases only."""
     monkeypatch.setattr(room, "BENCH", dataclasses.replace(room.BENCH, cases=lambda *_: list(cases), **more))
 
 
-def wrong(room: ModuleType, case: Case, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
+def wrong(room: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
     """Which outputs and gradients of a contender are too far off."""
     found, allowed = accuracy.judged(room.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
     return accuracy.too_far(found, allowed)

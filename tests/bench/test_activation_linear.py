@@ -9,10 +9,10 @@ from bench.benching import wrong
 from torch import Tensor
 
 from onepass.bench import activation_linear
-from onepass.bench.model import Case, Inputs
+from onepass.bench.model import BenchCase, Inputs
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = activation_linear._case(variant, 20, 48, 32, torch.bfloat16)
     return case, activation_linear._inputs(case, torch.device("cpu"), torch.Generator())
 

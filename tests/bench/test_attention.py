@@ -11,10 +11,10 @@ import torch
 from bench.benching import bench, only, wrong
 
 from onepass.bench import attention
-from onepass.bench.model import Call, Case, Contender, Inputs, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = attention._case(variant, (2, 9, 4, 4, 16), torch.bfloat16)
     return case, attention._inputs(case, torch.device("cpu"), torch.Generator())
 
@@ -63,11 +63,11 @@ def test_all_of_a_fixed_order_run_deterministically_in_both_directions(tmp_path:
             asked[ctx.variant].add(torch.are_deterministic_algorithms_enabled())
             return dy, None
 
-    def looking(case: Case) -> list[Contender]:
+    def looking(case: BenchCase) -> list[Contender]:
         call = attention._after_rope(case)
         return [Contender("rope + SDPA", lambda _: lambda qkv, *tables: call(Looks.apply(qkv, case.variant), *tables))]  # type: ignore[no-untyped-call]
 
-    def formula(case: Case) -> Call:
+    def formula(case: BenchCase) -> Call:
         call = attention._formula(case)
 
         def judging(*tensors: torch.Tensor) -> Result:  # cuBLAS may refuse its products where it is asked to be deterministic

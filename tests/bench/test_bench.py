@@ -17,7 +17,7 @@ from bench.benching import bench
 from torch import Tensor
 
 from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
-from onepass.bench.model import Case, CaseResult, Contender, Measured
+from onepass.bench.model import BenchCase, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 
 
@@ -63,7 +63,7 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said.err == ""  # no progress bar where nobody watches
 
 
-def _another_formula(case: Case) -> Callable[..., Tensor]:
+def _another_formula(case: BenchCase) -> Callable[..., Tensor]:
     def call(x: Tensor, bias: Tensor) -> Tensor:
         gate, linear = (x + bias).chunk(2, -1)
         return torch.nn.functional.silu(gate * 1.05) * linear
@@ -71,7 +71,7 @@ def _another_formula(case: Case) -> Callable[..., Tensor]:
     return call
 
 
-def _not_here(case: Case) -> Callable[..., Tensor]:
+def _not_here(case: BenchCase) -> Callable[..., Tensor]:
     raise ImportError("no module named nowhere\nand more lines")
 
 
@@ -176,7 +176,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_device_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lost: list[str] = []
 
-    def breaks(case: Case) -> Callable[..., Tensor]:
+    def breaks(case: BenchCase) -> Callable[..., Tensor]:
         lost.append(case.name)
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -209,7 +209,7 @@ def test_the_picture_marks_what_it_cuts(tmp_path: Path, monkeypatch: pytest.Monk
     rows = [Measured("onepass", ours=True, forward_of_copy=1.02, backward_of_copy=0.9)]
     result = CaseResult(bias_activation._tiny(bias_activation.BENCH.cases(torch.device("cpu"), torch.bfloat16, True)[0]),
                         Measured("copy", forward_of_copy=1.39, backward_of_copy=2.08), rows)  # fmt: skip
-    ran = record.Run(torch.device("cpu"), torch.bfloat16, True, {}, ceilings.Ceilings(100.0, 1 << 20, None), cases=[result])
+    ran = record.BenchRun(torch.device("cpu"), torch.bfloat16, True, {}, ceilings.Ceilings(100.0, 1 << 20, None), cases=[result])
     picture.draw(ran, tmp_path / "run.png")
     assert [round(at) for at in marked] == [1, 1]
 

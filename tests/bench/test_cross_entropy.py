@@ -12,10 +12,10 @@ from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import cross_entropy
-from onepass.bench.model import Case, Inputs
+from onepass.bench.model import BenchCase, Inputs
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = cross_entropy._case(variant, 40, 96, torch.bfloat16)
     return case, cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
 

@@ -9,15 +9,15 @@ from bench.benching import stand_in
 from torch import Tensor
 
 from onepass.bench import accuracy, dropout_add
-from onepass.bench.model import Call, Case, Inputs
+from onepass.bench.model import BenchCase, Call, Inputs
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = dropout_add._case(variant, 40, 96, torch.bfloat16)
     return case, dropout_add._inputs(case, torch.device("cpu"), torch.Generator())
 
 
-def wrong(case: Case, inputs: Inputs, call: Call, ours: bool) -> list[str]:
+def wrong(case: BenchCase, inputs: Inputs, call: Call, ours: bool) -> list[str]:
     found, allowed = accuracy.judged(dropout_add.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
     return accuracy.too_far(found, allowed)
 

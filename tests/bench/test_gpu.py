@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import gpu, norm, runner
-from onepass.bench.model import Case, Contender
+from onepass.bench.model import BenchCase, Contender
 from onepass.runtime.ceilings import Ceilings, clock_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,7 +36,7 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
     case = norm._case("rms", 256, 4096, torch.bfloat16)
 
-    def asks_the_gpu(case: Case):  # type: ignore[no-untyped-def]
+    def asks_the_gpu(case: BenchCase):  # type: ignore[no-untyped-def]
         def call(x: Tensor, weight: Tensor) -> Tensor:
             assert x.sum().item() == x.sum().item()
             return norm.rms_norm(x, weight)
@@ -49,7 +49,7 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
         Contender("eager", norm._eager),
         Contender("torch.compile", norm._compiled),
     ]
-    plan = runner.Plan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
+    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
     rows = {row.contender: row for row in result.rows}
@@ -66,7 +66,7 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
 def test_large_cases_are_not_timed_in_a_graph() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
     case = norm._case("rms", 4096, 4096, torch.bfloat16)
-    plan = runner.Plan(
+    plan = runner.BenchPlan(
         dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender("onepass", norm._ours, ours=True)]),
         [case],
         lambda _: True,

@@ -24,9 +24,9 @@ from onepass.bench.huggingface_cases import (
     LIGER,
     OURS,
     OURS_COMPILED,
-    Bar,
-    Case,
-    Found,
+    AcceptanceBar,
+    ModelCase,
+    ModelResult,
     at_most,
     cases,
     compare,
@@ -54,7 +54,7 @@ def transformers() -> Any:
 @pytest.mark.usefixtures("transformers")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.family)
-def test_ours_is_as_good_as_eager(case: Case) -> None:
+def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
     rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in (EAGER, OURS)]
     compare(rows)
     for row in rows:
@@ -113,7 +113,7 @@ def test_errors_by_kind() -> None:
         parameter.grad = factor * torch.tensor([[3.0, 4.0]])
     assert huggingface_process.errors(model, exact) == {"layers.*.weight": pytest.approx(((0.3**2 + 0.4**2) / 2) ** 0.5)}
     parameter.grad = torch.full_like(parameter, float("nan"))
-    found = Found(OURS, errors={"fine": 0.1, **huggingface_process.errors(model, exact), "last": 0.2})
+    found = ModelResult(OURS, errors={"fine": 0.1, **huggingface_process.errors(model, exact), "last": 0.2})
     assert found.worst_error != found.worst_error
     parameter.grad = None
     with pytest.raises(RuntimeError, match="no gradient"):
@@ -121,14 +121,14 @@ def test_errors_by_kind() -> None:
 
 
 def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any) -> Found:
+    def fails(*args: Any) -> ModelResult:
         raise ValueError("not like this\nand more lines")
 
     monkeypatch.setattr(huggingface_process, "measured", fails)
     asked = {"case": asdict(LLAMA) | {"asked": ()}, "contender": LIGER, "device": "cpu", "steps": 1, "quick": True}
     huggingface_process.main(json.dumps(asked), str(tmp_path / "found.json"))
     assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
-    found = Found(**json.loads((tmp_path / "found.json").read_text()))
+    found = ModelResult(**json.loads((tmp_path / "found.json").read_text()))
     assert (found.contender, found.status, found.message) == (LIGER, "error", "ValueError: not like this")
 
 
@@ -138,28 +138,28 @@ def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_bars() -> None:
     losses = [3.0, 2.0]
     rows = [
-        Found(EAGER, ms=100.0, peak_gib=50.0, losses=losses, errors={"a": 0.1, "b": 0.001}),
-        Found(LIGER, ms=80.0, peak_gib=30.0, losses=[3.0, 2.01], errors={"a": 0.1, "b": 0.002}),
-        Found(OURS, ms=70.0, peak_gib=20.0, losses=[3.001, 2.0], errors={"a": 0.11, "b": 0.001}),
-        Found(OURS_COMPILED, "error", "it crashed"),
+        ModelResult(EAGER, ms=100.0, peak_gib=50.0, losses=losses, errors={"a": 0.1, "b": 0.001}),
+        ModelResult(LIGER, ms=80.0, peak_gib=30.0, losses=[3.0, 2.01], errors={"a": 0.1, "b": 0.002}),
+        ModelResult(OURS, ms=70.0, peak_gib=20.0, losses=[3.001, 2.0], errors={"a": 0.11, "b": 0.001}),
+        ModelResult(OURS_COMPILED, "error", "it crashed"),
     ]
     compare(rows)
     assert rows[1].loss_apart == pytest.approx(0.01) and rows[0].loss_apart is None
     rows[0].losses_again = [3.0005, 2.0]
     compare(rows)
     assert rows[0].loss_apart == pytest.approx(5e-4)
-    assert at_most(Bar(OURS, "loss_apart", 2e-3), rows) == 2e-3
+    assert at_most(AcceptanceBar(OURS, "loss_apart", 2e-3), rows) == 2e-3
     assert rows[1].error_of_eager == pytest.approx(2.0, rel=1e-2)
-    assert reached(Bar(OURS, "ms", 0.9, LIGER), rows) == (0.875, True)
-    assert reached(Bar(OURS, "ms", 0.8, LIGER), rows) == (0.875, False)
-    assert reached(Bar(OURS, "peak_gib", 22.0), rows) == (20.0, True)
-    assert reached(Bar(OURS_COMPILED, "ms", 1.0, OURS), rows) is None
-    assert reached(Bar(OURS, "ms", 1.0, OURS_COMPILED), rows) is None
+    assert reached(AcceptanceBar(OURS, "ms", 0.9, LIGER), rows) == (0.875, True)
+    assert reached(AcceptanceBar(OURS, "ms", 0.8, LIGER), rows) == (0.875, False)
+    assert reached(AcceptanceBar(OURS, "peak_gib", 22.0), rows) == (20.0, True)
+    assert reached(AcceptanceBar(OURS_COMPILED, "ms", 1.0, OURS), rows) is None
+    assert reached(AcceptanceBar(OURS, "ms", 1.0, OURS_COMPILED), rows) is None
     assert not huggingface._wrong(LLAMA, rows[:3])  # Liger is, but that is no fault of ours
     assert huggingface._wrong(LLAMA, rows)
     rows[2].loss_apart, rows[0].loss_apart = 0.015, 0.01  # so far is eager from itself
-    assert at_most(bar := Bar(OURS, "loss_apart", 2e-3), rows) == 0.02 and reached(bar, rows) == (0.015, True)
-    assert at_most(Bar(OURS, "ms", 2e-3), rows) == 2e-3
+    assert at_most(bar := AcceptanceBar(OURS, "loss_apart", 2e-3), rows) == 0.02 and reached(bar, rows) == (0.015, True)
+    assert at_most(AcceptanceBar(OURS, "ms", 2e-3), rows) == 2e-3
     for far, errors in (
         ([2.9, 2.0], {"a": 0.1, "b": 0.001}),
         ([float("nan"), 2.0], {"a": 0.1, "b": 0.001}),
@@ -173,7 +173,7 @@ def test_bars() -> None:
 def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
     assert list(real) == ["llama_1b 4x4096", "llama_1b 1x1024", "qwen3_0.6b 4x4096", "gemma2_2b 1x4096"]
-    assert Bar(OURS, "ms", 0.9, LIGER) in real["llama_1b 4x4096"].bars
+    assert AcceptanceBar(OURS, "ms", 0.9, LIGER) in real["llama_1b 4x4096"].bars
     assert all(bar.contender in CONTENDERS and bar.of in (None, *CONTENDERS) for case in real.values() for bar in case.bars)
 
 
@@ -190,7 +190,7 @@ def test_the_models_have_their_sizes(name: str, millions: int) -> None:
 
 # ---- the command ----
 
-Answer = Callable[[str], "Found | None"]
+Answer = Callable[[str], "ModelResult | None"]
 
 
 @pytest.fixture
@@ -217,8 +217,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[tuple[
     return answering
 
 
-def fine(name: str, ms: float = 2.0, losses: tuple[float, ...] = (5.0, 4.0)) -> Found:
-    return Found(name, ms=ms, cpu_ms=1.0, first_s=0.1, losses=list(losses), errors={"a": 0.1})
+def fine(name: str, ms: float = 2.0, losses: tuple[float, ...] = (5.0, 4.0)) -> ModelResult:
+    return ModelResult(name, ms=ms, cpu_ms=1.0, first_s=0.1, losses=list(losses), errors={"a": 0.1})
 
 
 def rows_of(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -251,7 +251,7 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
 
 def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ("huggingface", "--case", "llama", "--contender", EAGER, "--contender", "torch.compile", "--contender", OURS)
-    processes(lambda name: fine(name) if name != "torch.compile" else Found(name, "error", "ValueError: [no] graph"))
+    processes(lambda name: fine(name) if name != "torch.compile" else ModelResult(name, "error", "ValueError: [no] graph"))
     assert bench(*both, "--json", str(tmp_path / "run.json")) == 0  # a peer's fault is no fault of ours
     assert "torch.compile: error: ValueError: [no] graph" in capsys.readouterr().out
     assert rows_of(tmp_path / "run.json")[LLAMA.name, "torch.compile"]["ms"] is None
@@ -301,7 +301,7 @@ def test_a_nan_is_kept_as_one(processes: Processes, tmp_path: Path) -> None:
 
 
 def test_interruption(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(name: str) -> Found:
+    def interrupted(name: str) -> ModelResult:
         if name == OURS:
             raise KeyboardInterrupt
         return fine(name)

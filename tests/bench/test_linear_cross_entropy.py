@@ -14,12 +14,12 @@ from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, linear_cross_entropy, report
-from onepass.bench.model import Call, Case, CaseResult, Contender, Inputs, Measured
+from onepass.bench.model import BenchCase, Call, CaseResult, Contender, Inputs, Measured
 
 variants = pytest.mark.parametrize("variant", ["mean", "main_grad", "grad_scale"])
 
 
-def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Case, Inputs]:
+def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
     case = linear_cross_entropy._case(variant, 40, 24, 96, dtype)
     return case, linear_cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
 
@@ -64,7 +64,7 @@ def test_errors_are_of_sums_over_chunks_of_rows(variant: str, monkeypatch: pytes
     monkeypatch.setitem(accuracy._CHUNK, "cpu", 7 * 96)  # rows of 96 logits, though no input has as many
     seen = []
 
-    def formula(case: Case) -> Call:
+    def formula(case: BenchCase) -> Call:
         stock = linear_cross_entropy._formula(case)
         return lambda hidden, *rest: seen.append(hidden.shape[0]) or stock(hidden, *rest)  # type: ignore[func-returns-value]
 
@@ -134,7 +134,7 @@ def test_a_floor_is_nobodys_best_peer() -> None:
 
 @pytest.mark.usefixtures("one_round")
 def test_a_floor_that_raises_is_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(case: Case) -> Call:
+    def fails(case: BenchCase) -> Call:
         raise RuntimeError("not today")
 
     only(

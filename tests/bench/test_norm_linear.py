@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench import accuracy, command, norm_linear, registry, runner
-from onepass.bench.model import Call, Case, Contender, Inputs
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
 
 pytestmark = pytest.mark.usefixtures("one_round")
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = norm_linear._case(variant, 20, 48, 32, torch.bfloat16)
     return case, norm_linear._inputs(case, torch.device("cpu"), torch.Generator())
 
@@ -82,7 +82,7 @@ def test_a_run_is_set_against_the_two_calls(
 
 
 def test_a_reference_that_fails_leaves_no_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(case: Case) -> Call:
+    def fails(case: BenchCase) -> Call:
         raise RuntimeError("not today")
 
     case = norm_linear._case("rms", 33, 32, 40, torch.bfloat16)
@@ -98,7 +98,7 @@ def test_a_reference_that_fails_leaves_no_ratio(tmp_path: Path, monkeypatch: pyt
 
 
 def test_packages_without_a_function_are_named_with_the_op() -> None:
-    plans = [runner.Plan(registry.load(op), [], lambda _: True) for op in ("bias_activation", "norm", "norm_linear")]
+    plans = [runner.BenchPlan(registry.load(op), [], lambda _: True) for op in ("bias_activation", "norm", "norm_linear")]
     assert command._without(plans[:1])["Apex"] == "has activations in matrix products only"
     several = command._without(plans)
     assert several["Apex"].startswith("bias_activation: has activations in matrix products only; norm_linear: ")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench import accuracy, norm, peers, report, runner
-from onepass.bench.model import Case, CaseResult, Inputs, Measured
+from onepass.bench.model import BenchCase, CaseResult, Inputs, Measured
 
 CPU = torch.device("cpu")
 VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
@@ -25,7 +25,7 @@ VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
 pytestmark = pytest.mark.usefixtures("one_round")
 
 
-def given(variant: str, rows: int = 40, hidden: int = 96, dtype: torch.dtype = torch.bfloat16) -> tuple[Case, Inputs]:
+def given(variant: str, rows: int = 40, hidden: int = 96, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
     case = norm._case(variant, rows, hidden, dtype)
     return case, norm._inputs(case, CPU, torch.Generator())
 
@@ -250,5 +250,5 @@ def test_columns_come_with_figures_and_go_with_room() -> None:
 
 
 def test_graph_times_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    report.Report().case(measured(forward_graph_us=4.04, backward_graph_us=11.3))
+    report.BenchReport().case(measured(forward_graph_us=4.04, backward_graph_us=11.3))
     assert "4.0 / 11.3" in capsys.readouterr().out

@@ -12,10 +12,10 @@ from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import rope
-from onepass.bench.model import Case, Inputs
+from onepass.bench.model import BenchCase, Inputs
 
 
-def given(variant: str) -> tuple[Case, Inputs]:
+def given(variant: str) -> tuple[BenchCase, Inputs]:
     case = rope._case(variant, (2, 5, 4, 2, 16), torch.bfloat16)
     return case, rope._inputs(case, torch.device("cpu"), torch.Generator())
 

@@ -5,7 +5,7 @@ import torch
 from fusion.programs import FREE_COPIES
 
 import onepass.fusion.backend
-from onepass.fusion.cost import Machine
+from onepass.fusion.cost import LaunchCost
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def anew():
 def machine(monkeypatch):
     """Fix what the machine can do: the clock decides nothing."""
 
-    def use(found: Machine) -> None:
+    def use(found: LaunchCost) -> None:
         monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: found)
 
     use(FREE_COPIES)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.fusion.cost import Machine
+from onepass.fusion.cost import LaunchCost
 from onepass.fusion.fused import fuse
 
-FREE_COPIES = Machine(bytes_per_us=1e12, launch_us=1e3)  # whatever saves a launch pays ...
-NO_COPIES = Machine(bytes_per_us=1e-9, launch_us=1e-3)  # ... and only what needs no copy does
+FREE_COPIES = LaunchCost(bytes_per_us=1e12, launch_us=1e3)  # whatever saves a launch pays ...
+NO_COPIES = LaunchCost(bytes_per_us=1e-9, launch_us=1e-3)  # ... and only what needs no copy does
 
 NORM = "native_layer_norm"
 RMS = ("pow", "mean", "add", "rsqrt", "mul")

@@ -11,9 +11,9 @@ import torch
 from ops.bias_activation_oracle import laid_out
 from ops.norm_oracle import Counters, modules_of
 
-from onepass.fusion import ragged_norm as real
+from onepass.ops.norm.ragged import ragged_norm as real
 from onepass.runtime.backend import use_backend
-from onepass.testing.budget import Finding, Report, compare
+from onepass.testing.budget import BudgetReport, Finding, compare
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,13 +81,13 @@ def draw(case: Case, seed: int = 0):
 def small(room, case: Case):
     """The room with small tiles on a GPU of a few multiprocessors; gives the counters, which must stay zeros."""
     modules = modules_of(room)
-    kernels, lanes = modules["onepass.kernels.ragged_norm"], modules["onepass.kernels.ragged_lanes"]
+    kernels, lanes = modules["onepass.ops.norm.ragged.kernels"], modules["onepass.ops.norm.ragged.lanes"]
     if DEVICE == "cpu":  # a mutant's `meeting` is not the one that the interpreter's repairs reach
         from onepass.testing import interpreter
 
-        modules["onepass.kernels.meeting"]["others_go_on"] = interpreter._others_go_on
+        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._others_go_on
     counters = Counters()
-    changes = {"kept_zeros": lambda count, device: counters.take(count), "processors": lambda _: case.multiprocessors}
+    changes = {"device_zeros": lambda count, device: counters.take(count), "processors": lambda _: case.multiprocessors}
     if case.tile:
         changes |= {"_FORWARD_TILE": case.tile, "_BACKWARD_TILE": case.tile, "_SPAN": 8, "_SHARE_S": 4, "_SHARE_H": 16}
     before = {name: kernels[name] for name in changes}
@@ -150,7 +150,7 @@ def exact(case: Case, xs, weights, biases, dys, dtype: torch.dtype) -> dict[str,
     return found | ({"mean": torch.stack([mean for mean, _ in stats])} if case.layer else {})
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> Report:
+def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
     """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     switch = use_backend if room is real else modules_of(room)["onepass.runtime.backend"]["use_backend"]
@@ -163,7 +163,7 @@ def judge_case(room, case: Case, backend: str = "triton") -> Report:
                     ours = run(room, case, xs, weights, biases, dys)
                     assert counters.clean(), "a counter was not set back, or one past them was set"
             except AssertionError as error:
-                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
         trials.append((ours, *(exact(case, xs, weights, biases, dys, wide) for wide in (FP32, torch.float64))))
     return compare(trials, case.dtype)
 

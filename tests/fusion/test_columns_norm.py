@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onepass.fusion.ragged_norm import (
+from onepass.ops.norm.ragged.ragged_norm import (
     columns_norm_backward,
     columns_norm_forward,
     ragged_norm_backward,

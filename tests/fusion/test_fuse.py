@@ -11,17 +11,17 @@ from torch import nn
 
 import onepass
 import onepass.fusion.backend
-from onepass.fusion.addresses import at_few_addresses
-from onepass.fusion.backend import Backend
-from onepass.fusion.cost import Machine
-from onepass.fusion.report import Report
+from onepass.fusion.backend import FusionBackend
+from onepass.fusion.cost import LaunchCost
+from onepass.fusion.graph_inputs import with_stable_addresses
+from onepass.fusion.report import FusionReport
 
 SLOW = {"max_autotune": True}
 
 
 @pytest.fixture(autouse=True)
 def ordinary(machine):
-    machine(Machine(bytes_per_us=1e6, launch_us=5.0))
+    machine(LaunchCost(bytes_per_us=1e6, launch_us=5.0))
 
 
 def split_stack(x, weight):
@@ -167,7 +167,7 @@ def test_measuring_changes_nothing_of_the_users():
 def test_a_report_is_of_its_own_function():
     first, second = (onepass.fuse(fn, compiler="none") for fn in (split_stack, lambda x: x.sin()))
     first(*inputs())
-    assert isinstance(second.report(), Report)
+    assert isinstance(second.report(), FusionReport)
     assert not second.report().graphs
 
 
@@ -214,7 +214,7 @@ def test_inputs_in_few_places_are_read_where_they_are():
         seen.append(given[1].data_ptr())
         return operator.add(*given)
 
-    call = at_few_addresses(compiled, [1])
+    call = with_stable_addresses(compiled, [1])
     still, places = torch.ones(3), [torch.full((3,), float(i)) for i in range(12)]
     for _ in range(2):
         for i, moving in enumerate(places):
@@ -223,8 +223,8 @@ def test_inputs_in_few_places_are_read_where_they_are():
     assert seen[:8] == [x.data_ptr() for x in places[:8]] == seen[12:20]
     assert len(own) == 1  # what comes from ever new places is copied to one
     assert own.isdisjoint(x.data_ptr() for x in places)
-    assert at_few_addresses(compiled, []) is compiled
+    assert with_stable_addresses(compiled, []) is compiled
 
 
 def test_a_backend_takes_options_of_inductor():
-    assert Backend(options={"max_autotune": False}).options == {"max_autotune": False}
+    assert FusionBackend(options={"max_autotune": False}).options == {"max_autotune": False}

@@ -7,7 +7,7 @@ from torch import nn
 
 import onepass
 import onepass.fusion.backend
-from onepass.fusion.cost import Machine
+from onepass.fusion.cost import LaunchCost
 from onepass.testing.budget import compare
 
 ONE, WEIGHTS, INPUT = "linear", "linear's weight gradient", "linear's input gradient"
@@ -138,7 +138,7 @@ def test_a_layer_that_needs_another_of_its_input():
 
 
 def test_a_copy_that_costs_more_than_it_saves_is_not_made(monkeypatch):
-    monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: Machine(bytes_per_us=1e-3, launch_us=1.0))
+    monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: LaunchCost(bytes_per_us=1e-3, launch_us=1.0))
 
     class Cumulated(Layers):
         def forward(self, x):

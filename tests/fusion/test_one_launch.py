@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import onepass
-from onepass.fusion import one_launch
+from onepass.fusion import foreach_cat as one_launch
 
 pytestmark = [pytest.mark.usefixtures("machine"), pytest.mark.slow]
 WIDTHS = range(3, 15)  # of fewer than nine lanes inductor makes one kernel of itself

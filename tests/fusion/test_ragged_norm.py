@@ -7,12 +7,12 @@ from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, needs_triton, says
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.fusion import ragged_norm as room
-from onepass.kernels import ragged_lanes
-from onepass.kernels import ragged_norm as kernels
-from onepass.runtime import tables
+from onepass.kernels import device_tables as tables
+from onepass.kernels.language import triton
+from onepass.ops.norm.ragged import kernels
+from onepass.ops.norm.ragged import lanes as ragged_lanes
+from onepass.ops.norm.ragged import ragged_norm as room
 from onepass.runtime.backend import use_backend
-from onepass.runtime.lang import triton
 
 forward, backward = torch.ops.onepass.ragged_norm_forward, torch.ops.onepass.ragged_norm_backward
 
@@ -217,17 +217,20 @@ def test_caches_end(monkeypatch, fresh):
 def test_a_table_is_as_new_when_it_comes_back(monkeypatch, fresh):
     monkeypatch.setattr(tables, "MOST", 2)
     device = torch.device(DEVICE)
-    first = tables.kept_table((1, 2), device)
-    tables.kept_table((3,), device)
-    assert tables.kept_table((1, 2), device) is first  # and was used last
-    tables.kept_table((4,), device)
-    assert tables.kept_table((1, 2), device) is first
-    assert tables.kept_table((3,), device).tolist() == [3]
+    first = tables.device_table((1, 2), device)
+    tables.device_table((3,), device)
+    assert tables.device_table((1, 2), device) is first  # and was used last
+    tables.device_table((4,), device)
+    assert tables.device_table((1, 2), device) is first
+    assert tables.device_table((3,), device).tolist() == [3]
 
 
 def test_tables_of_other_devices_are_others(fresh):
-    assert {tables.kept_table((1, 2), torch.device(device)).device.type for device in ("meta", "cpu", "meta")} == {"meta", "cpu"}
-    assert tables.kept_table((1, 2), torch.device("cpu")).tolist() == [1, 2]
+    assert {tables.device_table((1, 2), torch.device(device)).device.type for device in ("meta", "cpu", "meta")} == {
+        "meta",
+        "cpu",
+    }
+    assert tables.device_table((1, 2), torch.device("cpu")).tolist() == [1, 2]
 
 
 def test_numbers_that_travel_in_launches():
@@ -243,8 +246,8 @@ def test_each_stream_waits_once(monkeypatch, fresh):
     device = torch.device(DEVICE)
     found = []
     for stream in (1, 2, 1, 2, 3):
-        monkeypatch.setattr(tables, "stream_of", lambda device, stream=stream: (0, stream))
-        found.append(tables.kept_table((5, 6), device))
+        monkeypatch.setattr(tables, "stream_key", lambda device, stream=stream: (0, stream))
+        found.append(tables.device_table((5, 6), device))
     assert len({id(t) for t in found}) == 1 and waits == [id(found[0])] * 3
 
 
@@ -257,7 +260,7 @@ def test_under_capture_nothing_is_kept_and_what_was_kept_stays(monkeypatch, fres
     kept, seen = dict(tables._kept), [dict(plan.seen) for plans in ragged_lanes._plans.values() for plan in plans]
     monkeypatch.setattr(tables, "_of_graphs", {})
     for module in (tables, ragged_lanes):
-        monkeypatch.setattr(module, "capturing", lambda device: True)
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
     assert equal(both(case, xs, weights, biases, dys), expected)
     assert {id(t) for t in tables._of_graphs.values()} == {id(t) for t, _ in kept.values()}
     moved = [torch.cat([t, t])[5:].clone() for t in xs]

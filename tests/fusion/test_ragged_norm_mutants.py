@@ -4,9 +4,10 @@ import pytest
 from fusion.ragged_norm_oracle import DEVICE, judge_case, small_cases
 
 pytest.importorskip("triton")
-from onepass.fusion import ragged_norm as room
-from onepass.kernels import ragged_lanes, strips
-from onepass.kernels import ragged_norm as kernels
+from onepass.kernels import column_reduce as strips
+from onepass.ops.norm.ragged import kernels
+from onepass.ops.norm.ragged import lanes as ragged_lanes
+from onepass.ops.norm.ragged import ragged_norm as room
 from onepass.testing.mutants import mutate
 
 CASES = small_cases()
@@ -44,9 +45,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the case 
     "dbias's sums where dweight's are": (kernels, "        tl.store(partial_ptr + columns, tl.sum(dweight, 0), mask=within)\n        partial_ptr += width\n", "        tl.store(partial_ptr + columns, tl.sum(dweight, 0), mask=within)\n", LAYER),
     "partial sums in bf16": (kernels, "tl.sum(dweight, 0), mask=within)", "tl.sum(dweight, 0).to(tl.bfloat16).to(tl.float32), mask=within)", LAYER),
     "partials of one sum's room": (kernels, "plan.partials * (dweights + dbiases)", "plan.partials", FULL),
-    "lanes share a counter": (kernels, " join(arrived_ptr + 2 * lane,", " join(arrived_ptr + 0 * lane,", LAYER),
-    "another lane's counter is set back": (kernels, "leave(arrived_ptr + 2 * lane, helpers)", "leave(arrived_ptr, helpers)", LAYER),
-    "counters as many as lanes": (kernels, "kept_zeros(2 * L,", "kept_zeros(L,", LAYER),
+    "lanes share a counter": (kernels, " join_helpers(arrived_ptr + 2 * lane,", " join_helpers(arrived_ptr + 0 * lane,", LAYER),
+    "another lane's counter is set back": (kernels, "leave_helpers(arrived_ptr + 2 * lane, helpers)", "leave_helpers(arrived_ptr, helpers)", LAYER),
+    "counters as many as lanes": (kernels, "device_zeros(2 * L,", "device_zeros(L,", LAYER),
     "one comes too early": (strips, "- (programs - helpers)", "- (programs - helpers - 1)", STRIPS),
     "one comes too late": (strips, "- (programs - helpers)", "- (programs - helpers + 1)", STRIPS),
     "does not wait": (strips, 'while tl.atomic_add(arrived_ptr, 0, sem="acquire") < programs:', 'while tl.atomic_add(arrived_ptr, 0, sem="acquire") < 0:', STRIPS),

@@ -8,9 +8,9 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
-from onepass.kernels import attention_forward
-from onepass.kernels.attention_forward import forward_by_cudnn
-from onepass.ops.attention import attention, faster_by_pytorch
+from onepass.ops.attention import forward as attention_forward
+from onepass.ops.attention.attention import attention, pytorch_is_faster
+from onepass.ops.attention.forward import forward_by_cudnn
 
 OFF = {"attention_fusion": False}
 
@@ -133,13 +133,13 @@ def refusals(monkeypatch, asks):
 
 def test_pytorchs_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     kinds = [(S, D, major) for S in (2047, 2048) for D in (64, 128) for major in (8, 9, 10, 12)]
-    taken = [(S, D, major) for S, D, major in kinds if faster_by_pytorch(a_gpu(S, major), D)]
+    taken = [(S, D, major) for S, D, major in kinds if pytorch_is_faster(a_gpu(S, major), D)]
     assert taken == [(2047, 128, 9), (2047, 128, 10), (2048, 64, 9), (2048, 64, 10), (2048, 128, 9), (2048, 128, 10)]
-    assert not faster_by_pytorch(a_gpu(2048, is_cuda=False), 128)
+    assert not pytorch_is_faster(a_gpu(2048, is_cuda=False), 128)
     torch.use_deterministic_algorithms(True)
-    assert not faster_by_pytorch(a_gpu(2048), 128)
+    assert not pytorch_is_faster(a_gpu(2048), 128)
     torch.use_deterministic_algorithms(False)
-    assert refusals(monkeypatch, lambda: faster_by_pytorch(a_gpu(2048), 128))
+    assert refusals(monkeypatch, lambda: pytorch_is_faster(a_gpu(2048), 128))
 
 
 def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.gpt import PRESETS, Config, Model, contradictions, preset
+from onepass.gpt import PRESETS, Config, Model, preset
+from onepass.gpt import validate_config as contradictions
 
 MOE = {"num_moe_experts": 4}
 FIRST, LAST = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_pipeline_stage": 1}

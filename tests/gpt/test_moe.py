@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from ops.calls import relative
 
 from onepass.gpt import Config
+from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE, balance, routed
-from onepass.gpt.start import Start
-from onepass.nn.grouped import grouped_linear
-from onepass.nn.routing import collect, spread
+from onepass.ops.linear.grouped import grouped_linear
+from onepass.ops.linear.routing import gather_tokens, scatter_tokens
 
 H, E, SIZE = 12, 5, 8
 
@@ -20,7 +20,7 @@ def config(**options):
 
 
 def made(dtype=torch.float64, **options):
-    return MoE(config(init_method_std=0.5, **options), None, Start(2, 0.5), "cpu").to(dtype)
+    return MoE(config(init_method_std=0.5, **options), None, Initializer(2, 0.5), "cpu").to(dtype)
 
 
 def tokens(*shape, dtype=torch.float64):
@@ -90,8 +90,8 @@ def test_routes_are_sorted_by_expert_and_lead_back():
     by_expert = [sorted(part.tolist()) for part in routes.tokens.tensor_split(routes.ends[:-1].long())]
     assert by_expert == [[1, 2], [0], [0, 1, 2]]
     x = torch.randn(3, 4)
-    assert torch.equal(spread(x, routes)[routes.rows], x.unsqueeze(1).expand(3, 2, 4))
-    assert torch.allclose(collect(spread(x, routes), routes), 2 * x)
+    assert torch.equal(scatter_tokens(x, routes)[routes.rows], x.unsqueeze(1).expand(3, 2, 4))
+    assert torch.allclose(gather_tokens(scatter_tokens(x, routes), routes), 2 * x)
 
 
 # ---- the grouped product ----

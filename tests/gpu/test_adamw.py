@@ -7,8 +7,8 @@ from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gr
 from torch import nn
 
 import onepass
+from onepass.gradients import adamw as room
 from onepass.parallel import AdamW
-from onepass.parallel import adamw as room
 
 __all__ = ["memory_goes_back"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -90,7 +90,7 @@ def test_nobody_waits_and_few_kernels_run():
 
 
 def test_no_option_compiles_anything():
-    from onepass.kernels import adamw as kernels
+    from onepass.gradients import adamw_kernels as kernels
 
     case, _, main_grads, optimizer = made(shapes=((64, 64),))
     fed(main_grads, gradients_of(case, 0))

@@ -1,5 +1,7 @@
 """What only a GPU shows of attention: real sizes and tiles, the same bits every time, graphs, streams, memory."""
 
+import importlib
+
 import pytest
 import torch
 from gpu.calls import at_the_side, captured, deterministic_algorithms, memory_goes_back, nobody_waits, other_stream, taken  # noqa: F401
@@ -7,9 +9,10 @@ from ops.attention_oracle import BF16, FP16, Case, baseline, computed, draw, exa
 from ops.calls import equal, relative
 
 import onepass
-import onepass.ops.attention as room
-from onepass.kernels.attention_formula import parts_of
-from onepass.kernels.attention_forward import cudnn_is_there
+from onepass.ops.attention.formula import parts_of
+from onepass.ops.attention.forward import has_cudnn
+
+room = importlib.import_module("onepass.ops.attention.attention")
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 overwriting = pytest.mark.parametrize("overwrite", (False, True), ids=("kept", "overwritten"))
@@ -64,7 +67,7 @@ def test_a_billion_parameters_sizes():
 @pytest.mark.parametrize(("D", "S"), ((64, 2048), (64, 2049), (128, 130)))
 def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     """From Hopper on. It rounds the gradients of heads that share a group before they are summed."""
-    if not cudnn_is_there(torch.empty(0, device="cuda"), newest=10):
+    if not has_cudnn(torch.empty(0, device="cuda"), newest=10):
         pytest.skip("needs Hopper, or Blackwell, and a cuDNN after 9.15")
     case = Case(B=2, S=S, heads=8, groups=2, D=D, R=D)
     qkv, cos, sin, dy = draw(case)
@@ -101,7 +104,7 @@ WIDE = Case(B=1, S=512, heads=8, groups=2, D=128, R=128)
 
 def by_cudnn(monkeypatch):
     """Our kernel is not there to be called."""
-    if not cudnn_is_there(torch.empty(0, device="cuda"), newest=9):
+    if not has_cudnn(torch.empty(0, device="cuda"), newest=9):
         pytest.skip("needs Hopper and a cuDNN after 9.15")
     monkeypatch.setattr(room, "attend", None)
 

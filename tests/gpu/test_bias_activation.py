@@ -11,9 +11,9 @@ import torch
 from gpu.calls import nobody_waits
 
 import onepass
-from onepass.kernels import bias_activation as shared
 from onepass.kernels import column_sum
-from onepass.ops import bias_activation as room
+from onepass.ops.activation import bias_activation as room
+from onepass.ops.activation import kernels as shared
 from onepass.runtime import saved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -151,7 +151,7 @@ def test_compiled_is_the_same(mode):
         assert equal([t.clone() for t in got], grads("swiglu", x, bias, dy))
 
 
-@pytest.mark.parametrize("activation", list(onepass.kernels.activations.ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(onepass.ops.activation.activations.ACTIVATIONS))
 def test_nan_stays_nan_on_the_gpu(activation):
     gated = room.find_activation(activation).gated
     x, bias, _ = inputs(4, 64, gated)
@@ -256,7 +256,7 @@ def test_offload_brings_back_one_ahead():
     first = onepass.bias_gelu(x, bias, save="offload")
     between = first.detach().requires_grad_()
     onepass.bias_gelu(between, bias, save="offload").sum().backward()
-    ahead = saved._traffic[x.device.index].ahead
+    ahead = saved._offload_streams[x.device.index].ahead
     assert ahead is not None  # x, which the backward of `first` will want next
     torch.cuda.synchronize()
     assert torch.equal(ahead[1], x)

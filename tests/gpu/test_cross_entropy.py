@@ -16,7 +16,7 @@ from ops.cross_entropy_oracle import Case, judge_case, made
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.cross_entropy as room
+import onepass.ops.loss.cross_entropy as room
 from onepass.testing.budget import compare
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
-from onepass.runtime import main_grad as convention
-from onepass.runtime.graphs import graphed
+from onepass.gradients import main_grad as convention
+from onepass.gradients.graphs import graphed
+from onepass.gradients.main_grads import MainGrads
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -7,9 +7,9 @@ from ops.calls import equal
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.kernels import dropout_add as kernels
-from onepass.kernels.random import kept_formula
-from onepass.runtime.seeds import drawn_seed
+from onepass.kernels.philox import keep_mask_formula
+from onepass.kernels.seeds import draw_seed
+from onepass.ops.dropout import kernels
 
 __all__ = ["memory_goes_back"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,19 +43,19 @@ def test_eager_calls_launch_nothing_for_their_seed():
         torch.cuda.synchronize()
     kernels_run = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(kernels_run) == 1, kernels_run
-    assert isinstance(drawn_seed(x), int)
+    assert isinstance(draw_seed(x), int)
 
 
 def test_the_mask_is_the_formulas():
     for shape in ((64, 1024), (777, 5000), (3, 9), (5000, 64)):
         x = torch.ones(shape, device="cuda")
         torch.manual_seed(9)
-        seed = drawn_seed(x)
-        expected = ~kept_formula(seed, torch.arange(shape[0], device="cuda"), shape[1], THRESHOLD)
+        seed = draw_seed(x)
+        expected = ~keep_mask_formula(seed, torch.arange(shape[0], device="cuda"), shape[1], THRESHOLD)
         for backend in ("triton", "torch"):
             torch.manual_seed(9)
             assert torch.equal(gone(x, backend=backend), expected)
-        assert torch.equal(expected.cpu(), ~kept_formula(seed, torch.arange(shape[0]), shape[1], THRESHOLD))
+        assert torch.equal(expected.cpu(), ~keep_mask_formula(seed, torch.arange(shape[0]), shape[1], THRESHOLD))
 
 
 def test_seeds_repeat_with_manual_seed_saved_states_and_checkpoints():
@@ -189,10 +189,10 @@ def test_rows_past_32_bits():
     M, H = 70_000, 32_768  # 2.3e9 elements
     x = torch.ones(M, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.manual_seed(6)
-    seed = drawn_seed(x)
+    seed = draw_seed(x)
     torch.manual_seed(6)
     y = onepass.dropout_add(x, torch.zeros_like(x), P)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(x))
     last = torch.arange(M - 8, M, device="cuda")
-    expected = kept_formula(seed, last, H, THRESHOLD)
+    expected = keep_mask_formula(seed, last, H, THRESHOLD)
     assert torch.equal(y[-8:] != 0, expected) and torch.equal(dx[-8:] != 0, expected)

@@ -5,7 +5,7 @@ import torch
 from gpu.calls import captured, nobody_waits, other_stream
 
 from onepass.gpt import Model, preset
-from onepass.nn import grouped
+from onepass.ops.linear import grouped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -101,7 +101,7 @@ def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
     x = torch.randn(sum(sizes), 64, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(len(sizes), 48, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-    assert grouped.grouped_by_torch(x, weight)
+    assert grouped.torch_can_group(x, weight)
 
     def results():
         y = grouped.grouped_linear(x, weight, ends)
@@ -109,7 +109,7 @@ def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
 
     with nobody_waits():
         got = results()
-    monkeypatch.setattr(grouped, "grouped_by_torch", lambda *_: False)
+    monkeypatch.setattr(grouped, "torch_can_group", lambda *_: False)
     for one, other in zip(got, results(), strict=True):
         assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
     assert not any(got[2][at].any() for at, size in enumerate(sizes) if not size)
@@ -119,6 +119,6 @@ def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
 def test_what_the_grouped_product_takes(change):
     x, weight = torch.ones(4, 16, device="cuda"), torch.ones(2, 12 if change == "unaligned" else 8, 16, device="cuda")
     x, weight = (x, weight) if change == "fp32" else (x.bfloat16(), weight if change == "autocast" else weight.bfloat16())
-    assert grouped.grouped_by_torch(x, weight) is (change == "autocast")
+    assert grouped.torch_can_group(x, weight) is (change == "autocast")
     y = grouped.grouped_linear(x, weight, torch.tensor([1, 4], device="cuda", dtype=torch.int32))
     assert (y == 16).all() and y.dtype is x.dtype

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", minversion="5")
 from integrations.huggingface.families import FAMILIES, batch, made, step
 
 from onepass.integrations import huggingface
-from onepass.kernels import attention_forward
+from onepass.ops.attention import forward as attention_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LARGER = {"vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}

@@ -21,7 +21,7 @@ from ops.linear_cross_entropy_oracle import ALL, UPSTREAM, Case, judge_case, op,
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.linear_cross_entropy as room
+import onepass.ops.loss.linear_cross_entropy as room
 from onepass.parallel import DeferredWgrad
 from onepass.testing.budget import compare
 
@@ -30,13 +30,13 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MIB = 1 << 20
 N, D, V = 512, 256, 5003  # an odd vocabulary: products are of a copy of the weight with zeros after it
 WAYS = {  # "main_grad": the weight's gradient is finished there, in forward
-    "keep": ("keep", ALL, ALL),
-    "forward": ("forward", 128, ALL),
-    "promised": ("promised", 128, ALL),
-    "main_grad": ("promised", 128, ALL),
-    "again": ("again", 128, ALL),
-    "blocks": ("again", ALL, 1024),
-    "both": ("again", 128, 1024),
+    "keep_logits": ("keep_logits", ALL, ALL),
+    "grad_in_forward": ("grad_in_forward", 128, ALL),
+    "known_grad_scale": ("known_grad_scale", 128, ALL),
+    "main_grad": ("known_grad_scale", 128, ALL),
+    "recompute": ("recompute", 128, ALL),
+    "blocks": ("recompute", ALL, 1024),
+    "both": ("recompute", 128, 1024),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -73,12 +73,12 @@ def plan_named(way):
 
 def by_rows(way):
     """The reduction that tells most: finished gradients wait for one number only."""
-    return "sum" if plan_named(way) == "forward" else "none"
+    return "sum" if plan_named(way) == "grad_in_forward" else "none"
 
 
 def call(way, **options):
     """The op by its kernels."""
-    promise = {"grad_scale": UPSTREAM} if plan_named(way) == "promised" else {}
+    promise = {"grad_scale": UPSTREAM} if plan_named(way) == "known_grad_scale" else {}
     return op(WAYS.get(way, way), backend="triton", **promise, **options)
 
 
@@ -92,7 +92,7 @@ def step(way, tensors, main=None, **options):
         leaves[1].main_grad = main
     returned = call(way, **options)(*leaves)
     outs = [returned] if isinstance(returned, torch.Tensor) else [returned[0], *returned[1][:3]]
-    asked = outs[:1] if plan_named(way) == "promised" else outs
+    asked = outs[:1] if plan_named(way) == "known_grad_scale" else outs
     torch.autograd.backward(asked, [torch.full_like(out, UPSTREAM) for out in asked])
     found = [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return found if main is None else [*found, main]
@@ -113,7 +113,7 @@ ASKED = {
 @pytest.mark.parametrize("size", SIZES)
 def test_whole_rows_in_every_kind_of_tile(size, dtype, asked):
     """Statistics and gradient in one kernel."""
-    case = Case(("promised", ALL, ALL), dtype=dtype, lead=(9,), D=16, V=size, **ASKED[asked])
+    case = Case(("known_grad_scale", ALL, ALL), dtype=dtype, lead=(9,), D=16, V=size, **ASKED[asked])
     report = judge_case(room, case, seeds=2)
     assert report, report
 
@@ -188,11 +188,11 @@ def test_real_sizes(size, dtype):
 @pytest.mark.parametrize(
     ("size", "way"),
     [
-        (50257, ("forward", 1024, ALL)),
-        (50257, ("again", 1024, 16384)),
-        (128256, ("promised", 1024, ALL)),
+        (50257, ("grad_in_forward", 1024, ALL)),
+        (50257, ("recompute", 1024, 16384)),
+        (128256, ("known_grad_scale", 1024, ALL)),
         (256000, "main_grad"),
-        (256000, ("again", ALL, 65536)),
+        (256000, ("recompute", ALL, 65536)),
     ],
     ids=str,
 )
@@ -200,13 +200,13 @@ def test_real_sizes_in_chunks_and_blocks(size, way):
     check(way, inputs(2048, 1024, size))
 
 
-@pytest.mark.parametrize("way", (None, ("promised", ALL, ALL), ("again", ALL, 65536)), ids=str)
+@pytest.mark.parametrize("way", (None, ("known_grad_scale", ALL, ALL), ("recompute", ALL, 65536)), ids=str)
 def test_a_vocabulary_of_a_million(way):
     check(way, inputs(512, 64, 1_000_003))
 
 
 @needs_60_gib
-@pytest.mark.parametrize("way", (("keep", ALL, ALL), ("promised", ALL, ALL), ("again", ALL, 1 << 30)), ids=str)
+@pytest.mark.parametrize("way", (("keep_logits", ALL, ALL), ("known_grad_scale", ALL, ALL), ("recompute", ALL, 1 << 30)), ids=str)
 def test_more_logits_at_once_than_31_bits_count(way):
     check(way, inputs(20000, 64, 131072))
 
@@ -233,6 +233,7 @@ def test_fp32_logits_of_several_hundreds(way, offset):
 
 
 # ---- the CPU waits for nothing ----
+
 
 def twice(function):
     """The first time kernels are compiled and workspaces made."""
@@ -272,7 +273,7 @@ def asking(tensors):
     return hidden.detach().requires_grad_(), weight.detach().requires_grad_(), labels
 
 
-@pytest.mark.parametrize("way", ("keep", "forward", "both"))
+@pytest.mark.parametrize("way", ("keep_logits", "grad_in_forward", "both"))
 def test_a_deferred_gradient_makes_nobody_wait(way):
     hidden, weight, labels = asking(inputs())
     weight.main_grad, deferred = torch.zeros_like(weight, dtype=FP32), DeferredWgrad()
@@ -283,7 +284,7 @@ def test_a_deferred_gradient_makes_nobody_wait(way):
         deferred.flush()
 
     twice(microbatches)
-    _, _, exact_weight = step("again", [hidden, weight, labels])
+    _, _, exact_weight = step("recompute", [hidden, weight, labels])
     assert relative(weight.main_grad * UPSTREAM / 4, exact_weight) <= 1e-2
 
 
@@ -379,15 +380,15 @@ def test_labels_of_no_token(way):
 SCALED = r"\d+ chunks of \d+ tokens, gradients in forward, scaled as grad_scale says"
 BLOCKS = r"\d+ blocks of \d+ columns of the vocabulary, in "
 TAKEN = {  # of 8192 tokens and 512 hidden numbers: options, how the plan is told, and what else is asked
-    "keep": ({}, "logits become their own gradient", ""),
+    "keep_logits": ({}, "logits become their own gradient", ""),
     "keep, of rows": ({"reduction": "none"}, "logits become their own gradient", ""),
-    "forward": ({"chunk_bytes": 256 * MIB}, r"\d+ chunks of \d+ tokens, gradients in forward, which wait", ""),
-    "promised": ({"grad_scale": 1.0, "chunk_bytes": 192 * MIB}, SCALED, ""),
+    "grad_in_forward": ({"chunk_bytes": 256 * MIB}, r"\d+ chunks of \d+ tokens, gradients in forward, which wait", ""),
+    "known_grad_scale": ({"grad_scale": 1.0, "chunk_bytes": 192 * MIB}, SCALED, ""),
     "promised into main_grad": ({"grad_scale": 1.0, "chunk_bytes": 64 * MIB}, SCALED, "main_grad"),
     "blocks": ({"chunk_bytes": 64 * MIB}, BLOCKS + "one chunk", ""),
     "blocks into main_grad": ({"chunk_bytes": 64 * MIB}, BLOCKS + "one chunk", "main_grad"),
     "chunks and blocks": ({"logits_dtype": FP32, "chunk_bytes": 128 * MIB}, BLOCKS + r"\d+ chunks", ""),
-    "loss": ({"chunk_bytes": 64 * MIB}, r"\d+ chunks of \d+ tokens, no gradients", "frozen hidden and weight"),
+    "loss_only": ({"chunk_bytes": 64 * MIB}, r"\d+ chunks of \d+ tokens, no gradients", "frozen hidden and weight"),
     "frozen head": ({"chunk_bytes": 128 * MIB}, r"\d+ chunks of \d+ tokens, gradients in forward", "frozen weight"),
 }
 
@@ -425,7 +426,7 @@ def test_no_room_for_logits_leaves_main_grad_as_it_was():
     expected = step("main_grad", tensors)
     main = torch.randn(tensors[1].shape, device="cuda")
     before = main.clone()
-    way = ("promised", ALL, ALL)
+    way = ("known_grad_scale", ALL, ALL)
     with room_for(64 * MIB):
         said = said_by(lambda: step(way, tensors, main))
     assert torch.equal(main, before), said
@@ -434,7 +435,7 @@ def test_no_room_for_logits_leaves_main_grad_as_it_was():
 
 def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monkeypatch):
     """The first block's gradient is in main_grad, and somebody has taken the rest of the memory."""
-    tensors, way = inputs(256, 1024, 49152), ("again", 128, 16384)  # an fp32 sum of 64 MiB for each block
+    tensors, way = inputs(256, 1024, 49152), ("recompute", 128, 16384)  # an fp32 sum of 64 MiB for each block
     main = torch.zeros_like(tensors[1])
     expected = [t.clone() for t in step(way, tensors, main)]
     made, taken = [], []
@@ -459,9 +460,9 @@ def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monke
 
 def test_no_room_for_gradients_leaves_a_graph_that_works():
     tensors = inputs(4096, 1024, 32768)  # 64 MiB of the weight's gradient
-    expected = step("keep", tensors)
+    expected = step("keep_logits", tensors)
     hidden, weight, labels = asking(tensors)
-    loss = call("keep")(hidden, weight, labels)
+    loss = call("keep_logits")(hidden, weight, labels)
     dy = torch.full_like(loss, UPSTREAM)
     with room_for(24 * MIB):
         said = said_by(lambda: loss.backward(dy, retain_graph=True))

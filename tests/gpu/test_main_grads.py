@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
+from onepass.gradients.main_grads import MainGrads
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 ROWS, SIZE = 8, 64

@@ -7,9 +7,10 @@ import torch
 from gpu.calls import nobody_waits
 
 import onepass
-from onepass.kernels import norm_backward, norm_forward
-from onepass.ops import norm as room
-from onepass.runtime import scratch
+from onepass.kernels import scratch
+from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import forward as norm_forward
+from onepass.ops.norm import norm as room
 from onepass.runtime.sizes import processors
 from onepass.testing.budget import judge
 

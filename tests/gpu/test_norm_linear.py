@@ -8,7 +8,7 @@ from gpu.calls import captured
 from torch.nn import functional as F
 
 import onepass
-from onepass.ops.norm_linear import norm_linear_reference
+from onepass.ops.norm.norm_linear import norm_linear_reference
 from onepass.testing.budget import compare, run
 from onepass.testing.poison import saved_tensors
 

@@ -5,10 +5,10 @@ import torch
 from fusion.ragged_norm_oracle import Case, draw, exact, run
 from gpu.calls import memory_goes_back, needs_60_gib, nobody_waits, warmed  # noqa: F401
 
-from onepass.fusion import ragged_norm as room
-from onepass.kernels import ragged_lanes
-from onepass.kernels import ragged_norm as kernels
-from onepass.runtime import tables
+from onepass.kernels import device_tables as tables
+from onepass.ops.norm.ragged import kernels
+from onepass.ops.norm.ragged import lanes as ragged_lanes
+from onepass.ops.norm.ragged import ragged_norm as room
 from onepass.testing.budget import compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ from ops.calls import equal
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.rope as room
+import onepass.ops.attention.rope as room
 from onepass.testing.budget import judge
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]

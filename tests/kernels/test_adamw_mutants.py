@@ -5,10 +5,10 @@ import torch
 from parallel.adamw_oracle import BF16, CASES, FP32, Case, judge
 
 pytest.importorskip("triton")
-from onepass.kernels import adamw as kernels
-from onepass.kernels import adamw_formula as formula
-from onepass.parallel import adamw as room
-from onepass.parallel import main_grads as buffers
+from onepass.gradients import adamw as room
+from onepass.gradients import adamw_formula as formula
+from onepass.gradients import adamw_kernels as kernels
+from onepass.gradients import main_grads as buffers
 from onepass.testing.mutants import mutate
 
 LONG = Case(((40000,), (33,)), BF16, ({"lr": 0.1, "weight_decay": 0.5},), 0.5)  # several chunks

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from onepass.kernels.meeting import await_all, clear, publish
-from onepass.kernels.strips import join, leave, share_strips, some_helpers
+from onepass.kernels.column_reduce import helper_count, join_helpers, leave_helpers, share_strips
+from onepass.kernels.grid_sync import await_all, clear, publish
 from onepass.testing.poison import poisoned, unchanged
 
 triton = pytest.importorskip("triton")
@@ -76,11 +76,11 @@ def _sums_kernel(partial_ptr, out_ptr, arrived_ptr, last_ptr, H: tl.constexpr, B
     program = tl.program_id(0)
     i = tl.arange(0, BLOCK_H)
     tl.store(partial_ptr + program * H + i, (program + 1 + i).to(tl.float32), mask=i < H)
-    helpers = tl.num_programs(0) if ALL else some_helpers()
-    helper = join(arrived_ptr, tl.num_programs(0), helpers)
+    helpers = tl.num_programs(0) if ALL else helper_count()
+    helper = join_helpers(arrived_ptr, tl.num_programs(0), helpers)
     if helper >= 0:
         share_strips(partial_ptr, out_ptr, None, helper, helpers, tl.num_programs(0), H, False, 4, 16)
-        if leave(arrived_ptr, helpers):
+        if leave_helpers(arrived_ptr, helpers):
             tl.store(last_ptr + program, 1)
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from ops.dropout_add_oracle import halves, philox
 
-from onepass.kernels import random
-from onepass.kernels.random import kept_formula, scale_of, threshold_of
-from onepass.runtime.seeds import _mixed
+from onepass.kernels import philox as random
+from onepass.kernels.philox import keep_mask_formula, scale_of, threshold_of
+from onepass.kernels.seeds import _mix
 
 ROWS, COLUMNS = 512, 2048
 VECTORS = {  # of the paper's authors: counter and key, and the words after seven rounds and after ten
@@ -39,7 +39,7 @@ def test_known_answers(name, monkeypatch):
 def drops(seed, p=0.25, first=0):
     """1 where an element is dropped."""
     rows = torch.arange(first, first + ROWS)
-    return (~kept_formula(seed, rows, COLUMNS, threshold_of("p", p))).double()
+    return (~keep_mask_formula(seed, rows, COLUMNS, threshold_of("p", p))).double()
 
 
 def sigmas(values, expected, deviation):
@@ -50,7 +50,7 @@ def sigmas(values, expected, deviation):
 @pytest.mark.parametrize("p", [1e-4, 0.01, 0.1, 0.25, 0.5, 0.9, 0.9999])
 def test_how_many_are_dropped(p):
     exact = threshold_of("p", p) / 65536
-    for seed in (1, 1 << 62, _mixed(0, 0)):
+    for seed in (1, 1 << 62, _mix(0, 0)):
         found = drops(seed, p)
         deviation = (exact * (1 - exact)) ** 0.5
         assert sigmas(found, exact, deviation) < 5
@@ -66,37 +66,37 @@ def uncorrelated(a, b, p=0.25):
 
 
 def test_neighbours_rows_and_seeds_have_nothing_in_common():
-    first = drops(_mixed(0, 0))
+    first = drops(_mix(0, 0))
     for step in (1, 2, 3, 4, 7, 8, 9, 16, 64, 128, 512, 1024):
         assert uncorrelated(first[:, step:], first[:, :-step]), step
     for step in (1, 2, 3, 8, 64, 256):
         assert uncorrelated(first[step:], first[:-step]), step
         assert uncorrelated(first[step:, step:], first[:-step, :-step]), step
-    for seed in (_mixed(0, 4), _mixed(1, 0), _mixed(0, 0) + 1, _mixed(0, 0) + (1 << 32), _mixed(0, 0) ^ (1 << 61)):
+    for seed in (_mix(0, 4), _mix(1, 0), _mix(0, 0) + 1, _mix(0, 0) + (1 << 32), _mix(0, 0) ^ (1 << 61)):
         assert uncorrelated(first, drops(seed)), seed
     for row in (ROWS, 1 << 31, 1 << 32, 1 << 45):
-        assert uncorrelated(first, drops(_mixed(0, 0), first=row)), row
+        assert uncorrelated(first, drops(_mix(0, 0), first=row)), row
 
 
 def test_triples_of_neighbours_too():
-    a = drops(_mixed(7, 8), 0.5) - 0.5
+    a = drops(_mix(7, 8), 0.5) - 0.5
     for steps in ((1, 2), (1, 3), (4, 8), (8, 16), (1, 8)):
         product = a[:, :-32] * a[:, steps[0] : steps[0] - 32] * a[:, steps[1] : steps[1] - 32]
         assert sigmas(product, 0.0, 0.125) < 5, steps
 
 
 def test_halves_are_uniform():
-    counts = torch.bincount(halves(_mixed(3, 4), 0, ROWS, COLUMNS).flatten() >> 6, minlength=1024).double()
+    counts = torch.bincount(halves(_mix(3, 4), 0, ROWS, COLUMNS).flatten() >> 6, minlength=1024).double()
     expected = ROWS * COLUMNS / 1024
     chi = ((counts - expected) ** 2 / expected).sum().item()
     assert abs(chi - 1023) < 5 * (2 * 1023) ** 0.5
 
 
 def test_the_formula_is_the_oracles():
-    for seed, first in ((5, 0), (_mixed(1, 4), 2**32 - 100), (2**63 - 1, 2**40)):
+    for seed, first in ((5, 0), (_mix(1, 4), 2**32 - 100), (2**63 - 1, 2**40)):
         expected = halves(seed, first, 200, 77) >= 20000
-        assert torch.equal(kept_formula(seed, torch.arange(first, first + 200), 77, 20000), expected)
-        assert torch.equal(kept_formula(torch.tensor([seed]), torch.arange(first, first + 200), 77, 20000), expected)
+        assert torch.equal(keep_mask_formula(seed, torch.arange(first, first + 200), 77, 20000), expected)
+        assert torch.equal(keep_mask_formula(torch.tensor([seed]), torch.arange(first, first + 200), 77, 20000), expected)
 
 
 def test_probabilities_are_taken_to_the_next_step_and_none_but_one_drops_everything():

@@ -6,7 +6,7 @@ import torch
 from onepass.testing.poison import assert_written, poisoned, unchanged
 
 pytest.importorskip("triton")
-from onepass.kernels.scaled import scaled
+from onepass.ops.loss.scale import scale_into
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -17,7 +17,7 @@ def test_into_another_type(shape, dtype):
     values, factor = torch.randn(shape, device=DEVICE), torch.tensor(0.3, device=DEVICE)
     with poisoned(), unchanged(values=values, factor=factor):
         out = torch.empty(shape, device=DEVICE, dtype=dtype)
-        assert scaled(values, factor, out) is out
+        assert scale_into(values, factor, out) is out
     assert_written(out=out)
     assert torch.equal(out, (values * factor).to(dtype))
 
@@ -26,16 +26,16 @@ def test_into_another_type(shape, dtype):
 def test_over_themselves(dtype):
     values = torch.randn(777, 5, device=DEVICE, dtype=dtype)
     asked = (values.float() * 0.3).to(dtype)
-    assert torch.equal(scaled(values, torch.tensor(0.3, device=DEVICE), values), asked)
+    assert torch.equal(scale_into(values, torch.tensor(0.3, device=DEVICE), values), asked)
 
 
 def test_as_they_lie():
     """Of a weight that lies the other way, what waits does too."""
     values = torch.randn(40, 24, device=DEVICE).t()
     out = torch.empty_like(values, dtype=torch.bfloat16)
-    assert torch.equal(scaled(values, torch.tensor(2.0, device=DEVICE), out), (values * 2.0).bfloat16())
+    assert torch.equal(scale_into(values, torch.tensor(2.0, device=DEVICE), out), (values * 2.0).bfloat16())
 
 
 def test_nothing():
     values = torch.empty(0, 5, device=DEVICE)
-    assert scaled(values, torch.tensor(2.0, device=DEVICE), values) is values
+    assert scale_into(values, torch.tensor(2.0, device=DEVICE), values) is values

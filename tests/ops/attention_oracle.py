@@ -1,19 +1,21 @@
-"""The oracle of attention: one function that says whether a room computes a case within the budget.
+"""The oracle of attention: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
+import importlib
 from dataclasses import dataclass, replace
 
 import torch
 from ops.bias_activation_oracle import laid_out
 
-from onepass.kernels.attention_formula import parts_of
-from onepass.kernels.rope_formula import rope_formula
-from onepass.ops import attention as real
-from onepass.testing.budget import Finding, Report, compare
+from onepass.ops.attention.formula import parts_of
+from onepass.ops.attention.rope_formula import rope_formula
+from onepass.testing.budget import BudgetReport, Finding, compare
 from onepass.testing.poison import poisoned, unchanged
+
+real = importlib.import_module("onepass.ops.attention.attention")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -83,13 +85,13 @@ def draw(case: Case, seed: int = 0):
 
 
 @contextlib.contextmanager
-def small_tiles(room, small: bool = True):
-    """The room with tiles of 16 and 32 tokens."""
+def small_tiles(module, small: bool = True):
+    """The module with tiles of 16 and 32 tokens."""
     if not small:
         yield
         return
-    forward, backward = room.attend.__globals__, room.attend_backward.__globals__  # a mutant's can't be imported
-    tiles = forward["Tiles"]
+    forward, backward = module.attend.__globals__, module.attend_backward.__globals__  # a mutant's can't be imported
+    tiles = forward["AttentionTiles"]
     places = [(forward, "forward_tiles", (32, 16)), (backward, "dq_tiles", (32, 16)), (backward, "dk_dv_tiles", (16, 32))]
     stock = [(names, name, names[name]) for names, name, _ in places]
     for names, name, sizes in places:
@@ -151,37 +153,37 @@ def baseline(case: Case, qkv, cos, sin, dy):
     return as_parts(case, y.transpose(1, 2).flatten(2), dqkv)
 
 
-def computed(room, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
+def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
     """y and qkv's gradient, of a qkv that something else has made."""
     leaf = qkv.detach().requires_grad_()
     made = Made.apply(leaf, case.layout)
     options = case.options | {"cos": cos, "sin": sin, "overwrite": case.overwrite, "backend": backend}
-    y = room.attention(made, case.heads, case.groups, **options)
+    y = module.attention(made, case.heads, case.groups, **options)
     (dqkv,) = torch.autograd.grad(y, leaf, dy)
     return y.detach(), dqkv, made.detach()
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> Report:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not.
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not.
 
     Its rows are not judged one by one: the first query has one key, and so no gradient but rounding.
     """
     qkv, cos, sin, dy = draw(case)
-    with small_tiles(room, case.small):
+    with small_tiles(module, case.small):
         try:
             with poisoned(), unchanged(qkv=qkv, cos=cos, sin=sin, dy=dy):
-                y, dqkv, made = computed(room, case, qkv, cos, sin, dy, backend)
+                y, dqkv, made = computed(module, case, qkv, cos, sin, dy, backend)
         except AssertionError as error:
-            return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+            return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     assert y.dtype == dqkv.dtype == case.dtype
     assert y.is_contiguous()
     if not (case.overwrite and case.R) and not made.equal(qkv):
-        return Report([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
+        return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
     trial = as_parts(case, y, dqkv), baseline(case, qkv, cos, sin, dy), exact(case, qkv, cos, sin, dy)
     found = [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
     if backend == "torch":  # which rounds the gradients of each head before they are summed over those that share a group
         found = [replace(finding, allowed=2 * finding.allowed) for finding in found]
-    return Report(found)
+    return BudgetReport(found)
 
 
 # ---- the cases ----

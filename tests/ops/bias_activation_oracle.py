@@ -1,6 +1,6 @@
-"""The oracle of bias_activation: one function that says whether a room computes a case within the budget.
+"""The oracle of bias_activation: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onepass.ops import bias_activation as real
+from onepass.ops.activation import bias_activation as real
 from onepass.runtime.saved import fp8_dequantise, fp8_quantise
-from onepass.testing.budget import Finding, Report, compare, run
+from onepass.testing.budget import BudgetReport, Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,21 +120,21 @@ def draw(case: Case, seed: int = 0):
 
 
 @contextlib.contextmanager
-def small_tiles(room):
+def small_tiles(module):
     """Few, fat programs for the interpreter; several strips, the last of which ends inside a block; several column tiles.
 
-    A room that is a mutant has kernels of its own, which are found from what it imports.
+    A module that is a mutant has kernels of its own, which are found from what it imports.
     """
-    names = room.activation_unsupported.__globals__
+    names = vars(module.kernels)
 
     def forward(M, H, fp8):
         block_h = 64 if fp8 or H > 32 else names["power_of_two"](H)
-        return names["Tiles"](16, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, 16), 16, 4)
+        return names["ColumnTiles"](16, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, 16), 16, 4)
 
     def backward(M, H, *_):
         block_h = min(names["power_of_two"](H), 64)
         rows = 12 if M > 12 else names["ceil_div"](M, 4) * 4  # three blocks of 4
-        return names["Tiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
+        return names["ColumnTiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
 
     # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
@@ -143,7 +143,7 @@ def small_tiles(room):
         assert count <= counters.numel()
         return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
 
-    changes = {"_forward_tiles": forward, "_backward_tiles": backward, "kept_scratch": scratch}
+    changes = {"_forward_tiles": forward, "_backward_tiles": backward, "stream_scratch": scratch}
     before = {name: names[name] for name in changes}
     names.update(changes)
     for plan in ("_forward_plan", "_backward_plan"):
@@ -159,10 +159,10 @@ def small_tiles(room):
 # ---- the oracle ----
 
 
-def call(room, case: Case, backend: str = "triton"):
+def call(module, case: Case, backend: str = "triton"):
     def op(x, bias, token_weight):
         options = {**case.options, "token_weight": token_weight, "save": case.save, "backend": backend}
-        return room.bias_activation(x, bias, case.activation, **options)
+        return module.bias_activation(x, bias, case.activation, **options)
 
     return op
 
@@ -184,19 +184,19 @@ def wide(case: Case, inputs, dy, dtype):
     return run(formula(case), {**inputs, "x": kept}, dy, dtype) | {"y": results["y"]}
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> Report:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # few numbers: pooled
-    with small_tiles(room) as counters:
+    with small_tiles(module) as counters:
         for seed in seeds:
             inputs, dy = draw(case, seed)
             try:
                 with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(room, case, backend), inputs, dy)
+                    ours = run(call(module, case, backend), inputs, dy)
                     assert not counters.any(), "an arrival counter was not set back"
             except AssertionError as error:
-                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
             trials.append((ours, wide(case, inputs, dy, FP32), wide(case, inputs, dy, torch.float64)))
     return compare(trials, case.dtype)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass.runtime.lang import triton
+from onepass.kernels.language import triton
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onepass.runtime import launch
+from onepass.kernels import launch
 
 
 def _watched(monkeypatch, read):

@@ -1,6 +1,6 @@
-"""The oracle of cross_entropy: one function that says whether a room computes a case within the budget.
+"""The oracle of cross_entropy: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from ops.bias_activation_oracle import laid_out
 
-from onepass.ops import cross_entropy as real
+from onepass.ops.loss import cross_entropy as real
 from onepass.testing.budget import Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
@@ -101,8 +101,8 @@ def results(function, case, logits, labels, dy, dtype=None):
     return found
 
 
-def judge_case(room, case, seed=0, backend="triton"):
-    """Whether `room.cross_entropy` is right on a case, writes nothing outside, and nothing it may not."""
+def judge_case(module, case, seed=0, backend="triton"):
+    """Whether `module.cross_entropy` is right on a case, writes nothing outside, and nothing it may not."""
     logits, labels, dy = draw(case, seed)
     wide = [results(lambda x, y: real.cross_entropy_reference(x, y, **case.options), case, logits, labels, dy, dtype)
             for dtype in (FP32, FP64)]  # fmt: skip
@@ -111,7 +111,7 @@ def judge_case(room, case, seed=0, backend="triton"):
 
     def ours(x, y):
         where.append(x.data_ptr())
-        return room.cross_entropy(made(x) if case.over else x, y, inplace_backward=case.over, backend=backend, **case.options)
+        return module.cross_entropy(made(x) if case.over else x, y, inplace_backward=case.over, backend=backend, **case.options)
 
     watch = {"labels": labels, "dy": dy} if case.over else {"labels": labels, "dy": dy, "logits": given}
     with contextlib.ExitStack() as stack:

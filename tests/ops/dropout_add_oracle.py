@@ -1,7 +1,7 @@
-"""The oracle of dropout_add: one function that says whether a room computes a case within the budget.
+"""The oracle of dropout_add: one function that says whether a module computes a case within the budget.
 
-Which elements are kept is computed here once more, word by word as Philox's paper has it. The real room must pass every case, and
-each of the mutants must fail one.
+Which elements are kept is computed here once more, word by word as Philox's paper has it. The real module must pass every case,
+and each of the mutants must fail one.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import numpy
 import torch
 from ops.bias_activation_oracle import laid_out
 
-from onepass.testing.budget import Finding, Report, compare, run
+from onepass.testing.budget import BudgetReport, Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,9 +121,9 @@ def replaced(names, changes, caches=()):
 
 
 @contextlib.contextmanager
-def small_tiles(room):
-    names = room.dropout_add_forward.__globals__
-    ceil_div, Tiles = names["ceil_div"], names["Tiles"]
+def small_tiles(module):
+    names = module.kernels.dropout_add_forward.__globals__
+    ceil_div, Tiles = names["ceil_div"], names["ColumnTiles"]
 
     def width(H):
         return max(8, min(names["power_of_two"](H), 32))
@@ -142,19 +142,19 @@ def small_tiles(room):
         assert count <= counters.numel()
         return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
 
-    changes = {"forward_tiles": forward, "backward_tiles": backward, "kept_scratch": scratch}
+    changes = {"forward_tiles": forward, "backward_tiles": backward, "stream_scratch": scratch}
     with replaced(names, changes, ("_forward_plan", "_backward_plan")):
         yield counters
 
 
 @contextlib.contextmanager
-def known_seed(room, case):
+def known_seed(module, case):
     seed = torch.tensor([SEED], device=DEVICE) if case.in_memory else SEED
-    changes = {"drawn_seed": lambda *_: seed}
+    changes = {"draw_seed": lambda *_: seed}
     if case.first is not None:
         first = torch.tensor([case.first], device=DEVICE)
-        changes |= {"with_others": lambda *_: object(), "_seed_of_all": lambda *_: (seed, first)}
-    with replaced(vars(room), changes):
+        changes |= {"group_of_several": lambda *_: object(), "_group_seed": lambda *_: (seed, first)}
+    with replaced(vars(module), changes):
         yield
 
 
@@ -172,26 +172,26 @@ def formula(case):
     return reference
 
 
-def call(room, case, backend):
+def call(module, case, backend):
     def op(x, residual, bias):
-        return room.dropout_add(x, residual, probability(case)[0], bias=bias, backend=backend)
+        return module.dropout_add(x, residual, probability(case)[0], bias=bias, backend=backend)
 
     return op
 
 
-def judge_case(room, case, backend="triton"):
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case, backend="triton"):
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # few numbers: pooled
-    with small_tiles(room) as counters, known_seed(room, case):
+    with small_tiles(module) as counters, known_seed(module, case):
         for seed in seeds:
             inputs, dy = draw(case, seed)
             try:
                 with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(room, case, backend), inputs, dy)
+                    ours = run(call(module, case, backend), inputs, dy)
                     assert not counters.any(), "an arrival counter was not set back"
             except AssertionError as error:
-                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
             exact = formula(case)
             trials.append((ours, *(run(exact, inputs, dy, wide) for wide in (FP32, torch.float64))))
     return compare(trials, case.dtype)

@@ -1,6 +1,6 @@
-"""The oracle of linear_cross_entropy: one function that says whether a room computes a case, in a given way, within the budget.
+"""The oracle of linear_cross_entropy: one function that says whether a module computes a case, in a given way, within the budget.
 
-The real room must pass every case, and each of the mutants must fail one. The baseline is what eager code does: products as
+The real module must pass every case, and each of the mutants must fail one. The baseline is what eager code does: products as
 cuBLAS leaves them, logits and their gradient rounded once to the operands' type, all else in fp32. Where gradients are made in
 forward and wait, the logits' is rounded before it is multiplied by what comes back, as the design has it.
 """
@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-import onepass.ops.linear_cross_entropy as real
-from onepass.kernels.cross_entropy_formula import Terms, reduced, row_losses
-from onepass.ops.linear_cross_entropy.plan import Plan
+import onepass.ops.loss.linear_cross_entropy as real
+from onepass.ops.loss.formula import LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
 from onepass.testing.poison import poisoned, unchanged
@@ -25,12 +25,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALL = 1 << 30
 WAYS = {  # name: the plan's way, tokens and columns at a time; the last of each are fewer
-    "keep": ("keep", ALL, ALL),
-    "forward": ("forward", 16, ALL),
-    "promised": ("promised", 16, ALL),
-    "again": ("again", 16, ALL),
-    "blocks": ("again", ALL, 64),
-    "both": ("again", 16, 64),
+    "keep_logits": ("keep_logits", ALL, ALL),
+    "grad_in_forward": ("grad_in_forward", 16, ALL),
+    "known_grad_scale": ("known_grad_scale", 16, ALL),
+    "recompute": ("recompute", 16, ALL),
+    "blocks": ("recompute", ALL, 64),
+    "both": ("recompute", 16, 64),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -52,12 +52,12 @@ _FIRST = 1 << 60  # of the budgets that stand for a way
 _forced = {}  # budget: way
 
 
-def forced(room, way):
-    """The chunk_bytes with which a room's calls, and their backward, are done in this way, whatever is cheapest."""
+def forced(module, way):
+    """The chunk_bytes with which a module's calls, and their backward, are done in this way, whatever is cheapest."""
     if way is None:
         return None
-    if not hasattr(room.steps.plan_of, "stock"):
-        room.steps.plan_of = _planner(room.steps.plan_of)
+    if not hasattr(module.steps.make_plan, "stock"):
+        module.steps.make_plan = _planner(module.steps.make_plan)
     budgets = {each: budget for budget, each in _forced.items()}
     budget = budgets.get(way, _FIRST + len(_forced))
     _forced[budget] = way
@@ -70,11 +70,13 @@ def _planner(stock):
             return stock(asked, machine)
         way = _forced[asked.chunk_bytes]
         name, rows, columns = WAYS[way] if isinstance(way, str) else way
-        name = "loss" if not (asked.needs_hidden or asked.needs_weight) else asked.way or name
-        name = "again" if name == "keep" and asked.wide else name  # fp32 logits can't become a gradient of 16 bits in place
-        N, V = min(rows, max(asked.N, 1)), min(columns, asked.V) if name in ("again", "loss") else asked.V
-        N = max(asked.N, 1) if name == "keep" else N
-        return Plan(name, N, V, max(1, ceil_div(asked.N, N)), max(1, ceil_div(asked.V, V)), 0.0, 0)
+        name = "loss_only" if not (asked.needs_hidden or asked.needs_weight) else asked.mode or name
+        name = (
+            "recompute" if name == "keep_logits" and asked.wide else name
+        )  # fp32 logits can't become a gradient of 16 bits in place
+        N, V = min(rows, max(asked.N, 1)), min(columns, asked.V) if name in ("recompute", "loss_only") else asked.V
+        N = max(asked.N, 1) if name == "keep_logits" else N
+        return HeadPlan(name, N, V, max(1, ceil_div(asked.N, N)), max(1, ceil_div(asked.V, V)), 0.0, 0)
 
     plan_of.stock = stock
     return plan_of
@@ -82,20 +84,20 @@ def _planner(stock):
 
 def reductions_of(way):
     """Finished gradients wait for one number only."""
-    return ("mean", "sum") if way == "forward" else ("mean", "sum", "none")
+    return ("mean", "sum") if way == "grad_in_forward" else ("mean", "sum", "none")
 
 
-def op(way=None, room=real, **options):
+def op(way=None, module=real, **options):
     """The op in one of its ways, where that needs a promise of 1 unless another is given. A CPU interprets on demand."""
     options.setdefault("backend", "torch" if DEVICE == "cpu" else None)
-    if way == "promised":
+    if way == "known_grad_scale":
         options.setdefault("grad_scale", 1.0)
 
     if way is not None:
-        options["chunk_bytes"] = forced(room, way)
+        options["chunk_bytes"] = forced(module, way)
 
     def call(hidden, weight, labels, bias=None, token_weight=None, **more):
-        return room.linear_cross_entropy(hidden, weight, labels, bias=bias, token_weight=token_weight, **options | more)
+        return module.linear_cross_entropy(hidden, weight, labels, bias=bias, token_weight=token_weight, **options | more)
 
     return call
 
@@ -104,7 +106,7 @@ def op(way=None, room=real, **options):
 class Case:
     """lead: the shape of labels, of which every third is ignored. main: the type of main_grads, into which two calls go."""
 
-    way: str | tuple[str, int, int] = "keep"
+    mode: str | tuple[str, int, int] = "keep_logits"
     reduction: str = "mean"
     dtype: torch.dtype = FP32
     lead: tuple[int, ...] = (7, 6)
@@ -136,10 +138,10 @@ class Case:
 
     @property
     def promised(self):
-        return "promised" in (self.way, self.way[0])
+        return "known_grad_scale" in (self.mode, self.mode[0])
 
     def __str__(self):
-        said = [self.way if isinstance(self.way, str) else "x".join(map(str, self.way)), self.reduction]
+        said = [self.mode if isinstance(self.mode, str) else "x".join(map(str, self.mode)), self.reduction]
         said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
         said += [f"{name}={value}" for name, value in self.options.items() if value not in (None, 0, False, self.reduction, -100)]
         said += [name for name in ("bias", "weighted", "wide") if getattr(self, name)]
@@ -225,7 +227,7 @@ class _Rounded(torch.autograd.Function):
 
 def _factor(case, labels, token_weight):
     """What the rows' own gradients are multiplied by in backward, where they were made in forward."""
-    if "forward" not in (case.way, case.way[0]) or case.full:
+    if "grad_in_forward" not in (case.mode, case.mode[0]) or case.full:
         return 1.0
     if case.reduction == "sum":
         return UPSTREAM
@@ -234,14 +236,14 @@ def _factor(case, labels, token_weight):
 
 
 def _eager(case, labels, rounded):
-    terms = Terms(case.ignore_index, case.smoothing, case.z_loss, case.softcap or 0.0, case.scale)
+    terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, case.softcap or 0.0, case.scale)
 
     def call(hidden, weight, bias, token_weight):
         product = F.linear(hidden, weight, bias)
         if rounded:
             product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
         rows = row_losses(product, labels, terms)
-        loss = reduced(rows.loss, labels, terms, token_weight, case.reduction)
+        loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)
 
     return call
@@ -284,12 +286,12 @@ def _theirs(case, given, labels, dys, dtype):
     return _results(case, outs, leaves, {name: None if t is None else t.grad for name, t in leaves.items()}, labels)
 
 
-def _ours(room, case, given, labels, dys, backend):
+def _ours(module, case, given, labels, dys, backend):
     leaves = _leaves(case, given)
     moved = [name for name in ("weight", "bias") if case.main and leaves[name] is not None]
     for name in moved:
         leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
-    call = op(case.way, room, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
+    call = op(case.mode, module, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
     more = {"grad_scale": UPSTREAM} if case.promised else {}
     watch = {name: t for name, t in leaves.items() if t is not None}
     with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned():
@@ -304,12 +306,12 @@ def _ours(room, case, given, labels, dys, backend):
     return _results(case, outs, leaves, grads, labels)
 
 
-def judge_case(room, case, seeds=1, backend="triton"):
-    """Whether `room.linear_cross_entropy` is right on a case, of several draws, and writes nothing that it may not."""
+def judge_case(module, case, seeds=1, backend="triton"):
+    """Whether `module.linear_cross_entropy` is right on a case, of several draws, and writes nothing that it may not."""
     trials, found = [], []
     for seed in range(seeds):
         given, labels, dys = draw(case, seed)
-        ours = _ours(room, case, given, labels, dys, backend)
+        ours = _ours(module, case, given, labels, dys, backend)
         baseline, exact = (_theirs(case, given, labels, dys, dtype) for dtype in (FP32, FP64))
         found += _exactly(case, ours, given, labels)
         if case.full:

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from ops.bias_activation_oracle import laid_out
 
-from onepass.ops import norm as real
+from onepass.ops.norm import norm as real
 from onepass.testing import budget
-from onepass.testing.budget import Finding, Report, compare, run
+from onepass.testing.budget import BudgetReport, Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,26 +142,28 @@ def small_tiles(room, path: str):
     A room that is a mutant has modules of its own, which are found from its functions.
     """
     modules = modules_of(room)
-    backward, forward = (modules[f"onepass.kernels.norm_{way}"] for way in ("backward", "forward"))
+    backward, forward = (modules[f"onepass.ops.norm.{way}"] for way in ("backward", "forward"))
     if DEVICE == "cpu":  # the interpreter's repairs reach the real `meeting`: a mutant's has the one that waits for ever
         from onepass.testing import interpreter
 
-        modules["onepass.kernels.meeting"]["others_go_on"] = interpreter._others_go_on
+        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._others_go_on
     counters = Counters()
 
     def scratch(floats, count, device):
         return torch.empty(floats, dtype=torch.float32, device=device), counters.take(count)
 
-    changes = [(backward, "kept_scratch", scratch)]
+    changes = [(backward, "stream_scratch", scratch)]
     if path:
         (piece, held), (shared, block_m, block_h, warps, resident) = PATHS[path]
 
         def tiles_on(H, *_):
             width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
-            return backward["Tiles"](shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident, path == "late")
+            return backward["NormBackwardTiles"](
+                shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident, path == "late"
+            )
 
         def forward_tiles(H, *_):
-            return forward["Tiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))
+            return forward["NormForwardTiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))
 
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
         if piece:
@@ -206,7 +208,7 @@ def formula(case: Case):
     return reference
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> Report:
+def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
     """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     seeds = range(4 if case.H < 32 else 1)  # few numbers: pooled
@@ -219,7 +221,7 @@ def judge_case(room, case: Case, backend: str = "triton") -> Report:
                     ours = run(call(room, case, backend), inputs, dy)
                     assert counters.clean(), "a counter or a word was not set back, or one past them was set"
             except AssertionError as error:
-                return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
             types = [(name, t.dtype) for name, t in inputs.items() if t is not None]
             assert all(ours[f"d{name}"].dtype == dtype for name, dtype in types)
             trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))

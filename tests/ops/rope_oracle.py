@@ -1,6 +1,6 @@
-"""The oracle of rope: one function that says whether a room computes a case within the budget.
+"""The oracle of rope: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from ops.bias_activation_oracle import laid_out
 
-from onepass.ops import rope as real
-from onepass.testing.budget import Finding, Report, compare, run
+from onepass.ops.attention import rope as real
+from onepass.testing.budget import BudgetReport, Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,9 +90,9 @@ def draw(case: Case, seed: int = 0):
 
 
 @contextlib.contextmanager
-def small_tiles(room, small: bool = True):
-    """The room with tiles of 64 numbers."""
-    kernels = room.rotate.__globals__  # a mutant's are not those that can be imported
+def small_tiles(module, small: bool = True):
+    """The module with tiles of 64 numbers."""
+    kernels = module.rotate.__globals__  # a mutant's are not those that can be imported
     caches = kernels["_tiles"], kernels["_plan"], kernels["_bind"]
     before = kernels["_VALUES"]
     kernels["_VALUES"] = 64 if small else before
@@ -109,20 +109,20 @@ def small_tiles(room, small: bool = True):
 # ---- the oracle ----
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> Report:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     inputs, (cos, sin), dys = draw(case)
-    with small_tiles(room, case.small):
+    with small_tiles(module, case.small):
         try:
             with poisoned(), unchanged(**inputs, cos=cos, sin=sin, dq=dys[0], dk=dys[1]):
-                ours = run(lambda q, k: room.rope(q, k, cos, sin, interleaved=case.interleaved, backend=backend), inputs, dys)
+                ours = run(lambda q, k: module.rope(q, k, cos, sin, interleaved=case.interleaved, backend=backend), inputs, dys)
         except AssertionError as error:
-            return Report([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+            return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     for y, x in (("y0", "q"), ("y1", "k")):
         assert ours[y].dtype == ours[f"d{x}"].dtype == inputs[x].dtype
         assert ours[y].is_contiguous()
         if case.R < case.D and not ours[y][..., case.R :].equal(inputs[x][..., case.R :]):
-            return Report([Finding(y, "what is not turned", float("nan"), 0.0, 0.0)])
+            return BudgetReport([Finding(y, "what is not turned", float("nan"), 0.0, 0.0)])
 
     def formula(q, k):
         return real.rope_reference(q, k, cos, sin, interleaved=case.interleaved)

@@ -5,11 +5,10 @@ from ops.activation_linear_calls import op, tensors
 from ops.bias_activation_oracle import FP32, small_tiles
 from ops.test_activation_linear import CLAMPED, report_of
 
-import onepass.ops.activation_linear as room
+import onepass.ops.activation.activation_linear as module
 
 pytest.importorskip("triton")
-from onepass.kernels import bias_activation as kernels
-from onepass.kernels import bias_activation_formula as formula
+from onepass.ops.activation import formula, kernels
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import bytes_kept, saved_tensors
 
@@ -37,47 +36,47 @@ MUTANTS = {  # name: module, what is there, what stands there instead, how x is 
         "        tl.store(y_ptr + rows[:, None] * H + columns[None, :], 0.0, mask=inside)\n        rows = tl.minimum(rows, M - 1)  #",
         "input",
     ),
-    "codes rebuilt as numbers": (room, "x, exponents = kept if stored", "x, exponents = (kept[0], None) if stored", "fp8"),
+    "codes rebuilt as numbers": (module, "x, exponents = kept if stored", "x, exponents = (kept[0], None) if stored", "fp8"),
     "the weight's gradient of the x that was not kept": (
-        room,
+        module,
         "ctx.save_for_backward(activation_bias, token_weight, weight, *kept)",
-        "ctx.save_for_backward(activation_bias, token_weight, weight, x); ctx.stored = saved.describe(x, 'input', 2)",
+        "ctx.save_for_backward(activation_bias, token_weight, weight, x); ctx.stored = saved.saved_format(x, 'input', 2)",
         "fp8",
     ),
     "activation_bias forgotten in backward": (
-        room,
-        "run_backward(sums, dy, x, exponents, bias, token_weight, *call, *needs,",
-        "run_backward(sums, dy, x, exponents, bias * 0, token_weight, *call, *needs,",
+        module,
+        "grads, dy, x, exponents, bias, token_weight, None,",
+        "grads, dy, x, exponents, bias * 0, token_weight, None,",
         "input",
     ),
     "clamp forgotten in backward": (
-        room,
-        "    return run_backward(sums, dy,",
-        "    call = call[0], None, call[2]\n    return run_backward(sums, dy,",
+        module,
+        "None, options, *needs, stored",
+        "None, options._replace(clamp=None), *needs, stored",
         "input",
     ),
-    "offset forgotten": (room, "float(linear_offset) if linear_offset else None", "None", "input"),
+    "offset forgotten": (module, "float(linear_offset) if linear_offset else None", "None", "input"),
     "the bias forgotten": (
-        room,
-        "        return spread_product(activated, weight, bias, spread)\n\n    @",
-        "        return spread_product(activated, weight, None, spread)\n\n    @",
+        module,
+        "        return tp_product(activated, weight, bias, layout)\n\n    @",
+        "        return tp_product(activated, weight, None, layout)\n\n    @",
         "input",
     ),
-    "dx rounded to 16 bits": (room, "*needs, stored.dtype, product, True)", "*needs, torch.bfloat16, product, True)", "input"),
+    "dx rounded to 16 bits": (module, "*needs, stored.dtype, product,", "*needs, torch.bfloat16, product,", "input"),
     "the activation rounded to 16 bits": (
-        room,
-        "    return forward(x, bias, token_weight, *call, product)",
-        "    return forward(x, bias, token_weight, *call, torch.bfloat16).float()",
+        module,
+        "        return kernels.forward(x, bias, token_weight, None, options, product)",
+        "        return kernels.forward(x, bias, token_weight, None, options, torch.bfloat16).float()",
         "input",
     ),
     "the weight's gradient of d activation": (
-        room,
+        module,
         "            grads, activated = found[:3], found[3]",
         "            grads, activated = found[:3], row_gradients(dy, weight, False, None)[1]",
         "input",
     ),
     "needs in another order": (
-        room,
+        module,
         "needs = need_dx, need_dactivation_bias, need_dtoken_weight",
         "needs = need_dx, need_dactivation_bias, False",
         "input",
@@ -97,17 +96,17 @@ def caught(mutant, save, backend="triton"):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    module, old, new, save = MUTANTS[name]
-    assert caught(mutate(module, old, new, room=room), save)
+    broken, old, new, save = MUTANTS[name]
+    assert caught(mutate(broken, old, new, room=module), save)
 
 
 def test_copies_without_a_change_pass():
-    copy = mutate(formula, "    wide = torch", "    wide  = torch", room=room)
+    copy = mutate(formula, "    wide = torch", "    wide  = torch", room=module)
     assert not any(caught(copy, save, backend) for save in ("input", "fp8") for backend in ("triton", "torch"))
 
 
 def test_a_copy_that_keeps_more_is_caught():
-    broken = mutate(room, "            activated, kept = _kept(x,", "            activated, kept = _kept(x * 1,")
+    broken = mutate(module, "activated, kept = _activation_and_kept(x,", "activated, kept = _activation_and_kept(x * 1,")
     x, weight, *_ = tensors()
     with saved_tensors() as kept:
         op(function=broken.activation_linear, backend="triton")(x, weight)

@@ -1,5 +1,7 @@
 """PyTorch's attention between our rotations: `attention(..., deterministic=False)` where that is faster."""
 
+import importlib
+
 import pytest
 import torch
 from ops.attention_oracle import BF16, DEVICE
@@ -7,8 +9,9 @@ from ops.calls import Operators, gradients, needs_triton, relative
 from ops.test_attention import COLUMNS, GROUPS, HEADS, op, overwriting, tensors
 
 import onepass
-import onepass.ops.attention as room
 from onepass.testing.poison import bytes_kept, saved_tensors
+
+module = importlib.import_module("onepass.ops.attention.attention")
 
 pytestmark = needs_triton
 
@@ -16,11 +19,11 @@ pytestmark = needs_triton
 @pytest.fixture(autouse=True)
 def _faster(monkeypatch):
     """As on a GPU that has a faster one."""
-    monkeypatch.setattr(room, "faster_by_pytorch", lambda qkv, head_size: not torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr(module, "pytorch_is_faster", lambda qkv, head_size: not torch.are_deterministic_algorithms_enabled())
 
 
 def reference(cos, sin):
-    return lambda qkv: room.attention_reference(qkv.float(), HEADS, GROUPS, cos=cos, sin=sin)
+    return lambda qkv: module.attention_reference(qkv.float(), HEADS, GROUPS, cos=cos, sin=sin)
 
 
 def both(function, tensors):
@@ -143,6 +146,14 @@ def test_a_policy_of_checkpointing_sees_the_rotation():
         "onepass.attention_turned.default",
         "onepass.attention_turned_back.default",
     ]
+
+
+@pytest.mark.parametrize("backend", (None, "torch"))
+def test_a_second_derivative_through_the_rotation_raises(backend):
+    qkv, cos, sin = tensors()
+    y = op(cos, sin, deterministic=False, backend=backend)(qkv)
+    with pytest.raises(RuntimeError, match="once"):
+        torch.autograd.grad(y.float().sum(), qkv, create_graph=True)
 
 
 def test_explain_says_so():

@@ -18,14 +18,14 @@ from ops.bias_activation_oracle import (
     main_cases,
 )  # fmt: skip
 
-import onepass.ops.bias_activation as room
+import onepass.ops.activation.bias_activation as module
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("case", main_cases(), ids=str)
 def test_budget(case):
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, report
 
 
@@ -41,7 +41,7 @@ def test_every_combination(activation, dtype):
     ):
         lead, H = next(shapes)
         case = Case(activation, lead, H, dtype, bias, weight, bias is None, clamp, offset, "input", next(layouts), next(layouts))
-        report = judge_case(room, case)
+        report = judge_case(module, case)
         assert report, f"{case}\n{report}"
 
 
@@ -50,5 +50,5 @@ def test_every_combination(activation, dtype):
 def test_layouts(activation, layout):
     for lead, H in SHAPES:
         case = Case(activation, lead, H, BF16, BF16, layout=layout, dy_layout=layout)
-        report = judge_case(room, case)
+        report = judge_case(module, case)
         assert report, f"{case}\n{report}"

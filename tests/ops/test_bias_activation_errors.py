@@ -5,9 +5,9 @@ import torch
 from ops.bias_activation_oracle import DEVICE, small_tiles
 
 import onepass
-import onepass.ops.bias_activation as room
-from onepass.kernels import activations
-from onepass.runtime.lang import triton
+import onepass.ops.activation.bias_activation as module
+from onepass.kernels.language import triton
+from onepass.ops.activation import activations
 from onepass.testing.poison import unchanged
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
@@ -90,7 +90,7 @@ def test_an_explicit_backend_never_falls_back():
 @pytest.fixture
 def _registry():
     before = dict(activations.ACTIVATIONS)
-    with small_tiles(room):
+    with small_tiles(module):
         yield
     activations.ACTIVATIONS.clear()
     activations.ACTIVATIONS.update(before)

@@ -1,14 +1,14 @@
-"""Each mutant is a small, plausible slip, and the oracle that the real room passes must catch it."""
+"""Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
 from ops.bias_activation_oracle import DEVICE, judge_case, main_cases
 
-import onepass.ops.bias_activation as room
+import onepass.ops.activation.bias_activation as module
 
 pytest.importorskip("triton")
-from onepass.kernels import activations, fp8, rows, strips
-from onepass.kernels import bias_activation as kernels
-from onepass.runtime import launch
+from onepass.kernels import column_reduce as strips
+from onepass.kernels import fp8, launch, rows
+from onepass.ops.activation import activations, kernels
 from onepass.testing.mutants import mutate
 
 CASES = main_cases()
@@ -47,8 +47,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     ),
     "gate's derivative at the unclamped value": (
         kernels,
-        "z, linear = _clamped(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
-        "_, linear = _clamped(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
+        "z, linear = _clamp_halves(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
+        "_, linear = _clamp_halves(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
     ),
     "clamped values pass gradient": (
         kernels,
@@ -57,8 +57,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     ),
     "offset before the clamp": (
         kernels,
-        "        if clamp is not None:\n            z, linear = _clamped(z, linear, clamp)\n        if offset is not None:\n            linear += offset\n",
-        "        if offset is not None:\n            linear += offset\n        if clamp is not None:\n            z, linear = _clamped(z, linear, clamp)\n",
+        "        if clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)\n        if offset is not None:\n            linear += offset\n",
+        "        if offset is not None:\n            linear += offset\n        if clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)\n",
     ),
     "offset forgotten in backward": (
         kernels,
@@ -167,14 +167,14 @@ ONLY_INTERPRETED = {"second to last arriver sums", "gelu's derivative with digit
 def test_mutants_are_caught(name):
     if DEVICE == "cuda" and name in ONLY_INTERPRETED:
         pytest.skip("sure to be caught in the interpreter only")
-    module, old, new, *times = MUTANTS[name]
-    mutant = mutate(module, old, new, room=room, times=times[0] if times else 1)
+    broken, old, new, *times = MUTANTS[name]
+    mutant = mutate(broken, old, new, room=module, times=times[0] if times else 1)
     assert any(not judge_case(mutant, case) for case in CASES), "no case catches it"
 
 
 def test_a_copy_without_a_change_passes():
-    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=room)
-    assert copy is not room and copy.bias_activation is not room.bias_activation
+    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=module)
+    assert copy is not module and copy.bias_activation is not module.bias_activation
     for case in CASES[:12]:
         report = judge_case(copy, case)
         assert report, report

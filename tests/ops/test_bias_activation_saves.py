@@ -7,10 +7,11 @@ import torch
 from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, small_tiles
 
 import onepass
-import onepass.ops.bias_activation as room
-from onepass.kernels import bias_activation as kernels
+import onepass.ops.activation.bias_activation as module
+from onepass.kernels.language import triton
+from onepass.ops.activation import kernels
+from onepass.ops.activation.formula import ActivationOptions
 from onepass.runtime import saved
-from onepass.runtime.lang import triton
 from onepass.testing.poison import bytes_kept, saved_tensors
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
@@ -20,7 +21,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture(autouse=True)
 def _small():
-    with small_tiles(room):
+    with small_tiles(module):
         yield
 
 
@@ -49,7 +50,8 @@ def hard_rows(columns, dtype=FP32):
 @pytest.mark.parametrize("activation", ["relu", "reglu"])
 def test_kernel_and_formula_keep_the_same_codes(activation, columns, dtype):
     x, parts = hard_rows(columns, dtype), 2 if activation == "reglu" else 1
-    _, codes, exponents = kernels.activation_forward_fp8(x, None, None, activation, None, None)
+    options = ActivationOptions(activation, None, None)
+    _, codes, exponents = kernels.activation_forward_fp8(x, None, None, None, options, dtype)
     expected = saved.fp8_quantise(x, parts)
     wrong = (codes != expected[0]).nonzero()
     assert not len(wrong), [(x[tuple(i)].item(), codes[tuple(i)].item(), expected[0][tuple(i)].item()) for i in wrong[:5]]
@@ -63,8 +65,9 @@ def test_kernel_and_formula_read_the_same_values(activation):
     codes, exponents = saved.fp8_quantise(x, parts)
     kept = saved.fp8_dequantise(codes, exponents, FP32, parts)
     dy = torch.ones(20, 200 // parts, device=DEVICE)
-    from_codes = kernels.activation_backward(dy, codes, exponents, None, None, activation, None, None, True, False, False)[0]
-    from_values = kernels.activation_backward(dy, kept, None, None, None, activation, None, None, True, False, False)[0]
+    rest = None, None, None, ActivationOptions(activation, None, None), True, False, False, FP32, None
+    from_codes = kernels.activation_backward(dy, codes, exponents, *rest)[0]
+    from_values = kernels.activation_backward(dy, kept, None, *rest)[0]
     assert torch.equal(from_codes.isnan(), from_values.isnan())
     assert torch.equal(from_codes.nan_to_num(), from_values.nan_to_num())
 

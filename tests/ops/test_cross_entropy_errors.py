@@ -5,7 +5,7 @@ import torch
 from ops.calls import says
 
 import onepass
-from onepass.kernels.losses import check_terms
+from onepass.ops.loss.reduction import check_terms
 from onepass.testing.poison import unchanged
 
 x, y = torch.ones(3, 6), torch.tensor([0, 5, -100])

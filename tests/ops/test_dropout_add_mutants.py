@@ -1,14 +1,14 @@
-"""Each mutant is a small, plausible slip, and the oracle that the real room passes must catch it."""
+"""Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
 from ops.dropout_add_oracle import judge_case, main_cases
 
-import onepass.ops.dropout_add as room
+import onepass.ops.dropout.dropout_add as module
 
 pytest.importorskip("triton")
-from onepass.kernels import dropout_add as kernels
-from onepass.kernels import random
-from onepass.runtime import launch
+from onepass.kernels import launch
+from onepass.kernels import philox as random
+from onepass.ops.dropout import formula, kernels
 from onepass.testing.mutants import mutate
 
 CASES = main_cases()
@@ -38,10 +38,10 @@ MUTANTS = {  # name: module, what is there, what stands there instead
     "every tile's columns the first's in backward": (kernels, "rows + offset, left, threshold", "rows + offset, 0, threshold"),
     "residual dropped too": (
         kernels,
-        "        z = dropped(z, load_seed(seed_ptr, SEED), numbers, left, threshold, scale, BLOCK_H)\n"
+        "        z = apply_dropout(z, load_seed(seed_ptr, SEED), numbers, left, threshold, scale, BLOCK_H)\n"
         "    if residual_ptr is not None:\n        z += residual\n",
         "        if residual_ptr is not None:\n            z += residual\n"
-        "        z = dropped(z, load_seed(seed_ptr, SEED), numbers, left, threshold, scale, BLOCK_H)\n",
+        "        z = apply_dropout(z, load_seed(seed_ptr, SEED), numbers, left, threshold, scale, BLOCK_H)\n",
     ),
     "bias forgotten": (kernels, "    z += load_vector(bias_ptr, columns, columns < H)[None, :]\n", ""),
     "residual's rows as far apart as x's": (kernels, "columns, RESIDUAL_ROW, inside)", "columns, X_ROW, inside)"),
@@ -58,22 +58,22 @@ MUTANTS = {  # name: module, what is there, what stands there instead
     "a store one row too far": (kernels, "    inside = (rows < M)[:, None] & (columns < H)[None, :]\n    z =", "    inside = (rows <= M)[:, None] & (columns < H)[None, :]\n    z ="),
     "counter not set back": (kernels, "        tl.store(arrived_ptr + tile, 0)\n", ""),
     "dx in the residual's type": (kernels, "dx = None if dx_type is None else torch.empty_like(dy, dtype=dx_type,", "dx = None if dx_type is None else torch.empty_like(dy, dtype=torch.bfloat16,"),
-    "dx is dy where something is dropped": (room, "as_it_is = not threshold and", "as_it_is = threshold < 1000 and"),
-    "rows counted from 0 in every part": (room, "else row_numbers(x) + first.view(())", "else row_numbers(x)"),
+    "dx is dy where something is dropped": (module, "as_it_is = not options.threshold and", "as_it_is = options.threshold < 1000 and"),
+    "rows counted from 0 in every part": (formula, "else row_numbers(x) + first_row.view(())", "else row_numbers(x)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    module, old, new = MUTANTS[name]
-    mutant = mutate(module, old, new, room=room)
+    where, old, new = MUTANTS[name]
+    mutant = mutate(where, old, new, room=module)
     by_formula = name.startswith("formula") or name == "rows counted from 0 in every part"
     assert any(not judge_case(mutant, case, "torch" if by_formula else "triton") for case in CASES), "no case catches it"
 
 
 def test_a_copy_without_a_change_passes():
-    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=room)
-    assert copy is not room and copy.dropout_add is not room.dropout_add
+    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=module)
+    assert copy is not module and copy.dropout_add is not module.dropout_add
     for case in CASES[:8]:
         report = judge_case(copy, case)
         assert report, report

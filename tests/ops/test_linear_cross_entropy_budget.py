@@ -21,7 +21,7 @@ from ops.linear_cross_entropy_oracle import (  # noqa: F401
 )
 from torch.nn import functional as F
 
-import onepass.ops.linear_cross_entropy as room
+import onepass.ops.loss.linear_cross_entropy as module
 
 OPTIONS = {  # what a row's loss is made of, and what is asked for beside it
     "plain": {},
@@ -36,7 +36,7 @@ frozen = ("hidden", "weight", "bias", "token_weight", "hidden bias", "weight bia
 
 
 def check(case, backend="torch", seeds=2 if DEVICE == "cpu" else 4):
-    report = judge_case(room, case, seeds, backend)
+    report = judge_case(module, case, seeds, backend)
     assert report, f"{case} {backend}\n{report}"
 
 
@@ -61,23 +61,23 @@ def test_pieces_of_all_sizes(dtype):
     """One token or one column too many or too few, and pieces of one."""
     for rows in (1, 13, 14, 15, ALL):
         for columns in (1, 63, 64, 65, ALL):
-            case = Case(("again", rows, columns), dtype=dtype, lead=(14,), V=65)
+            case = Case(("recompute", rows, columns), dtype=dtype, lead=(14,), V=65)
             check(case, seeds=1)
             if columns == ALL:
-                for way in ("forward", "promised", "loss"):
-                    check(replace(case, way=(way, rows, ALL), frozen="hidden weight" if way == "loss" else ""), seeds=1)
+                for way in ("grad_in_forward", "known_grad_scale", "loss_only"):
+                    check(replace(case, mode=(way, rows, ALL), frozen="hidden weight" if way == "loss_only" else ""), seeds=1)
 
 
 def test_large_logits_and_rare_tokens():
     """Softmaxes of one token, tokens of no probability, and a vocabulary whose gradients of the others are all small."""
-    for way in ("keep", "forward", "both"):
+    for way in ("keep_logits", "grad_in_forward", "both"):
         for dtype in (FP32, BF16):
             check(Case(way, "sum", dtype, V=3000, lead=(40,)), seeds=1)
         check(Case(way, "sum", BF16, scale=8.0))
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
-@pytest.mark.parametrize("way", ("keep", "promised", ("again", 4, 96)), ids=str)
+@pytest.mark.parametrize("way", ("keep_logits", "known_grad_scale", ("recompute", 4, 96)), ids=str)
 def test_fp32_logits_of_several_hundreds(way, backend):
     """PyTorch's own loss takes the largest logit off first; with a logsumexp rounded to fp32 ours would be 100 times as far off.
     The products are exact: quarters of integers, and a bias of 512."""
@@ -101,23 +101,23 @@ def test_fp32_logits_of_several_hundreds(way, backend):
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
 def test_a_cap_that_most_logits_reach(backend):
     """Its derivative is small there, and a difference of almost equal numbers if it is made of the capped logits."""
-    check(Case("promised", "sum", FP32, (12,), softcap=3.0, scale=1.5, smoothing=0.2), backend)
+    check(Case("known_grad_scale", "sum", FP32, (12,), softcap=3.0, scale=1.5, smoothing=0.2), backend)
 
 
 KERNELS = [  # few and fat: a program costs about the same whatever the size of its block
-    Case("keep", "none", BF16, (3, 5), smoothing=0.1, z_loss=1e-2, bias=True, full=True),
-    Case("keep", "mean", FP16, (12,), V=129, softcap=3.0, weighted=True),
-    Case("forward", "mean", BF16, (20,), V=161, smoothing=0.1, z_loss=1e-2, full=True),
-    Case("forward", "sum", FP32, (5,), V=9001, softcap=3.0, scale=0.5, smoothing=0.2),
-    Case("promised", "mean", BF16, (4,), V=9001, full=True, softcap=3.0),
-    Case("promised", "none", FP16, (18,), wide=True, bias=True, main=FP32, ignore_index=0),
-    Case("promised", "mean", BF16, (6,), V=4200, smoothing=0.3, weighted=True),
-    Case("promised", "sum", BF16, (2,), D=32, V=40003, smoothing=0.1),
-    Case("promised", "sum", BF16, (2,), D=32, V=70001, z_loss=1e-2),
+    Case("keep_logits", "none", BF16, (3, 5), smoothing=0.1, z_loss=1e-2, bias=True, full=True),
+    Case("keep_logits", "mean", FP16, (12,), V=129, softcap=3.0, weighted=True),
+    Case("grad_in_forward", "mean", BF16, (20,), V=161, smoothing=0.1, z_loss=1e-2, full=True),
+    Case("grad_in_forward", "sum", FP32, (5,), V=9001, softcap=3.0, scale=0.5, smoothing=0.2),
+    Case("known_grad_scale", "mean", BF16, (4,), V=9001, full=True, softcap=3.0),
+    Case("known_grad_scale", "none", FP16, (18,), wide=True, bias=True, main=FP32, ignore_index=0),
+    Case("known_grad_scale", "mean", BF16, (6,), V=4200, smoothing=0.3, weighted=True),
+    Case("known_grad_scale", "sum", BF16, (2,), D=32, V=40003, smoothing=0.1),
+    Case("known_grad_scale", "sum", BF16, (2,), D=32, V=70001, z_loss=1e-2),
     Case("both", "none", BF16, (20,), V=130, full=True, smoothing=0.1, main=BF16),
-    Case(("again", 6, 2500), "mean", FP32, (8,), V=6001, full=True, z_loss=1e-2, bias=True),
+    Case(("recompute", 6, 2500), "mean", FP32, (8,), V=6001, full=True, z_loss=1e-2, bias=True),
     Case("blocks", "sum", FP16, (9,), wide=True, softcap=2.0, scale=1.5),
-    Case(("loss", 8, ALL), "mean", BF16, (11,), V=2100, frozen="hidden weight", full=False, smoothing=0.1),
+    Case(("loss_only", 8, ALL), "mean", BF16, (11,), V=2100, frozen="hidden weight", full=False, smoothing=0.1),
 ]
 
 

@@ -8,7 +8,7 @@ from ops.linear_cross_entropy_calls import NAN, again_and_again, gradients, redu
 from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP16, FP32, FP64, UPSTREAM, op, ways, whole_sums  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-import onepass.ops.linear_cross_entropy as room
+import onepass.ops.loss.linear_cross_entropy as module
 from onepass.testing.poison import unchanged
 
 # ---- main_grad ----
@@ -106,11 +106,11 @@ def test_a_wrong_main_grad_raises_before_anything_is_written(what, way):
 def test_a_promise_that_is_kept(reduction, main):
     inputs = tensors(dtype=BF16)
     upstream = torch.full(() if reduction != "none" else (20,), UPSTREAM, device=DEVICE)
-    plain = gradients(op("again", reduction=reduction), inputs, [upstream])
+    plain = gradients(op("recompute", reduction=reduction), inputs, [upstream])
     if main:
         inputs[1] = with_main(inputs[1], flag=True)
         start = inputs[1].main_grad.clone()
-    loss = op("promised", reduction=reduction, grad_scale=UPSTREAM)(*inputs)
+    loss = op("known_grad_scale", reduction=reduction, grad_scale=UPSTREAM)(*inputs)
     if main:
         written = inputs[1].main_grad - start
         torch.testing.assert_close(written, plain[2].float(), rtol=2e-2, atol=2e-3)  # in forward already
@@ -159,7 +159,7 @@ def test_a_second_backward_after_a_promise_raises():
 def test_autograd_grad_after_a_promise():
     """main_grad has the gradient already: a pass that would leave it alone comes too late."""
     hidden, weight, labels, *_ = tensors(rest=False)
-    expected = gradients(op("again"), [hidden, weight, labels])
+    expected = gradients(op("recompute"), [hidden, weight, labels])
     found = torch.autograd.grad(op(grad_scale=1.0)(hidden, weight, labels), [hidden, weight])
     torch.testing.assert_close(list(found), expected[1:3], rtol=1e-5, atol=1e-7)
     main = with_main(weight)
@@ -173,7 +173,7 @@ def test_autograd_grad_after_a_promise():
 def test_a_promise_under_checkpointing_is_refused(reentrant):
     """Forward would write twice. But the reentrant one's first is without gradients: it is refused, or right."""
     hidden, weight, labels, *_ = tensors(rest=False)
-    expected = gradients(op("again"), [hidden, weight, labels])[2]
+    expected = gradients(op("recompute"), [hidden, weight, labels])[2]
     weight = with_main(weight)
     start, said = weight.main_grad.clone(), ""
     try:
@@ -190,9 +190,9 @@ def test_a_promise_under_checkpointing_is_refused(reentrant):
 def test_running_out_of_memory_amid_the_chunks(at, monkeypatch):
     """main_grad is as it was, or the error says that it is not; and a call after that works."""
     inputs = tensors(rest=False)
-    expected = gradients(op("again"), inputs)[2]
+    expected = gradients(op("recompute"), inputs)[2]
     weight = inputs[1] = with_main(inputs[1])
-    start, stock, calls = weight.main_grad.clone(), room.passes.make_logits, []
+    start, stock, calls = weight.main_grad.clone(), module.passes.make_logits, []
 
     def fails(*args):
         calls.append(args)
@@ -201,13 +201,13 @@ def test_running_out_of_memory_amid_the_chunks(at, monkeypatch):
         return stock(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(room.passes, "make_logits", fails)
+        patch.setattr(module.passes, "make_logits", fails)
         with pytest.raises((torch.OutOfMemoryError, RuntimeError)) as raised:
-            op(("promised", 6, ALL), grad_scale=1.0)(*inputs)
+            op(("known_grad_scale", 6, ALL), grad_scale=1.0)(*inputs)
     said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
     assert torch.equal(weight.main_grad, start) or any("main_grad" in each for each in said), said
     weight.main_grad.zero_()
-    op("promised")(*inputs).backward()
+    op("known_grad_scale")(*inputs).backward()
     torch.testing.assert_close(weight.main_grad, expected)
 
 
@@ -238,7 +238,7 @@ def test_three_heads_of_one_weight(main, way):
     if main is not None:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=main), False
     scales = [1.0, 0.5, 0.5]
-    more = [{"grad_scale": scale} if way == "promised" else {} for scale in scales]
+    more = [{"grad_scale": scale} if way == "known_grad_scale" else {} for scale in scales]
     total = sum(op(way, **more[i])(h, weight, y) * scales[i] for i, (h, _, y, *_) in enumerate(batches))
     total.backward()
     found = weight.grad if main is None else weight.main_grad

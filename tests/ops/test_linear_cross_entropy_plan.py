@@ -11,12 +11,12 @@ from ops.calls import needs_triton
 from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP32, op, taken
 
 import onepass
-from onepass.ops.linear_cross_entropy.plan import Asked, Machine, machine_of, plan_of
+from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
-GPU = Machine(7e14, 4.3e12, 141 << 30, (141 << 30) // 32)
-CPU = machine_of(torch.device("cpu"), 4)
-HEAD = Asked(8192, 4096, 128256, 2, False, True, True, True, False, False, None, False, None)
+GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32)
+CPU = machine_speed(torch.device("cpu"), 4)
+HEAD = PlanInputs(8192, 4096, 128256, 2, False, True, True, True, False, False, None, False, None)
 
 
 def asked(N=HEAD.N, D=HEAD.D, V=HEAD.V, **more):
@@ -32,30 +32,30 @@ def returned(asked):
 # ---- which plan ----
 
 TAKEN = {  # of a call: the way, whether tokens are in several chunks, whether the vocabulary is in several blocks
-    "one chunk that waits": (asked(), GPU, "keep", False, False),
-    "of rows' losses too": (asked(scalar=False), GPU, "keep", False, False),
-    "chunks of a long batch": (asked(32768), GPU, "forward", True, False),
-    "of a large vocabulary": (asked(D=2304, V=256000, N=32768), GPU, "forward", True, False),
-    "of a frozen head": (asked(32768, needs_weight=False), GPU, "forward", True, False),
-    "logits that are not rounded": (asked(wide=True), GPU, "forward", True, False),
-    "a promise": (asked(into_main=True, promised=True), GPU, "promised", True, False),
-    "blocks of a small budget": (asked(chunk_bytes=256 << 20), GPU, "again", False, True),
-    "rows' losses of a long batch": (asked(65536, scalar=False), GPU, "again", True, True),
-    "a million tokens of vocabulary": (asked(V=1 << 20), GPU, "again", False, True),
-    "nobody asks for gradients": (asked(needs_hidden=False, needs_weight=False), GPU, "loss", False, False),
-    "nobody does of a long batch": (asked(65536, needs_hidden=False, needs_weight=False), GPU, "loss", True, False),
-    "a few tokens": (asked(64, 32, 500, size=4), CPU, "keep", False, False),
-    "a head on a CPU": (asked(4096, 768, 50257, size=4), CPU, "forward", True, False),
-    "a compiled graph": (asked(way="forward"), GPU, "forward", False, False),
-    "a compiled graph of rows' losses": (asked(way="again", scalar=False), GPU, "again", False, True),
+    "one chunk that waits": (asked(), GPU, "keep_logits", False, False),
+    "of rows' losses too": (asked(scalar=False), GPU, "keep_logits", False, False),
+    "chunks of a long batch": (asked(32768), GPU, "grad_in_forward", True, False),
+    "of a large vocabulary": (asked(D=2304, V=256000, N=32768), GPU, "grad_in_forward", True, False),
+    "of a frozen head": (asked(32768, needs_weight=False), GPU, "grad_in_forward", True, False),
+    "logits that are not rounded": (asked(wide=True), GPU, "grad_in_forward", True, False),
+    "a promise": (asked(into_main=True, promised=True), GPU, "known_grad_scale", True, False),
+    "blocks of a small budget": (asked(chunk_bytes=256 << 20), GPU, "recompute", False, True),
+    "rows' losses of a long batch": (asked(65536, scalar=False), GPU, "recompute", True, True),
+    "a million tokens of vocabulary": (asked(V=1 << 20), GPU, "recompute", False, True),
+    "nobody asks for gradients": (asked(needs_hidden=False, needs_weight=False), GPU, "loss_only", False, False),
+    "nobody does of a long batch": (asked(65536, needs_hidden=False, needs_weight=False), GPU, "loss_only", True, False),
+    "a few tokens": (asked(64, 32, 500, size=4), CPU, "keep_logits", False, False),
+    "a head on a CPU": (asked(4096, 768, 50257, size=4), CPU, "grad_in_forward", True, False),
+    "a compiled graph": (asked(mode="grad_in_forward"), GPU, "grad_in_forward", False, False),
+    "a compiled graph of rows' losses": (asked(mode="recompute", scalar=False), GPU, "recompute", False, True),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_each_way_is_the_one_taken_somewhere(name):
     what, machine, way, chunks, blocks = TAKEN[name]
-    plan = plan_of(what, machine)
-    assert (plan.way, plan.chunks > 1, plan.blocks > 1) == (way, chunks, blocks), plan
+    plan = make_plan(what, machine)
+    assert (plan.mode, plan.chunks > 1, plan.blocks > 1) == (way, chunks, blocks), plan
 
 
 SHAPES = st.tuples(st.integers(0, 1 << 17), st.integers(1, 8192), st.integers(1, 1 << 20))
@@ -65,22 +65,22 @@ SHAPES = st.tuples(st.integers(0, 1 << 17), st.integers(1, 8192), st.integers(1,
 @given(SHAPES, st.sampled_from((2, 4)), st.sampled_from((None, 1, 1 << 20, 64 << 20, 1 << 30)), st.integers(0, 31), st.booleans())
 def test_a_plan_covers_everything_and_fits_what_it_may_take(shape, size, chunk_bytes, flags, small):
     hidden, weight, scalar, main, promised = (bool(flags >> i & 1) for i in range(5))
-    what = Asked(*shape, size, False, hidden, weight, scalar, main, promised, None, False, chunk_bytes)
+    what = PlanInputs(*shape, size, False, hidden, weight, scalar, main, promised, None, False, chunk_bytes)
     machine = CPU if small else GPU
-    plan = plan_of(what, machine)
+    plan = make_plan(what, machine)
     assert plan.rows * plan.chunks >= what.N > plan.rows * (plan.chunks - 1) or what.N == 0
     assert plan.columns * plan.blocks >= what.V > plan.columns * (plan.blocks - 1)
     if not hidden and not weight:
-        assert plan.way == "loss"
+        assert plan.mode == "loss_only"
     elif promised:
-        assert plan.way == "promised"
+        assert plan.mode == "known_grad_scale"
     else:
-        assert plan.way in ("keep", "again", *(["forward"] if scalar else []))
-    assert plan.blocks == 1 or plan.way == "again"
-    assert plan.chunks == 1 or plan.way != "keep"
+        assert plan.mode in ("keep_logits", "recompute", *(["grad_in_forward"] if scalar else []))
+    assert plan.blocks == 1 or plan.mode == "recompute"
+    assert plan.chunks == 1 or plan.mode != "keep_logits"
     budget = machine.budget if chunk_bytes is None else chunk_bytes
     accumulator = 4 * what.N * what.D if hidden else 0
-    least = max(16, 128 * (what.N >= 1024)) * max(256, what.V if what.promised or plan.way == "loss" else 0) * 2 * size
+    least = max(16, 128 * (what.N >= 1024)) * max(256, what.V if what.promised or plan.mode == "loss_only" else 0) * 2 * size
     waiting = 8 * what.V * what.D if promised and weight else 4 * 256 * what.D
     assert plan.bytes <= returned(what) + accumulator + max(budget, least + waiting, 4 * what.N * 256), (what, plan)
 
@@ -92,24 +92,24 @@ def test_the_working_set_of_a_budget_does_not_grow_with_the_tokens():
             sizes = []
             for N in (4096, 16384, 65536, 262144):
                 what = asked(N, chunk_bytes=budget, **more)
-                plan = plan_of(what, GPU)
-                sums = 4 * N * what.D if plan.way != "promised" else 0
+                plan = make_plan(what, GPU)
+                sums = 4 * N * what.D if plan.mode != "known_grad_scale" else 0
                 sizes.append(plan.bytes - returned(what) - sums)
             assert max(sizes) <= max(budget, 4096 * 2 * 16 * 64), (budget, more, sizes)
 
 
 def test_little_memory_is_few_tokens_and_what_is_not_enough_is_said():
     for more in ({"promised": True, "into_main": True}, {"needs_hidden": False, "needs_weight": False}):
-        plan = plan_of(asked(chunk_bytes=5 << 20, **more), GPU)
+        plan = make_plan(asked(chunk_bytes=5 << 20, **more), GPU)
         assert plan.rows == 16 and "nothing takes as little" not in str(plan), plan
-        plan = plan_of(asked(chunk_bytes=1 << 20, **more), GPU)
+        plan = make_plan(asked(chunk_bytes=1 << 20, **more), GPU)
         assert plan.rows == 16 and str(plan).endswith("; nothing takes as little as chunk_bytes"), plan
 
 
 def test_more_memory_is_never_slower():
     before = None
     for budget in (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30):
-        plan = plan_of(asked(16384, chunk_bytes=budget), GPU)
+        plan = make_plan(asked(16384, chunk_bytes=budget), GPU)
         assert before is None or plan.seconds <= 1.1 * before, plan
         before = plan.seconds
 
@@ -131,22 +131,22 @@ def measured(what, backend, reduction="mean", main=False, **options):
             loss.backward(torch.ones_like(loss))
         return loss, hidden.grad, weight.grad
 
-    return plan_of(what, CPU), taken(run), (hidden, weight)
+    return make_plan(what, CPU), taken(run), (hidden, weight)
 
 
 SMALL = asked(32, 64, 8192, size=4)
 MEASURED = {  # a call, the way that is taken, how it is asked for
-    "loss": (SMALL._replace(needs_hidden=False, needs_weight=False, chunk_bytes=1 << 19), "loss", {}),
-    "keep": (SMALL, "keep", {}),
-    "promised": (
+    "loss_only": (SMALL._replace(needs_hidden=False, needs_weight=False, chunk_bytes=1 << 19), "loss_only", {}),
+    "keep_logits": (SMALL, "keep_logits", {}),
+    "known_grad_scale": (
         SMALL._replace(into_main=True, promised=True, chunk_bytes=1 << 19),
-        "promised",
+        "known_grad_scale",
         {"grad_scale": 1.0, "main": True},
     ),
-    "promised, not into main_grad": (SMALL._replace(promised=True, chunk_bytes=1 << 19), "promised", {"grad_scale": 1.0}),
-    "blocks": (SMALL._replace(V=2048, chunk_bytes=1 << 17), "again", {}),
-    "blocks into main_grad": (SMALL._replace(V=2048, into_main=True, chunk_bytes=1 << 17), "again", {"main": True}),
-    "frozen head": (SMALL._replace(needs_weight=False, chunk_bytes=1 << 19), "forward", {}),
+    "promised, not into main_grad": (SMALL._replace(promised=True, chunk_bytes=1 << 19), "known_grad_scale", {"grad_scale": 1.0}),
+    "blocks": (SMALL._replace(V=2048, chunk_bytes=1 << 17), "recompute", {}),
+    "blocks into main_grad": (SMALL._replace(V=2048, into_main=True, chunk_bytes=1 << 17), "recompute", {"main": True}),
+    "frozen head": (SMALL._replace(needs_weight=False, chunk_bytes=1 << 19), "grad_in_forward", {}),
 }
 
 
@@ -156,13 +156,13 @@ MEASURED = {  # a call, the way that is taken, how it is asked for
 def test_what_is_predicted_is_what_is_allocated(name):
     what, way, options = MEASURED[name]
     plan, found, _ = measured(what, "triton", **options)
-    assert plan.way == way, plan
+    assert plan.mode == way, plan
     few = 100 * what.N + 512  # what is known of each token
     assert abs(found.most - plan.bytes) <= 0.03 * plan.bytes + few, (found.most, plan)
 
 
 @on_a_cpu
-@pytest.mark.parametrize("name", ["loss", "promised", "blocks", "blocks into main_grad", "frozen head"])
+@pytest.mark.parametrize("name", ["loss_only", "known_grad_scale", "blocks", "blocks into main_grad", "frozen head"])
 def test_a_budget_is_kept_on_a_cpu(name):
     what, _, options = MEASURED[name]
     what = what._replace(N=1024, chunk_bytes=8 << 20)
@@ -194,15 +194,15 @@ def taken_with(way, N, D, V, asking):
     """What the gradient of one side takes."""
     sides, labels = {"hidden": torch.randn(N, D), "weight": torch.randn(V, D)}, torch.randint(V, (N,))
     sides[asking].requires_grad_()
-    more = {"grad_scale": 1.0} if "promised" in way else {}
+    more = {"grad_scale": 1.0} if "known_grad_scale" in way else {}
     return taken(lambda: op(way, **more)(*sides.values(), labels).backward())
 
 
 @on_a_cpu
 def test_what_is_frozen_takes_no_memory():
     """Nothing of the frozen side's size is allocated, whichever way it is done."""
-    for way in ("keep", "forward", "promised", "again"):
-        found = taken_with((way, 2, 16 if way == "again" else ALL), 4, 4096, 64, "hidden")
+    for way in ("keep_logits", "grad_in_forward", "known_grad_scale", "recompute"):
+        found = taken_with((way, 2, 16 if way == "recompute" else ALL), 4, 4096, 64, "hidden")
         assert found.most < 64 * 4096 * 4 / 2, (way, found)
         found = taken_with((way, 256, ALL), 512, 1024, 8, "weight")
         assert found.most < 512 * 1024 * 4 / 2, (way, found)
@@ -213,7 +213,7 @@ def test_a_promise_takes_no_buffer_of_the_weights_size():
     hidden, labels = torch.randn(64, 512, requires_grad=True), torch.randint(2048, (64,))
     weight = torch.nn.Parameter(torch.randn(2048, 512))  # 4 MiB
     weight.main_grad = torch.zeros_like(weight)
-    way = ("promised", 16, ALL)
+    way = ("known_grad_scale", 16, ALL)
     found = taken(lambda: op(way, grad_scale=1.0)(hidden, weight, labels).backward())
     assert found.most < 2048 * 512 * 4 / 4, found
     del weight.main_grad
@@ -258,7 +258,7 @@ def test_explain_tells_the_plan_its_time_and_its_bytes(backend):
 @on_a_cpu
 def test_logits_in_fp32_never_wait():
     """Their gradient is of 16 bits, so it can't take their place."""
-    assert plan_of(asked(1024), GPU).way == "keep" and plan_of(asked(1024, wide=True), GPU).way != "keep"
+    assert make_plan(asked(1024), GPU).mode == "keep_logits" and make_plan(asked(1024, wide=True), GPU).mode != "keep_logits"
     hidden, labels = torch.empty(64, 32, dtype=BF16, requires_grad=True), torch.zeros(64, dtype=torch.int64)
     weight = torch.empty(500, 32, dtype=BF16, requires_grad=True)
     for logits_dtype, waits in ((None, True), (BF16, True), (FP32, False)):

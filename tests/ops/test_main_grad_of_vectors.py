@@ -12,9 +12,9 @@ from ops.norm_oracle import BF16, DEVICE, FP16, FP32
 from ops.norm_oracle import small_tiles as norm_tiles
 
 import onepass
-from onepass.runtime import launch
-from onepass.runtime.main_grad import captured_by_grad
-from onepass.runtime.main_grad_vectors import gathered, packed
+from onepass.gradients.main_grad import captured_by_grad
+from onepass.gradients.vectors import contiguous_param, with_fp32_grad
+from onepass.kernels import launch
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import poisoned, unchanged
 
@@ -124,9 +124,9 @@ def test_frozen_ones_and_evaluation_write_nothing(name, backend):
 
 def test_others_come_back_as_they_are():
     vector = torch.nn.Parameter(torch.ones(4))
-    assert gathered(vector) is packed(vector) is vector and gathered(None) is packed(None) is None
+    assert with_fp32_grad(vector) is contiguous_param(vector) is vector and with_fp32_grad(None) is contiguous_param(None) is None
     vector.sequence_parallel = True
-    assert gathered(vector) is vector
+    assert with_fp32_grad(vector) is vector
     vector.main_grad = torch.zeros(3)
     with pytest.raises(ValueError, match="main_grad must have"):
         onepass.rms_norm(torch.ones(2, 4), vector, backend="torch")
@@ -144,8 +144,8 @@ CASES += [(name, "strips" if "act" in name else "rows", main) for name in OPS fo
 def tiles(library, path):
     """Tiles of a path of a norm's kernels or of an activation's, or their own: of a few rows, one program has all."""
     if path == "strips":
-        return activation_tiles(library.ops.bias_activation)
-    return norm_tiles(library.ops.norm, "" if path == "alone" else path)
+        return activation_tiles(library.ops.activation.bias_activation)
+    return norm_tiles(library.ops.norm.norm, "" if path == "alone" else path)
 
 
 def summed(name, path, main, library, start=0.0):
@@ -293,7 +293,7 @@ def test_a_failure_leaves_main_grad_and_flags_as_they_were(name, monkeypatch):
     def fail(*args):
         raise RuntimeError("no launch")
 
-    monkeypatch.setattr("onepass.runtime.launch.Bound.__call__", fail)
+    monkeypatch.setattr("onepass.kernels.launch.Bound.__call__", fail)
     with unchanged(a=vectors[0].main_grad, b=vectors[1].main_grad), pytest.raises(RuntimeError, match="no launch"):
         y.backward()
     assert all(v.grad_added_to_main_grad is False and v.grad is None for v in vectors)
@@ -317,8 +317,8 @@ def test_megatron_fsdps_buffer_is_overwritten(name, backend):
 # ---- mutants of the addition ----
 
 SUMS = "result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)"
-STRIPS = "kernels.strips"
-NORM, ACTIVATION = "kernels.norm_backward", "kernels.bias_activation"
+STRIPS = "kernels.column_reduce"
+NORM, ACTIVATION = "ops.norm.backward", "ops.activation.kernels"
 MUTANTS = {  # name: module, what is there, what stands there instead, a case
     "sums put in the place of main_grad": (STRIPS, SUMS, "result += 0.0", ("rms_norm", "")),
     "main_grad twice": (STRIPS, SUMS, SUMS.replace("result += ", "result += 2 * "), ("rms_norm", "")),
@@ -370,8 +370,8 @@ MUTANTS = {  # name: module, what is there, what stands there instead, a case
     ),
     "dweight and dbias exchanged": (NORM, "dweight, dbias = into", "dbias, dweight = into", ("layer_norm", "rows")),
     "zeros in the place of main_grad": (
-        "runtime.main_grad_vectors",
-        "if main_grad is None else place_for(main_grad, wanted)",
+        "gradients.vectors",
+        "if main_grad is None else kernel_target(main_grad, request)",
         "if True else main_grad",
         ("rms_norm", "rows"),
     ),

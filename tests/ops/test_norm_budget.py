@@ -3,7 +3,7 @@
 import pytest
 from ops.norm_oracle import judge_case, real_cases, small_cases
 
-import onepass.ops.norm as room
+import onepass.ops.norm.norm as room
 
 pytest.importorskip("triton")
 

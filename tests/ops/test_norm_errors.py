@@ -6,7 +6,7 @@ from ops.calls import says
 from ops.norm_oracle import DEVICE
 
 import onepass
-from onepass.runtime.lang import triton
+from onepass.kernels.language import triton
 from onepass.testing.poison import unchanged
 
 x, weight = torch.ones(2, 6), torch.ones(6)

@@ -1,17 +1,15 @@
 """What norm_linear is, what it keeps, and how it behaves under whatever people do to an op."""
 
-import itertools
-
 import pytest
 import torch
-from ops.calls import backends, equal, gradients, incoming, nearly_equal, needs_triton, outputs, relative
+from ops.calls import backends, gradients, incoming, needs_triton, outputs, relative
 from ops.norm_linear_calls import NAMES, USES, kinds, op, tensors
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
-import onepass.ops.norm_linear as room
+import onepass.ops.norm.norm_linear as room
+from onepass.ops.norm import kernels
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors, unchanged
@@ -130,8 +128,8 @@ def test_evaluation_keeps_nothing_and_looks_at_no_main_grad(backend, layer, monk
     inputs[2].main_grad = torch.zeros(1)  # of a wrong shape
     kept = []
     if backend == "triton":
-        stock = room.norm_forward
-        monkeypatch.setattr(room, "norm_forward", lambda *args: kept.append(args[-1]) or stock(*args))
+        stock = kernels.forward
+        monkeypatch.setattr(kernels, "forward", lambda *args: kept.append(args[-1]) or stock(*args))
     with torch.no_grad():
         y = op(layer, backend=backend)(*inputs)
     assert y.shape == (3, 5, 24) and not any(kept)
@@ -198,29 +196,6 @@ def test_incoming_gradients_that_are_not_contiguous(backend, layer):
 
 @backends
 @kinds
-@pytest.mark.parametrize("uses", USES)
-def test_every_choice_of_what_is_frozen(backend, layer, uses):
-    inputs = tensors((3, 2), 20, 12, layer=layer)
-    call = used(op(layer, backend=backend, return_norm_output=True), uses)
-    here = [i for i, t in enumerate(inputs) if t is not None]
-    leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
-    ys = call(*leaves)
-    dys = [incoming(y, i) for i, y in enumerate(ys)]
-    full = torch.autograd.grad(ys, [leaves[i] for i in here], dys, allow_unused=True)
-    expected = dict(zip(here, full, strict=True))
-    for count in (1, len(here) - 1):
-        for asking in itertools.combinations(here, count):
-            some = [t if t is None else t.detach().requires_grad_(i in asking) for i, t in enumerate(inputs)]
-            given = call(*some)
-            got = torch.autograd.grad(given, [some[i] for i in asking], dys, allow_unused=True)
-            for i, grad in zip(asking, got, strict=True):
-                assert (grad is None) == (expected[i] is None), (NAMES[i], asking)
-                if grad is not None:
-                    torch.testing.assert_close(grad, expected[i], msg=lambda said, i=i: f"{NAMES[i]}: {said}")
-
-
-@backends
-@kinds
 def test_nothing_is_kept_where_nothing_asks(backend, layer):
     inputs = tensors(layer=layer)
     with saved_tensors() as kept, torch.no_grad():
@@ -265,97 +240,7 @@ def test_norm_and_linear_apart_keep_one_more(layer):
     assert len({t.data_ptr() for t in kept if t.numel() == x.numel()}) == 2
 
 
-@backends
-@kinds
-@pytest.mark.parametrize("uses", USES)
-def test_incoming_gradients_and_inputs_are_not_written(backend, layer, uses):
-    inputs = tensors(layer=layer)
-    ys = used(op(layer, backend=backend, return_norm_output=True), uses)(*inputs)
-    given = {f"dy{i}": torch.randn_like(y) for i, y in enumerate(ys)}
-    named = dict(zip(NAMES, inputs, strict=True)) | {f"y{i}": y for i, y in enumerate(ys)}
-    with unchanged(**given, **named):
-        torch.autograd.backward(ys, list(given.values()))
-    grads = [t.grad for t in inputs if t is not None and t.grad is not None]
-    places = [t.untyped_storage().data_ptr() for t in (*grads, *given.values())]
-    assert len(set(places)) == len(places)
-
-
-@backends
-@kinds
-def test_twice_over_a_retained_graph_and_called_again(backend, layer):
-    inputs = tensors(layer=layer)
-    asked = [t for t in inputs if t is not None]
-    call = op(layer, backend=backend, return_norm_output=True)
-    ys = call(*inputs)
-    dys = [torch.randn_like(y) for y in ys]
-    first = torch.autograd.grad(ys, asked, dys, retain_graph=True)
-    again = torch.autograd.grad(ys, asked, dys)
-    assert equal(first, again) and equal(first, torch.autograd.grad(call(*inputs), asked, dys))
-
-
 # ---- what people wrap around it ----
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("returns", (False, True), ids=("", "norm too"))
-def test_compiling_gives_the_same(backend, layer, returns):
-    inputs = tensors(dtype=BF16, layer=layer)
-    call = op(layer, backend=backend, return_norm_output=returns)
-
-    def block(x, *rest):
-        return tuple(t * 2 for t in outputs(call(x * 1, *rest)))
-
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for some in (inputs, [*inputs[:3], None, None]):
-        for a, b in zip(gradients(block, some), gradients(compiled, some), strict=True):
-            if backend == "triton":
-                assert torch.equal(a, b)
-            else:  # the compiler sees the formula, and rounds where that does
-                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_checkpointing_gives_the_same(backend, layer, reentrant):
-    inputs = tensors(layer=layer)
-
-    def block(x, *rest):
-        return op(layer, backend=backend, return_norm_output=True)(x * 2, *rest)
-
-    assert nearly_equal(gradients(block, inputs), gradients(lambda *t: checkpoint(block, *t, use_reentrant=reentrant), inputs))
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("constant", (True, False))
-def test_a_second_derivative_raises(backend, layer, constant):
-    inputs = tensors(layer=layer)
-    y = op(layer, backend=backend)(*inputs)
-    (dx,) = torch.autograd.grad(y, inputs[0], torch.ones_like(y, requires_grad=not constant), create_graph=True)
-    with pytest.raises(RuntimeError, match="once"):
-        dx.square().sum().backward()
-
-
-@kinds
-def test_transforms_take_the_formula(layer):
-    inputs = [t if t is None else t.detach() for t in tensors((5,), layer=layer)]
-    x, call = inputs[0], lambda t: op(layer)(t, *inputs[1:])
-    reference = lambda t: op(layer, room.norm_linear_reference)(t, *inputs[1:])  # noqa: E731
-    torch.testing.assert_close(torch.func.vmap(call)(x), reference(x))
-    ours, theirs = (torch.func.grad(lambda t, f=f: f(t).square().sum())(x) for f in (call, reference))
-    torch.testing.assert_close(ours, theirs)
-
-
-@backends
-def test_in_inference_mode_and_on_parameters(backend):
-    inputs = tensors()
-    with torch.inference_mode():
-        y = op(backend=backend)(*inputs)
-    again = op(backend=backend)(inputs[0], *(torch.nn.Parameter(t.detach()) for t in inputs[1:]))
-    assert nearly_equal([y], [again])
 
 
 # ---- what is said of a call ----
@@ -373,14 +258,20 @@ def test_explain(layer):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "no norm_bias": ("x, residual, norm_weight, norm_bias, eps, layer", "x, residual, norm_weight, None, eps, layer", "values"),
+    "no norm_bias": (
+        "kernels.forward(x, residual, norm_weight, norm_bias,",
+        "kernels.forward(x, residual, norm_weight, None,",
+        "values",
+    ),
     "the weight's gradient of x itself": (
         "weight_gradient(rows, rows_of(normed)",
         "weight_gradient(rows, rows_of(h)",
         "values",
     ),
     "d norm(x) forgotten": (
-        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values"
+        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)",
+        "(rows @ weight)",
+        "values",
     ),
     "dx over the caller's gradient": ("ours=rows is not None", "ours=True", "writes"),
     "norm(x) kept in the place of x": ("save_for_backward(h, norm_weight", "save_for_backward(normed, norm_weight", "values"),

@@ -8,7 +8,7 @@ from ops.norm_oracle import BF16, DEVICE, FP32
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-import onepass.ops.norm_linear as room
+import onepass.ops.norm.norm_linear as room
 from onepass.testing.poison import unchanged
 
 

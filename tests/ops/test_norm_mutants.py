@@ -3,11 +3,14 @@
 import pytest
 from ops.norm_oracle import DEVICE, judge_case, real_cases, small_cases
 
-import onepass.ops.norm as room
+import onepass.ops.norm.norm as room
 
 pytest.importorskip("triton")
-from onepass.kernels import meeting, norm_backward, norm_forward, rows, strips
-from onepass.runtime import launch, layout
+from onepass.kernels import column_reduce as strips
+from onepass.kernels import grid_sync as meeting
+from onepass.kernels import launch, layout, rows
+from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import forward as norm_forward
 from onepass.testing.mutants import mutate
 
 ROWS, CHUNKS, FOLD, SHARED = "rows", "chunks", "fold", "shared"
@@ -162,7 +165,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the kind 
     "shared: sum of g where the products are": (norm_backward, "publish(word_ptr + SLOT, sum_g, round)", "publish(word_ptr, sum_g, round)", SHARED),
     "shared: groups share their words": (norm_backward, "words_ptr = all_words_ptr + group * (SLOTS * MEANS * SLOT)", "words_ptr = all_words_ptr", SHARED),
     "shared: some words not cleared": (norm_backward, "clear(all_words_ptr, groups * (SLOTS * MEANS * SLOT))", "clear(all_words_ptr, groups * (SLOTS * SLOT))", SHARED),
-    "shared: nobody clears": (norm_backward, "if leave(arrived_ptr, helpers):", "if leave(arrived_ptr, helpers) < 0:", SHARED),
+    "shared: nobody clears": (norm_backward, "if leave_helpers(arrived_ptr, helpers):", "if leave_helpers(arrived_ptr, helpers) < 0:", SHARED),
     "shared: last row lost": (norm_backward, "tl.cdiv(M - group, groups)", "tl.cdiv(M - 1 - group, groups)", SHARED),
     "shared: next row is the neighbour group's": (norm_backward, "next_x = _tile(x_ptr, row + groups,", "next_x = _tile(x_ptr, row + 1,", SHARED),
     "shared: last tile's columns past the row": (norm_backward, "WHOLE: tl.constexpr = H % BLOCK_H == 0", "WHOLE: tl.constexpr = True", SHARED),
@@ -187,10 +190,10 @@ MUTANTS = {  # name: module, what is there, what stands there instead, the kind 
     "shared: sums of the strips of one program alone": (norm_backward, "helpers = tl.num_programs(0)  #", "helpers = tl.num_programs(0) // 2 + 1  #", "crowd"),
     "shared: only the first strips are summed": (norm_backward, "helper, helpers, groups, H, ADD, SHARE_S", "helper, helpers, tl.minimum(groups, 3), H, ADD, SHARE_S", "crowd"),
     # ---- autograd ----
-    "op: the residual's gradient without h's own": (room, "= run_backward(sums, dy, dh, x", "= run_backward(sums, dy, None, x", ROWS),
+    "op: the residual's gradient without h's own": (room, "grads, dy, dh, x, weight", "grads, dy, None, x, weight", ROWS),
     "op: x kept in the place of h": (room, "x if residual is None else h, weight", "x, weight", ROWS),
-    "op: eps of the default in backward": (room, "eps, layer, centered, *needs, dx_type)", "1e-6, layer, centered, *needs, dx_type)", ROWS),
-    "op: centered forgotten in backward": (room, "eps, layer, centered, *needs, dx_type)", "eps, layer, False, *needs, dx_type)", ROWS),
+    "op: eps of the default in backward": (room, "stats, options, *needs, dx_type", "stats, options._replace(eps=1e-6), *needs, dx_type", ROWS),
+    "op: centered forgotten in backward": (room, "stats, options, *needs, dx_type", "stats, options._replace(zero_centered_gamma=False), *needs, dx_type", ROWS),
 }  # fmt: skip
 
 

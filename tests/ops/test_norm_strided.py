@@ -11,8 +11,9 @@ from ops.calls import equal, nearly_equal, needs_triton
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32, Case, heads_laid_out, judge_case
 
 import onepass
-import onepass.ops.norm as room
-from onepass.kernels import norm_backward, norm_forward
+import onepass.ops.norm.norm as room
+from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import forward as norm_forward
 from onepass.testing.poison import bytes_kept, saved_tensors
 
 pytestmark = needs_triton

@@ -1,15 +1,14 @@
-"""Each mutant is a small, plausible slip, and the oracle that the real room passes must catch it."""
+"""Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
 from ops.calls import caught
 from ops.rope_oracle import judge_case, small_cases
 
-import onepass.ops.rope as room
+import onepass.ops.attention.rope as module
 
 pytest.importorskip("triton")
-from onepass.kernels import rope as kernels
-from onepass.kernels import rows
-from onepass.runtime import launch
+from onepass.kernels import launch, rows
+from onepass.ops.attention import rope_kernels as kernels
 from onepass.testing.mutants import mutate
 
 CASES = small_cases()
@@ -29,7 +28,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "halves: stored in each other's place": (kernels, "y1, y2 = _turn(x1, x2, cos, sin, BACK)\n            tl.store", "y2, y1 = _turn(x1, x2, cos, sin, BACK)\n            tl.store"),
     "interleaved: stored in each other's place": (kernels, "tl.join(y1, y2)", "tl.join(y2, y1)"),
     "interleaved taken for halves": (kernels, "if INTERLEAVED:\n", "if INTERLEAVED and BACK:\n"),
-    "backward in halves": (room, "cos, sin, interleaved, True, native)", "cos, sin, False, True, native)"),
+    "backward in halves": (module, "dk, interleaved, True)", "dk, False, True)"),
     "rest forgotten": (kernels, "tl.store(y_head + 2 * P + columns, rest, mask=inside)", "tl.store(y_head + 2 * P + columns, rest, mask=inside & (columns < 0))"),
     "rest one too far": (kernels, "inside_row(columns, D - 2 * P, D - 2 * P == BLOCK_R)", "inside_row(columns, D - 2 * P + 1, D - 2 * P == BLOCK_R)"),
     "rest at the half": (kernels, "rest = tl.load(x_head + 2 * P + columns", "rest = tl.load(x_head + P + columns"),
@@ -62,23 +61,23 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "tables' numbers apart taken for neighbours": (kernels, " or (P > 1 and cos[1][-1] * sin[1][-1] != 1)", ""),
     "one plan for all tables": (kernels, "table_strides = by_sequence[0], by_token[0], by_sequence[1], by_token[1]", "table_strides = by_sequence[0], by_token[0], by_sequence[0], by_token[0]"),
     # ---- autograd ----
-    "gradients exchanged": (room, "return (_back_once if native else _back)(ctx, dq, dk)", "return (_back_once if native else _back)(ctx, dk, dq)"),
-    "gradients unturned": (room, "cos, sin, interleaved, True, native)", "cos, sin, interleaved, False, native)"),
-    "sin kept as cos": (room, "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)"),
+    "gradients exchanged": (module, "_backward)(ctx, dq, dk)", "_backward)(ctx, dk, dq)"),
+    "gradients unturned": (module, "dk, interleaved, True)", "dk, interleaved, False)"),
+    "sin kept as cos": (module, "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    module, old, new, *times = MUTANTS[name]
-    mutant = mutate(module, old, new, room=room, times=times[0] if times else 1)
+    changed, old, new, *times = MUTANTS[name]
+    mutant = mutate(changed, old, new, room=module, times=times[0] if times else 1)
     assert caught(mutant, CASES, judge_case), "no case catches it"
 
 
 def test_a_copy_without_a_change_passes():
-    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=room)
-    assert copy is not room
-    assert copy.rope is not room.rope
+    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=module)
+    assert copy is not module
+    assert copy.rope is not module.rope
     for case in CASES[::3]:
         report = judge_case(copy, case)
         assert report, report

@@ -11,8 +11,8 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
-from onepass.parallel.vocabulary import vocab_place
-from onepass.runtime.lang import triton
+from onepass.kernels.language import triton
+from onepass.parallel.vocab_shards import vocab_range
 
 LEAD, V = (2, 3), 90
 PARTS = {2: (57, 33), 4: (13, 0, 70, 7)}  # each rank's columns: uneven, and one rank has none
@@ -43,7 +43,7 @@ def run(rank, ranks, folder, backend):
     pairs = [dist.new_group(those) for those in ([[0], [1]] if ranks == 2 else [[0, 2], [1, 3]])]
     group = pairs[rank % 2]
     found["pair"] = loss(group, PARTS[2] if ranks == 4 else (V,))
-    found["place"] = vocab_place(PARTS[ranks][rank], world, torch.empty(0).device)
+    found["place"] = vocab_range(PARTS[ranks][rank], world, torch.empty(0).device)
     found["sent"] = sent(world, PARTS[ranks])
     found["errors"] = errors(world, PARTS[ranks])
     torch.save(found, f"{folder}/{rank}.pt")

@@ -13,7 +13,9 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
-from onepass.parallel import DeferredWgrad, MainGrads, deferred, product
+from onepass.gradients import deferred
+from onepass.parallel import DeferredWgrad, MainGrads
+from onepass.parallel import tensor_parallel as product
 from onepass.parallel.collectives import Pending
 
 S, B, K, N = 8, 2, 12, 20

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
-from onepass.runtime.lang import triton
+from onepass.kernels.language import triton
 
 SEQUENCE, BATCH, H, P = 11, 3, 40, 0.3
 PARTS = {2: (7, 4), 3: (2, 0, 9), 4: (2, 0, 8, 1)}  # of the sequence, each rank's: uneven, and one rank may have none

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
+from onepass.gradients.main_grads import MainGrads
 
 SIZE, ROWS, LAYERS, MICROBATCHES = 16, 5, 2, 3
 BF16 = torch.bfloat16

@@ -9,21 +9,21 @@ from parallel.meeting import drawn, join
 from torch import nn
 
 import onepass
-from onepass.ops.linear_cross_entropy import head, passes, steps
-from onepass.ops.linear_cross_entropy.plan import Plan
+from onepass.ops.loss.linear_cross_entropy import head, passes, steps
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.parallel import DeferredWgrad
 
 N, D = 24, 16
 VOCABULARY = {2: (50, 27), 4: (40, 0, 25, 12)}  # each rank's part
 UPSTREAM = 1.7
 WAYS = {  # name: way, tokens at a time, columns at a time
-    "keep": ("keep", N, 1000),
-    "forward": ("forward", 8, 1000),
-    "forward, one chunk": ("forward", N, 1000),
-    "promised": ("promised", 8, 1000),
-    "again": ("again", 8, 1000),
-    "blocks": ("again", N, 16),
-    "blocks of chunks": ("again", 8, 16),
+    "keep_logits": ("keep_logits", N, 1000),
+    "grad_in_forward": ("grad_in_forward", 8, 1000),
+    "forward, one chunk": ("grad_in_forward", N, 1000),
+    "known_grad_scale": ("known_grad_scale", 8, 1000),
+    "recompute": ("recompute", 8, 1000),
+    "blocks": ("recompute", N, 16),
+    "blocks of chunks": ("recompute", 8, 16),
 }
 OPTIONS = {
     "mean": {},
@@ -76,9 +76,9 @@ def forced(way):
 
     def plan(asked, machine):
         name, rows, columns = WAYS[way]
-        return Plan(name, min(rows, asked.N), min(columns, asked.V), 1, 1, 0.0, 0)
+        return HeadPlan(name, min(rows, asked.N), min(columns, asked.V), 1, 1, 0.0, 0)
 
-    return mock.patch.object(steps, "plan_of", plan)
+    return mock.patch.object(steps, "make_plan", plan)
 
 
 def call(rank, ranks, group, sequence, dtype=torch.float32, main=None, **options):
@@ -103,16 +103,16 @@ def ways(rank, ranks, group):
     for way in WAYS:
         for name, options in OPTIONS.items():
             for sequence in (False, True):
-                if way.startswith("forward") and name == "none":
+                if way.startswith("grad_in_forward") and name == "none":
                     continue
-                more = {"grad_scale": UPSTREAM} if way == "promised" else {}
+                more = {"grad_scale": UPSTREAM} if way == "known_grad_scale" else {}
                 with forced(way):
                     made = call(rank, ranks, group, sequence, **options, **more)
                     found[way, name, sequence] = grads(*made)
-                    if way != "promised":
+                    if way != "known_grad_scale":
                         first = [t.grad.clone() for t in made[1:]]
                         made[0].backward(torch.full_like(made[0], UPSTREAM))
-                        found[way, name, sequence]["again"] = [t.grad - one for t, one in zip(made[1:], first, strict=True)]
+                        found[way, name, sequence]["recompute"] = [t.grad - one for t, one in zip(made[1:], first, strict=True)]
     return found
 
 
@@ -231,11 +231,11 @@ def overlapped(rank, ranks, group):
 
     real = head._product
     with (
-        mock.patch.object(passes, "gathered_parts", watch("statistics", passes.gathered_parts)),
+        mock.patch.object(passes, "start_gather_parts", watch("statistics", passes.gathered_parts)),
         mock.patch.object(head, "start_all_gather", watch("hidden", head.start_all_gather)),
         mock.patch.object(passes, "start_reduce_scatter", watch("gradient", passes.start_reduce_scatter)),
         mock.patch.object(head, "_product", product),
-        forced("forward"),
+        forced("grad_in_forward"),
     ):
         call(rank, ranks, group, True)
     return happened

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
-from onepass.parallel.master_weights import MasterWeights
+from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.master_weights import MasterWeights
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BYTES = 2048  # a bucket's, of which the model then has several

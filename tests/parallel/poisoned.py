@@ -3,14 +3,14 @@
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from onepass.parallel import main_grads as room
-from onepass.runtime import released
+from onepass.gradients import main_grads as room
+from onepass.gradients import releasable_storage as released
 
 
 @contextmanager
 def poisoned(large=64, buffer=4096):
     """Gradients of so many bytes count as large, buffers have about so many, and what nobody has written yet is NaN."""
-    fill = released.ReleasedBuffer._fill
+    fill = released.ReleasableBuffer._fill
 
     def filled(self):
         fill(self)
@@ -18,7 +18,7 @@ def poisoned(large=64, buffer=4096):
             unwritten.fill_(float("nan"))
 
     with (
-        patch.object(released.ReleasedBuffer, "_fill", filled),
+        patch.object(released.ReleasableBuffer, "_fill", filled),
         patch.object(released, "_LARGE", large),
         patch.object(room, "_RELEASED_BYTES", buffer),
     ):

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
     import onepass.testing.interpreter
 
 import onepass
-from onepass.parallel import product
+from onepass.parallel import tensor_parallel as product
 
 S, B, K, N = 8, 2, 12, 20  # sequence, batch, and the features of x and of y
 

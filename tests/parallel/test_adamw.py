@@ -30,11 +30,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import onepass
-from onepass.kernels import adamw_formula
-from onepass.kernels.adamw_formula import Stretch, joined, master_of, put
+from onepass.gradients import adamw as room
+from onepass.gradients import adamw_formula
+from onepass.gradients.adamw_formula import AdamWSlice, joined_master, master_of, store_master
+from onepass.kernels.language import triton
 from onepass.parallel import AdamW, MainGrads, MasterWeights
-from onepass.parallel import adamw as room
-from onepass.runtime.lang import triton
 
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="needs Triton"))]
 
@@ -206,8 +206,8 @@ def test_every_fp32_is_a_bf16_and_16_bits_more():
     master = bits.view(FP32)
     weight, low = torch.empty(len(bits), dtype=BF16), torch.empty(len(bits), dtype=torch.int16)
     nothing = torch.empty(0)
-    put(Stretch(weight, nothing, nothing, nothing, low, 0), master)
-    again = joined(weight, low)
+    store_master(AdamWSlice(weight, nothing, nothing, nothing, low, 0), master)
+    again = joined_master(weight, low)
     number = ~master.isnan()
     assert torch.equal(again.view(torch.int32)[number], bits[number])
     assert again.isnan().equal(~number) and weight.isnan().equal(~number) and (~number).sum() > 1000
@@ -482,14 +482,14 @@ def test_what_is_written_in_the_gradients_is_taken(failing, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_an_interrupt_while_masters_are_joined_changes_no_weight(dtype, monkeypatch):
     parameters, main_grads, optimizer = stepped(dtype)
-    before, joined, left = kept(optimizer, parameters), room.master_in_gradient, [3]
+    before, joined_master, left = kept(optimizer, parameters), room.master_in_gradient, [3]
 
     def interrupted(stretch):
         left[0] -= 1
         if not left[0]:
-            joined(stretch.part(0, stretch.weight.numel() // 2))
+            joined_master(stretch.part(0, stretch.weight.numel() // 2))
             raise KeyboardInterrupt
-        return joined(stretch)
+        return joined_master(stretch)
 
     monkeypatch.setattr(room, "master_in_gradient", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.masters_in_gradients():
@@ -612,7 +612,7 @@ def test_pieces_of_all_ranks_are_the_whole(found):
 def test_a_batch_keeps_to_what_lies_evenly():
     """Odd sizes and odd addresses have a launch of their own; nothing else is divided."""
     pytest.importorskip("triton")
-    from onepass.kernels.adamw import batches_of
+    from onepass.gradients.adamw_kernels import batches_of
 
     storage = torch.zeros(200, dtype=BF16)
     parameters = [nn.Parameter(storage[:64]), nn.Parameter(storage[65:129]), nn.Parameter(torch.zeros(63, dtype=BF16))]

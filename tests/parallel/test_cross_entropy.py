@@ -7,7 +7,7 @@ from parallel import cross_entropy_ranks
 from parallel.cross_entropy_ranks import EMPTY, LEAD, OPTIONS, PARTS, WIDE, V, columns
 from parallel.worlds import WORLDS, found_by
 
-from onepass.ops.cross_entropy import cross_entropy_reference
+from onepass.ops.loss.cross_entropy import cross_entropy_reference
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 

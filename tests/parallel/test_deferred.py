@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.parallel import DeferredWgrad, MainGrads, deferred
+from onepass.gradients import deferred
+from onepass.parallel import DeferredWgrad, MainGrads
 
 K, N = 12, 8
 
@@ -290,12 +291,12 @@ def test_modules_pass_it_on():
 def test_what_a_cuda_graph_keeps_it_must_flush_too(monkeypatch):
     made, put_off = parameters(), DeferredWgrad()
     x, dy = microbatch()
-    monkeypatch.setattr(deferred, "capturing", lambda t: True)
+    monkeypatch.setattr(deferred, "is_capturing", lambda t: True)
     onepass.linear(x, made["weight"], deferred=put_off).backward(dy)
     put_off.flush()
     assert made["weight"].main_grad.any()
     onepass.linear(x, made["weight"], deferred=put_off).backward(dy)
-    monkeypatch.setattr(deferred, "capturing", lambda t: False)
+    monkeypatch.setattr(deferred, "is_capturing", lambda t: False)
     with pytest.raises(RuntimeError, match=r"kept in the capture of a CUDA graph, which must flush\(\) too"):
         put_off.flush()
 

@@ -9,7 +9,7 @@ from parallel.dropout_add_ranks import P, part
 from parallel.worlds import PAIRS, found_by
 
 import onepass
-from onepass.ops.dropout_add import dropout_add_reference
+from onepass.ops.dropout.dropout_add import dropout_add_reference
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 WORLDS = [*PAIRS, pytest.param(("gloo", 3), id="gloo-3")]

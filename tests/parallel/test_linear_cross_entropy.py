@@ -7,7 +7,7 @@ from parallel import linear_cross_entropy_ranks as ranks_file
 from parallel.linear_cross_entropy_ranks import OPTIONS, UPSTREAM, VOCABULARY, WAYS, D, N
 from parallel.worlds import WORLDS, found_by
 
-from onepass.ops.linear_cross_entropy import linear_cross_entropy_reference
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy_reference
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 TIGHT = {"rtol": 1e-5, "atol": 1e-5}
@@ -48,14 +48,14 @@ def compare(mine, exact, rank, ranks, sequence, tolerance=TIGHT, names=("loss", 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_as_the_whole_vocabulary(found, way, option, sequence):
-    if way.startswith("forward") and option == "none":
+    if way.startswith("grad_in_forward") and option == "none":
         pytest.skip("not of rows' losses")
     exact = exactly(**OPTIONS[option])
     for rank, mine in enumerate(each["ways"][way, option, sequence] for each in found):
         compare(mine, exact, rank, len(found), sequence)
         assert mine["loss"].dtype == torch.float32
-        if way != "promised":
-            again = dict(zip(("hidden", "weight", "bias"), mine["again"], strict=True))
+        if way != "known_grad_scale":
+            again = dict(zip(("hidden", "weight", "bias"), mine["recompute"], strict=True))
             compare(again, exact, rank, len(found), sequence, names=("hidden", "weight", "bias"))
 
 
@@ -142,9 +142,7 @@ def test_what_is_said_of_bad_arguments(found):
     for rank in found:
         said = rank["bad"]
         assert said[0].startswith("labels must have shape")
-        assert said[1] == (
-            "tp_group must be None or a torch.distributed.ProcessGroup that has this rank, but is 'tp'"
-        )
+        assert said[1] == ("tp_group must be None or a torch.distributed.ProcessGroup that has this rank, but is 'tp'")
         assert said[2].startswith("weight must have shape (N, 4)")
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.parallel.buckets import Bucket
-from onepass.parallel.main_grads import MainGrads
-from onepass.runtime import main_grad as convention
+from onepass.gradients import main_grad as convention
+from onepass.gradients.buckets import Bucket
+from onepass.gradients.main_grads import MainGrads
 
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 
@@ -100,7 +100,7 @@ def test_hooks_are_called_and_nothing_is_made_for_them(monkeypatch):
     convention._zeros.clear()
     weight, ids = nn.Parameter(torch.randn(6, 4)), torch.tensor([1, 3, 3])
     main_grads, seen = MainGrads([weight]), []
-    monkeypatch.setattr(main_grads, "_arrived", lambda parameter: seen.append(parameter.grad) or main_grads._take(parameter))
+    monkeypatch.setattr(main_grads, "_on_gradient", lambda parameter: seen.append(parameter.grad) or main_grads._take(parameter))
     embedding = onepass.nn.VocabParallelEmbedding(6, 4)
     del embedding.weight
     embedding.weight = weight
@@ -133,8 +133,8 @@ def test_a_hook_waits_for_the_stream_of_an_ops_gradient(streams):
         nn.functional.linear(torch.ones(2, 4), theirs).sum().backward()
         assert streams == [WAITED, NOTED]
         streams.clear()
-        weight.grad = convention.placeholder(weight, convention.Asked.CAPTURED)  # a graph's, whose replay has added its own
-        main_grads._arrived(weight)
+        weight.grad = convention.placeholder(weight, convention.GradRequest.CAPTURE)  # a graph's, whose replay has added its own
+        main_grads._on_gradient(weight)
         assert streams == [WAITED, NOTED]
     streams.clear()
     main_grads.finish()
@@ -153,7 +153,7 @@ def test_a_reduction_waits_for_all_gradients_of_its_bucket(streams, monkeypatch)
 def test_what_a_graph_is_handed_is_zeros_still_where_somebody_else_writes_there():
     weight = nn.Parameter(torch.randn(3, 4))
     main_grads = MainGrads([weight])
-    kept = convention.placeholder(weight, convention.Asked.CAPTURED)
+    kept = convention.placeholder(weight, convention.GradRequest.CAPTURE)
     weight.grad = kept
     kept += 1.0  # no longer zeros, and no longer the pool's
     main_grads.finish()

@@ -8,8 +8,8 @@ from parallel.main_grads_ranks import BF16, BYTES, Mixed, backwards, close, exac
 from torch import nn
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
-from onepass.parallel.master_weights import MasterWeights
+from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.master_weights import MasterWeights
 
 
 @pytest.fixture(autouse=True)

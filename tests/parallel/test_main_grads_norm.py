@@ -6,7 +6,7 @@ from parallel.main_grads_ranks import BF16, BYTES, FP32, MICROBATCHES, Mixed, ba
 from torch import nn
 
 import onepass
-from onepass.parallel.main_grads import MainGrads
+from onepass.gradients.main_grads import MainGrads
 
 
 @pytest.fixture(autouse=True)

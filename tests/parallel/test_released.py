@@ -14,13 +14,14 @@ from torch import nn
 
 import onepass
 from onepass.gpt import Model, preset
-from onepass.kernels import adamw as kernels
-from onepass.parallel import AdamW, DeferredWgrad, MainGrads, MasterWeights, sequence_parallel
-from onepass.runtime import released
-from onepass.runtime.joined import joined, lay_together
-from onepass.runtime.lang import triton
-from onepass.runtime.main_grad import add_gradient
-from onepass.runtime.released import storage_of
+from onepass.gradients import adamw_kernels as kernels
+from onepass.gradients import releasable_storage as released
+from onepass.gradients import sequence_parallel
+from onepass.gradients.main_grad import add_gradient
+from onepass.gradients.packed_params import concat, pack
+from onepass.gradients.releasable_storage import storage_id
+from onepass.kernels.language import triton
+from onepass.parallel import AdamW, DeferredWgrad, MainGrads, MasterWeights
 
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="needs Triton"))]
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 16}
@@ -106,8 +107,8 @@ def test_of_pytorchs_layers_and_by_master_weights(dtype):
 @pytest.mark.parametrize(
     ("way", "scale", "deferred", "zeros"),
     [
-        (("promised", 6, ALL), 1.0, False, False),
-        (("promised", 20, ALL), 1.0, False, False),
+        (("known_grad_scale", 6, ALL), 1.0, False, False),
+        (("known_grad_scale", 20, ALL), 1.0, False, False),
         (("again", 6, ALL), None, False, False),
         (("again", 6, ALL), None, True, False),
         (("again", 6, 20), None, False, True),  # a block of the vocabulary comes first, which is a part of the weight
@@ -131,7 +132,7 @@ def test_a_heads_first_chunk_is_written_over_what_is_there(asks, dtype, way, sca
                         op(way, grad_scale=scale, deferred=later)(hidden.requires_grad_(asks), head.weight, labels).backward()
                         if later is not None:
                             later.flush()
-        assert (storage_of(main_grads.buffers[0]) in cleared) is (zeros or not release)
+        assert (storage_id(main_grads.buffers[0]) in cleared) is (zeros or not release)
         main_grads.finish()
         found.append(head.weight.main_grad.clone())
     assert found[0].any() and torch.equal(*found)
@@ -141,7 +142,7 @@ def _noting(cleared):
     """Tensor.zero_, which tells whose storage it was."""
 
     def zero_(tensor):
-        cleared.add(storage_of(tensor))
+        cleared.add(storage_id(tensor))
         return tensor.fill_(0.0)
 
     return zero_
@@ -202,12 +203,12 @@ def test_several_as_one(which, columns):
     for release in (False, True):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(rows, columns)) for rows in (4, 2, 6)]
-        assert lay_together(parameters)
+        assert pack(parameters)
         main_grads = MainGrads(parameters, release=release)
         grads = []
         for step in range(3):
             main_grads.zero_()
-            whole = joined(parameters[which])
+            whole = concat(parameters[which])
             at_once = which.step is None and columns == 64
             assert hasattr(whole, "main_grad") or not at_once
             onepass.linear(torch.full((3, columns), step + 1.0), whole).square().sum().backward()
@@ -353,7 +354,7 @@ def test_dropped_it_leaves_nothing():
         gc.enable()
     main_grads = MainGrads([weight], release=True)
     main_grads.zero_()
-    key = released.storage_of(main_grads.buffers[0])
+    key = released.storage_id(main_grads.buffers[0])
     assert key in released._by_storage
     main_grads.close()
     assert key not in released._by_storage

@@ -11,7 +11,7 @@ from profiling.made import Made, launch_bound, matrix_products, tensor
 
 import onepass
 from onepass.profiling import picture
-from onepass.profiling.model import Bar
+from onepass.profiling.model import PictureBar
 
 
 def size(path):
@@ -106,8 +106,8 @@ def test_thin_bars_are_as_dense_as_the_time_they_cover(pairs):
 
 
 def test_long_names_are_cut_to_their_bar(tmp_path, figures):
-    bars = [Bar("GPU 0 stream 7", "a_name_that_is_much_longer_than_its_bar" * 3, 0, 100, "kernel", 0)]
-    bars += [Bar("GPU 0 stream 7", "next", 100, 1000, "kernel", 0)]
+    bars = [PictureBar("GPU 0 stream 7", "a_name_that_is_much_longer_than_its_bar" * 3, 0, 100, "kernel", 0)]
+    bars += [PictureBar("GPU 0 stream 7", "next", 100, 1000, "kernel", 0)]
     from dataclasses import replace
 
     replace(launch_bound().profile(), bars=tuple(bars)).picture(tmp_path / "a.png")

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.profiling import applies, limits, record
+from onepass.profiling import limits, record
+from onepass.profiling import suggestions as applies
 from onepass.profiling.model import Limits
 from onepass.runtime.ceilings import Ceilings
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiling.made import Made, tensor
 
-from onepass.profiling.trace import Event, length, read, union, waits
+from onepass.profiling.trace import TraceEvent, length, read, union, waits
 
 moments = st.integers(0, 60)
 intervals = st.lists(st.tuples(moments, st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
@@ -28,7 +28,7 @@ def test_a_union_covers_each_moment_once(pairs):
 
 @given(intervals.filter(len))
 def test_waits_are_what_the_union_leaves_out(pairs):
-    events = [Event("gpu", str(i), start, end, (0, 7)) for i, (start, end) in enumerate(pairs)]
+    events = [TraceEvent("gpu", str(i), start, end, (0, 7)) for i, (start, end) in enumerate(pairs)]
     found = waits(events)
     last = max(end for _, end in pairs)
     first = min(start for start, _ in pairs)

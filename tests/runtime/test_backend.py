@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import onepass
+from onepass.kernels.language import triton
 from onepass.runtime import backend as runtime_backend
-from onepass.runtime.lang import triton
+from onepass.runtime import op as runtime_op
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +36,7 @@ def others():
 
     onepass.register_backend("bias_activation", "theirs", run, unsupported)
     yield calls
-    del runtime_backend.OPS["bias_activation"].others["theirs"]
+    del runtime_op.OPS["bias_activation"].others["theirs"]
 
 
 @needs_triton
@@ -126,8 +127,10 @@ def test_a_registered_backend_gets_the_call(others):
 
 
 def test_a_backend_registered_for_another_op_only(others, monkeypatch):
-    other = runtime_backend.Op("other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: None, lambda *_: "")
-    monkeypatch.setitem(runtime_backend.OPS, "other", other)
+    other = runtime_op.Op(
+        "other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: None, lambda *_: "", None, ""
+    )
+    monkeypatch.setitem(runtime_op.OPS, "other", other)
     with (
         onepass.use_backend("theirs"),
         pytest.raises(RuntimeError, match="backend 'theirs' is not registered for other, which has triton"),
@@ -172,7 +175,7 @@ def test_explain_knows_shorthands_empty_calls_and_bad_ones():
     x = torch.randn(4, 8)
     assert str(onepass.explain(onepass.bias_swiglu, x)) == str(onepass.explain("bias_activation", x, activation="swiglu"))
     assert "swiglu" in onepass.bias_swiglu.__doc__ and onepass.bias_swiglu.__name__ == "bias_swiglu"
-    assert "nothing to do" in runtime_backend.OPS["bias_activation"].variant(torch.empty(0, 8))
+    assert "nothing to do" in runtime_op.OPS["bias_activation"].variant(runtime_op.OPS["bias_activation"].call(torch.empty(0, 8)))
     with pytest.raises(ValueError, match="even last dimension"):
         onepass.explain(onepass.bias_swiglu, x[:, :7])
     with onepass.use_backend("torch"):

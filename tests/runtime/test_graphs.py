@@ -11,16 +11,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import onepass
+from onepass.gradients import main_grad as module
+from onepass.gradients.graphs import graphed
+from onepass.gradients.main_grad import GradRequest, placeholder
+from onepass.gradients.main_grads import MainGrads
 from onepass.nn.embedding import VocabParallelEmbedding
-from onepass.parallel.main_grads import MainGrads
-from onepass.runtime import main_grad as room
-from onepass.runtime.graphs import graphed
-from onepass.runtime.main_grad import Asked, placeholder
 
 
 @pytest.fixture(autouse=True)
 def _plain_backend():
-    room._zeros.clear()
+    module._zeros.clear()
     with onepass.use_backend("torch"):
         yield
 
@@ -28,7 +28,7 @@ def _plain_backend():
 @contextmanager
 def capture():
     """What runs here is taken for a graph's, but does run: as a replay would, once."""
-    here, there = f"{room.__name__}.capturing", "onepass.parallel.main_grads.capturing"
+    here, there = f"{module.__name__}.is_capturing", "onepass.gradients.main_grads.is_capturing"
     with mock.patch(here, return_value=True), mock.patch(there, return_value=True):
         yield
 
@@ -199,21 +199,21 @@ def test_under_main_grads_the_zeros_of_the_warm_up_are_enough():
     outside = nn.Parameter(torch.randn(4, 3))
     outside.grad_added_to_main_grad = False
     main_grads = MainGrads(weights)
-    asked = partial(placeholder, wanted=Asked.CAPTURED)
+    asked = partial(placeholder, request=GradRequest.CAPTURE)
     assert placeholder(weights[0]) is None
     with capture():
         assert not asked(weights[0]).any()  # made in the graph, so that each replay clears it: nobody else's
         assert placeholder(weights[0]) is None
-    assert not room._zeros
+    assert not module._zeros
     kept = asked(weights[0])
     with capture():
         given = [asked(weight) for weight in weights]  # whoever has them still
         assert {each.data_ptr() for each in given} == {kept.data_ptr()}
         assert placeholder(outside).data_ptr() != kept.data_ptr()
     assert placeholder(outside).data_ptr() != kept.data_ptr()  # it would stay there as .grad, to be added to
-    assert all(room.is_placeholder(each) for each in given) and not room.is_placeholder(placeholder(outside))
+    assert all(module.is_placeholder(each) for each in given) and not module.is_placeholder(placeholder(outside))
     kept.add_(1.0)
-    assert not room.is_placeholder(given[0])
+    assert not module.is_placeholder(given[0])
     with capture():
         assert asked(weights[0]).data_ptr() != kept.data_ptr() and not asked(weights[0]).any()
     main_grads.close()
@@ -273,7 +273,7 @@ def test_what_ops_added_meets_other_gradients(twice):
         forward(F.linear, reference).backward()
     main_grads.finish()
     torch.testing.assert_close(weight.main_grad, reference.grad)
-    assert not room._zeros
+    assert not module._zeros
 
 
 # ---- MainGrads ----

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.parallel.deferred import DeferredWgrad
-from onepass.parallel.main_grads import MainGrads
-from onepass.runtime import main_grad as convention
-from onepass.runtime.graphs import graphed
-from onepass.runtime.joined import as_laid, joined, lay_apart, lay_together, lie_together
+from onepass.gradients import main_grad as convention
+from onepass.gradients.deferred import DeferredWgrad
+from onepass.gradients.graphs import graphed
+from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.packed_params import are_packed, concat, pack, packed_groups, unpack
 from onepass.testing.poison import unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +28,7 @@ def parameters(*rows, dtype=torch.float32, row=(K,)):
 
 def together(*rows, **options):
     made = parameters(*rows, **options)
-    assert lay_together(made)
+    assert pack(made)
     return made
 
 
@@ -58,16 +58,16 @@ def test_laid_together_they_are_the_same_parameters_with_the_same_values():
     with torch.no_grad():
         weights[1][0, :2] = torch.tensor([float("nan"), -0.0], device=DEVICE)
     before = {name: value.clone().view(torch.int32) for name, value in model.state_dict().items()}
-    assert not lie_together(weights) and lay_together(weights) and lay_together(biases)
+    assert not are_packed(weights) and pack(weights) and pack(biases)
     assert all(layer.weight is weight for layer, weight in zip(model.values(), weights, strict=True))
     for name, value in model.state_dict().items():
         assert torch.equal(value.view(torch.int32), before[name])
     for made in (weights, biases):
-        assert lie_together(made) and all(p.is_leaf and p.requires_grad and p.is_contiguous() for p in made)
+        assert are_packed(made) and all(p.is_leaf and p.requires_grad and p.is_contiguous() for p in made)
         assert made[0].untyped_storage().nbytes() == sum(p.nbytes for p in made)
     lie = places(weights)
-    assert lay_together(weights) and places(weights) == lie  # nothing is copied again
-    assert not lie_together(weights[::-1]) and not lie_together([*weights, biases[0]])
+    assert pack(weights) and places(weights) == lie  # nothing is copied again
+    assert not are_packed(weights[::-1]) and not are_packed([*weights, biases[0]])
 
 
 class _Subclass(torch.Tensor):
@@ -77,7 +77,7 @@ class _Subclass(torch.Tensor):
 def test_laid_apart_each_has_a_storage_and_its_values():
     made = together()
     values = [p.detach().clone() for p in made]
-    lay_apart(made)
+    unpack(made)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in made)
     assert all(p.equal(value) for p, value in zip(made, values, strict=True))
 
@@ -88,7 +88,7 @@ def test_in_somebody_elses_buffer_they_are_not_laid_apart():
     for parameter, place in zip(made, buffer[: sum(ROWS)].split(ROWS), strict=True):
         parameter.data = place
     before = places(made)
-    lay_apart(made)
+    unpack(made)
     assert places(made) == before
 
 
@@ -129,15 +129,15 @@ def test_what_somebody_else_has_or_is_no_plain_memory_stays_where_it_is(change):
     made = parameters()
     other = change(made)
     lie = places(made)
-    assert lay_together(made) is False and places(made) == lie
+    assert pack(made) is False and places(made) == lie
     assert other is None or other.data_ptr() == made[1].data_ptr()
     with torch.no_grad():
-        torch.testing.assert_close(torch.Tensor(joined(made)), torch.cat([torch.Tensor(p.data) for p in made]))
+        torch.testing.assert_close(torch.Tensor(concat(made)), torch.cat([torch.Tensor(p.data) for p in made]))
 
 
 def test_on_the_meta_device_nothing_lies_anywhere():
     made = [nn.Parameter(torch.empty(n, K, device="meta")) for n in ROWS]
-    assert lay_together(made) is False and joined(made).shape == (sum(ROWS), K)
+    assert pack(made) is False and concat(made).shape == (sum(ROWS), K)
 
 
 def test_neighbours_in_two_storages_are_not_together():
@@ -145,15 +145,15 @@ def test_neighbours_in_two_storages_are_not_together():
     memory = (ctypes.c_float * (2 * K))()
     made = [torch.frombuffer(memory, dtype=torch.float32, count=K, offset=4 * K * i).view(1, K) for i in range(2)]
     assert made[1].data_ptr() == made[0].data_ptr() + made[0].nbytes
-    assert not lie_together(made) and [len(group) for group in as_laid(made)] == [1, 1]
+    assert not are_packed(made) and [len(group) for group in packed_groups(made)] == [1, 1]
 
 
 def test_neighbours_of_another_kind_are_not_together():
     memory = torch.zeros(4 * K, device=DEVICE)
     first, after = memory[: 2 * K].view(2, K), memory[2 * K :]
-    assert lie_together([first, after.view(2, K)])
+    assert are_packed([first, after.view(2, K)])
     for other in (after.view(4, K // 2), after.view(torch.bfloat16)[: 2 * K].view(2, K), after):
-        assert other.data_ptr() == first.data_ptr() + first.nbytes and not lie_together([first, other])
+        assert other.data_ptr() == first.data_ptr() + first.nbytes and not are_packed([first, other])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_neighbours_of_another_kind_are_not_together():
     ids=("none", "types", "rows", "devices", "scalars"),
 )
 def test_errors_say_which_and_what(made, error, words):
-    for function in (lay_together, joined):
+    for function in (pack, concat):
         with pytest.raises(error, match=words):
             function(made())
 
@@ -180,8 +180,8 @@ def test_errors_say_which_and_what(made, error, words):
 def test_one_can_not_be_in_two_places():
     (one,) = parameters(4)
     with pytest.raises(ValueError, match="there twice"):
-        lay_together([one, one])
-    torch.testing.assert_close(joined([one, one]).detach(), torch.cat([one, one]).detach())
+        pack([one, one])
+    torch.testing.assert_close(concat([one, one]).detach(), torch.cat([one, one]).detach())
 
 
 # ---- as one ----
@@ -190,31 +190,31 @@ def test_one_can_not_be_in_two_places():
 def test_an_alias_where_they_lie_together_now_and_a_copy_elsewhere():
     made = together()
     for _ in range(2):
-        whole = joined(made)
+        whole = concat(made)
         assert whole.data_ptr() == made[0].data_ptr() and whole.shape == (sum(ROWS), K) and whole.requires_grad
         assert torch.equal(whole, torch.cat(made))
         with torch.no_grad():
-            assert joined(made).data_ptr() == made[0].data_ptr() and joined(made).grad_fn is None
+            assert concat(made).data_ptr() == made[0].data_ptr() and concat(made).grad_fn is None
             made[1].mul_(2)  # seen by the next
     parted = copy.deepcopy(nn.ParameterList(made))
-    assert not lie_together([*parted]) and torch.equal(joined([*parted]), torch.cat(made))
+    assert not are_packed([*parted]) and torch.equal(concat([*parted]), torch.cat(made))
     model = nn.ParameterDict({str(i): p for i, p in enumerate(made)})
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=True)
     now = [*model.values()]
-    whole = joined(now)
-    assert not lie_together(now) and torch.equal(whole, torch.ones_like(whole))
+    whole = concat(now)
+    assert not are_packed(now) and torch.equal(whole, torch.ones_like(whole))
     assert whole.data_ptr() != now[0].data_ptr()
-    assert lay_together(now) and joined(now).data_ptr() == now[0].data_ptr()
+    assert pack(now) and concat(now).data_ptr() == now[0].data_ptr()
 
 
 def test_a_single_one_is_itself():
     (one,) = parameters(4)
-    assert joined([one]) is one
+    assert concat([one]) is one
 
 
 def test_gradients_are_rows_of_one_and_no_copies():
     made = together()
-    whole, seen = joined(made), []
+    whole, seen = concat(made), []
     whole.register_hook(lambda grad: seen.append(grad.data_ptr()))
     x = torch.randn(5, K, device=DEVICE)
     onepass.linear(x, whole).square().sum().backward()
@@ -222,7 +222,7 @@ def test_gradients_are_rows_of_one_and_no_copies():
         assert parameter.grad.data_ptr() == seen[0] + 4 * K * before
         assert not parameter.grad._is_view() and parameter.grad.is_contiguous()
     first = [parameter.grad.clone() for parameter in made]
-    onepass.linear(x, joined(made)).square().sum().backward()
+    onepass.linear(x, concat(made)).square().sum().backward()
     torch.testing.assert_close([parameter.grad for parameter in made], [2 * grad for grad in first])
 
 
@@ -239,7 +239,7 @@ def test_some_need_no_gradient(frozen, main, norm):
     x = torch.randn(5, K, device=DEVICE, requires_grad=True)
     normed = F.rms_norm(x, (K,), eps=1e-6) if norm else x
     expected = torch.autograd.grad(F.linear(normed, torch.cat(made)).square().sum(), [x, *trained])
-    whole = joined(made)
+    whole = concat(made)
     assert whole.requires_grad is bool(trained) and whole.data_ptr() == made[0].data_ptr()
     (onepass.norm_linear(x, None, whole) if norm else onepass.linear(x, whole)).square().sum().backward()
     torch.testing.assert_close([x.grad, *(p.main_grad if main else p.grad for p in trained)], [*expected], rtol=1e-5, atol=1e-4)
@@ -252,7 +252,7 @@ def test_what_is_written_between_forward_and_backward_is_noticed(trained):
     made = together()
     for index, parameter in enumerate(made):
         parameter.requires_grad_(index == trained)
-    y = onepass.linear(torch.randn(5, K, device=DEVICE, requires_grad=True), joined(made)).sum()
+    y = onepass.linear(torch.randn(5, K, device=DEVICE, requires_grad=True), concat(made)).sum()
     with torch.no_grad():
         made[trained].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -265,12 +265,12 @@ def test_steps_of_an_optimizer_are_seen():
     x = torch.randn(5, K, device=DEVICE)
     ours, theirs = (torch.optim.AdamW(each, lr=0.1) for each in (made, plain))
     for _ in range(3):
-        onepass.linear(x, joined(made)).square().sum().backward()
+        onepass.linear(x, concat(made)).square().sum().backward()
         F.linear(x, torch.cat(plain)).square().sum().backward()
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    assert lie_together(made)
+    assert are_packed(made)
     torch.testing.assert_close(made, plain)
 
 
@@ -281,17 +281,17 @@ def test_differentiated_twice():
         first = torch.autograd.grad(F.linear(x, whole).pow(3).sum(), made, create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in first), [x, *made])
 
-    torch.testing.assert_close(twice(joined(made)), twice(torch.cat(made)))
+    torch.testing.assert_close(twice(concat(made)), twice(torch.cat(made)))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_main_grad_gets_numbers_and_no_graph():
+def test_main_grad_takes_no_graph():
     made = with_main_grads(together())
     x = torch.randn(5, K, device=DEVICE)
-    F.linear(x, joined(made)).square().sum().backward(create_graph=True)
-    assert all(p.main_grad.any() and not p.main_grad.requires_grad for p in made)
-    for parameter in made:
-        parameter.grad = None  # which holds the graph, and so itself
+    loss = F.linear(x, concat(made)).square().sum()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        loss.backward(create_graph=True)
+    assert not any(p.main_grad.any() for p in made)
 
 
 # ---- products with all of them ----
@@ -325,7 +325,7 @@ def laid_as(where, make=parameters):
     """Weights and biases with main_grad, one of each interleaved as modules have them, and how many bytes apart they lie."""
     weights, biases = make(), make(row=())
     if where in ("together", "main_grads apart"):
-        assert lay_together(weights) and lay_together(biases)
+        assert pack(weights) and pack(biases)
     for made in (weights, biases):
         with_main_grads(made, near=where in ("together", "weights apart"))
     return weights, biases
@@ -336,9 +336,9 @@ def laid_as(where, make=parameters):
 @pytest.mark.parametrize("lie", (True, False), ids=("together", "apart"))
 def test_values_and_gradients_of_products(op, backend, lie):
     weights, biases = parameters(), parameters(row=())
-    assert not lie or (lay_together(weights) and lay_together(biases))
+    assert not lie or (pack(weights) and pack(biases))
     x = torch.randn(3, 5, K, device=DEVICE, requires_grad=True)
-    y = op(x, joined(weights), joined(biases), backend)
+    y = op(x, concat(weights), concat(biases), backend)
     dy = torch.randn_like(y)
     y.backward(dy)
     leaves = [t.detach().double().requires_grad_() for t in (x, *weights, *biases)]
@@ -358,7 +358,7 @@ def test_gradients_of_products_into_main_grad(op, backend, where):
     totals = [torch.zeros_like(p, dtype=torch.float64) for p in made]
     for frozen in (True, False):
         x = torch.randn(3, 5, K, device=DEVICE, requires_grad=not frozen)
-        y = op(x, joined(weights), joined(biases), backend)
+        y = op(x, concat(weights), concat(biases), backend)
         dy = torch.randn_like(y)
         leaves = [t.detach().double().requires_grad_() for t in (x, *made)]
         exact = _formula(op, leaves[0], torch.cat(leaves[1:4]), torch.cat(leaves[4:]))
@@ -380,7 +380,7 @@ def test_bf16_weights_gather_in_fp32_what_bf16_would_lose():
     for parameter in made:
         parameter.main_grad.fill_(1)
     for _ in range(16):
-        onepass.linear(x, joined(made)).backward(torch.full((1, 40), 2.0**-6, device=DEVICE, dtype=torch.bfloat16))
+        onepass.linear(x, concat(made)).backward(torch.full((1, 40), 2.0**-6, device=DEVICE, dtype=torch.bfloat16))
     assert all(torch.equal(p.main_grad, torch.full_like(p.main_grad, 1 + 2.0**-8)) for p in made)
 
 
@@ -390,7 +390,7 @@ def test_the_product_adds_to_all_of_the_main_grads_at_once(monkeypatch):
     record = real._replace(add=lambda main_grad, *rest: added.append(main_grad.shape) or real.add(main_grad, *rest))
     monkeypatch.setattr(convention, "_PRODUCT", record)
     seen = []
-    whole = joined(made)
+    whole = concat(made)
     whole.register_hook(lambda grad: seen.append(grad.stride()))
     onepass.linear(torch.randn(5, K, device=DEVICE), whole).sum().backward()
     assert added == [(40, K)] and seen == [(0, 0)]  # nothing of the gradient's size but main_grad
@@ -406,7 +406,7 @@ def test_each_kind_of_pass_gets_what_it_asks_for(where):
     dx, *expected = torch.autograd.grad(F.linear(x, torch.cat(made)).square().sum(), [x, *made])
 
     def loss():
-        return onepass.linear(x * 1, joined(made)).square().sum()
+        return onepass.linear(x * 1, concat(made)).square().sum()
 
     with unchanged(**{f"main_grad {i}": p.main_grad for i, p in enumerate(made)}):  # passes that don't gather
         torch.testing.assert_close(torch.autograd.grad(loss(), x), (dx,))
@@ -414,7 +414,7 @@ def test_each_kind_of_pass_gets_what_it_asks_for(where):
         for index, parameter in enumerate(made):
             torch.testing.assert_close(torch.autograd.grad(loss(), parameter), (expected[index],))
         torch.testing.assert_close(torch.autograd.grad(loss(), (made[2], x)), (expected[2], dx))
-        whole = joined(made)
+        whole = concat(made)
         torch.testing.assert_close(
             torch.autograd.grad(onepass.linear(x, whole).square().sum(), whole), (torch.cat(expected),), rtol=1e-5, atol=1e-5
         )
@@ -433,10 +433,10 @@ def test_a_pass_by_something_else_makes_no_product_for_them(monkeypatch, frozen)
     made[0].requires_grad_(not frozen)
     x = torch.randn(5, K, device=DEVICE, requires_grad=True)
     wanted = []
-    monkeypatch.setattr("onepass.ops.norm_linear.weight_gradient", lambda *args: wanted.append(args[-1]))
-    torch.autograd.grad(onepass.norm_linear(x, None, joined(made)).sum(), x)
-    torch.autograd.grad(onepass.norm_linear(x, None, joined(made)).sum(), made[1], allow_unused=True)
-    assert [each.name for each in wanted] == ["RETURNED"]
+    monkeypatch.setattr("onepass.ops.norm.norm_linear.weight_gradient", lambda *args: wanted.append(args[-1]))
+    torch.autograd.grad(onepass.norm_linear(x, None, concat(made)).sum(), x)
+    torch.autograd.grad(onepass.norm_linear(x, None, concat(made)).sum(), made[1], allow_unused=True)
+    assert [each.name for each in wanted] == ["RETURN"]
 
 
 @LIE
@@ -454,7 +454,7 @@ def test_used_twice_and_by_others_too(where):
     for step in (1, 2):
         for parameter in made:
             parameter.grad, parameter.grad_added_to_main_grad = None, False
-        loss(joined(made), joined(made), onepass.linear).backward()
+        loss(concat(made), concat(made), onepass.linear).backward()
         left = [p.grad for p in made]  # what PyTorch's own product gives the second comes the way of autograd
         assert left[1].any() and not left[0].any() and not left[2].any()
         apart = torch.autograd.grad(F.linear(x, made[1]).square().sum() / 8, made[1])[0]
@@ -466,7 +466,7 @@ def test_used_twice_and_by_others_too(where):
 def test_an_output_that_nobody_uses_moves_nothing():
     made = with_main_grads(together())
     x = torch.randn(5, K, device=DEVICE, requires_grad=True)
-    _, normed = onepass.norm_linear(x, None, joined(made), return_norm_output=True)
+    _, normed = onepass.norm_linear(x, None, concat(made), return_norm_output=True)
     normed.sum().backward()
     assert not any(p.main_grad.any() or p.grad_added_to_main_grad for p in made) and x.grad is not None
 
@@ -474,7 +474,7 @@ def test_an_output_that_nobody_uses_moves_nothing():
 def test_a_gradient_of_theirs_is_not_put_off():
     made = with_main_grads(together())
     with pytest.raises(ValueError, match="cannot defer"):
-        onepass.linear(torch.randn(5, K, device=DEVICE), joined(made), deferred=DeferredWgrad())
+        onepass.linear(torch.randn(5, K, device=DEVICE), concat(made), deferred=DeferredWgrad())
 
 
 @LIE
@@ -487,7 +487,7 @@ def test_megatron_fsdps_buffer_is_overwritten(where):
     x = torch.randn(5, K, device=DEVICE)
     expected = torch.autograd.grad(F.linear(x, torch.cat(made)).square().sum(), made)
     for _ in range(2):
-        onepass.linear(x, joined(made)).square().sum().backward()
+        onepass.linear(x, concat(made)).square().sum().backward()
         torch.testing.assert_close([p.buffer for p in made], [*expected])
 
 
@@ -497,7 +497,7 @@ def test_what_warms_up_for_a_capture_leaves_main_grad_as_it_was(watched):
     mode = Operators() if watched else torch.enable_grad()
     with graphed(made), mode, unchanged(**{f"main_grad {i}": p.main_grad for i, p in enumerate(made)}):
         x = torch.randn(5, K, device=DEVICE, requires_grad=True)
-        dx, *grads = torch.autograd.grad(onepass.linear(x, joined(made)).sum(), [x, *made])
+        dx, *grads = torch.autograd.grad(onepass.linear(x, concat(made)).sum(), [x, *made])
     assert dx.any() and not any(grad.any() for grad in grads)
     assert [grad.shape for grad in grads] == [p.shape for p in made]
 
@@ -519,7 +519,7 @@ class _Layer(nn.Module):
         return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
     def forward(self, x):
-        weight, bias = map(joined, self.kinds())
+        weight, bias = map(concat, self.kinds())
         return onepass.linear(onepass.linear(self.norm(x), weight, bias).tanh(), self.out.weight, self.out.bias)
 
 
@@ -527,14 +527,14 @@ class _Layer(nn.Module):
 def test_main_grads_keeps_them_together_in_their_order(bucket_bytes):
     model = _Layer()
     for kind in model.kinds():
-        assert lay_together(kind)
+        assert pack(kind)
     main_grads = MainGrads(model, bucket_bytes=bucket_bytes)
     order = [place.name for bucket in main_grads.buckets for place in bucket.places]
     assert order == [
         "out.bias", "out.weight", "q.bias", "k.bias", "v.bias", "q.weight", "k.weight", "v.weight", "norm.bias", "norm.weight",
     ]  # fmt: skip
     for kind in model.kinds():
-        assert lie_together(main_grads_of(kind)) and joined(kind).main_grad.shape == joined(kind).shape
+        assert are_packed(main_grads_of(kind)) and concat(kind).main_grad.shape == concat(kind).shape
         assert len({id(main_grads._bucket_of[id(parameter)]) for parameter in kind}) == 1
     for bucket in main_grads.buckets:
         assert all(place.start % 64 == 0 and place.parameter.main_grad.shape == place.parameter.shape for place in bucket.places)
@@ -557,9 +557,9 @@ def test_main_grads_lays_what_only_shares_a_storage_as_ever():
 def test_main_grads_looks_at_where_they_lie_not_at_how_they_are_listed():
     made = together()
     main_grads = MainGrads(made[1:] + made[:1])
-    assert lie_together(main_grads_of(made)) and joined(made).main_grad.shape == (sum(ROWS), K)
+    assert are_packed(main_grads_of(made)) and concat(made).main_grad.shape == (sum(ROWS), K)
     between = parameters(4)
-    groups = as_laid([made[2], *between, *made[:2]])
+    groups = packed_groups([made[2], *between, *made[:2]])
     assert [[*map(id, group)] for group in groups] == [[*map(id, between)], [*map(id, made)]]
     main_grads.close()
 
@@ -571,10 +571,10 @@ def test_steps_with_main_grads(bucket_bytes, lie):
     model = _Layer()
     plain = copy.deepcopy(model)
     for kind in model.kinds() if lie == "together" else ():
-        assert lay_together(kind)
+        assert pack(kind)
     main_grads = MainGrads(model, bucket_bytes=bucket_bytes)
     for kind in model.kinds() if lie == "later" else ():
-        assert lay_together(kind)
+        assert pack(kind)
     arrived = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
@@ -597,7 +597,7 @@ def test_steps_with_main_grads(bucket_bytes, lie):
         expected = [parameter.grad for parameter in plain.parameters()]
         torch.testing.assert_close([p.main_grad for p in model.parameters()], expected, rtol=1e-5, atol=1e-4)
     main_grads.cleared()
-    (joined(model.kinds()[0]).main_grad if lie == "together" else model.q.weight.main_grad).add_(1)
+    (concat(model.kinds()[0]).main_grad if lie == "together" else model.q.weight.main_grad).add_(1)
     main_grads.zero_()  # which must not take the buffers for clear still
     assert not any(buffer.any() for buffer in main_grads.buffers)
 
@@ -614,7 +614,7 @@ def test_checkpointing_and_modes_add_once(where, kind):
     expected = torch.autograd.grad(F.linear(x, torch.cat(weights), torch.cat(biases)).square().sum(), made)
 
     def loss(x):
-        return onepass.linear(x, joined(weights), joined(biases)).square().sum()
+        return onepass.linear(x, concat(weights), concat(biases)).square().sum()
 
     if kind == "watched":
         with Operators() as mode:
@@ -634,7 +634,7 @@ def test_autocast(op, where):
     x = torch.randn(5, K, device=DEVICE, requires_grad=True)
     with torch.autocast(DEVICE, torch.bfloat16):
         expected = op(x, torch.cat(weights), torch.cat(biases), None)
-        y = op(x, joined(weights), joined(biases), None)
+        y = op(x, concat(weights), concat(biases), None)
     assert y.dtype is expected.dtype and torch.equal(y, expected)
     dx, *grads = torch.autograd.grad(expected.float().square().sum(), [x, *weights, *biases])
     y.float().square().sum().backward()
@@ -650,7 +650,7 @@ def test_compiled(where):
     expected = torch.autograd.grad(F.linear(x, torch.cat(weights), torch.cat(biases)).square().sum(), made)
 
     def loss(x):
-        return onepass.linear(x, joined(weights), joined(biases)).square().sum()
+        return onepass.linear(x, concat(weights), concat(biases)).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for step in (1, 2):
@@ -670,7 +670,7 @@ def test_made_outside_of_a_compiled_part():
     x = torch.randn(5, K, device=DEVICE)
     expected = torch.autograd.grad(F.linear(x, torch.cat(made)).square().sum(), made)
     compiled = torch.compile(lambda x, weight: onepass.linear(x, weight).square().sum(), fullgraph=True, backend="aot_eager")
-    compiled(x, joined(made)).backward()
+    compiled(x, concat(made)).backward()
     torch.testing.assert_close(main_grads_of(made), [*expected])
     assert all(p.grad_added_to_main_grad and not p.grad.any() for p in made)
 
@@ -678,7 +678,7 @@ def test_made_outside_of_a_compiled_part():
 def test_under_a_transform():
     made = with_main_grads(together())
     x = torch.randn(3, 5, K, device=DEVICE)
-    got = torch.func.vmap(lambda x: onepass.linear(x, joined(made)))(x)
+    got = torch.func.vmap(lambda x: onepass.linear(x, concat(made)))(x)
     torch.testing.assert_close(got, F.linear(x, torch.cat(made)))
-    grad = torch.func.grad(lambda k: onepass.linear(x, joined([made[0], k, made[2]])).square().sum())(made[1])
+    grad = torch.func.grad(lambda k: onepass.linear(x, concat([made[0], k, made[2]])).square().sum())(made[1])
     torch.testing.assert_close(grad, torch.autograd.grad(F.linear(x, torch.cat(made)).square().sum(), made[1])[0])

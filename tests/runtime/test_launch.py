@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from onepass.kernels import bias_activation as room
-from onepass.runtime import launch
+from onepass.kernels import launch
+from onepass.ops.activation import kernels as room
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

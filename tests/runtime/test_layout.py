@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepass.runtime.layout import as_groups, as_rows
-from onepass.runtime.scratch import kept_scratch
+from onepass.kernels.layout import as_groups, as_rows
+from onepass.kernels.scratch import stream_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
 
@@ -91,6 +91,6 @@ def test_sizes():
 def test_scratch_gives_zeros_to_count_with():
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     for floats, counters in ((10, 3), (1 << 18, 1 << 17), (5, 2)):
-        partial, arrived = kept_scratch(floats, counters, device)
+        partial, arrived = stream_scratch(floats, counters, device)
         assert partial.numel() >= floats and arrived.numel() >= counters
         assert partial.dtype == torch.float32 and arrived.dtype == torch.int32 and not arrived.any()

@@ -6,9 +6,9 @@ from ops.calls import Operators
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from onepass.parallel.product import linear_product
-from onepass.runtime import main_grad as room
-from onepass.runtime.main_grad import Asked, add_gradient, main_grad_of, placeholder, vector_gradient, weight_gradient
+from onepass.gradients import main_grad as module
+from onepass.gradients.main_grad import GradRequest, add_gradient, main_grad_of, placeholder, vector_gradient, weight_gradient
+from onepass.gradients.product import linear_product
 from onepass.testing.poison import unchanged
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -69,7 +69,7 @@ def test_without_main_grad_the_gradient_is_autograds():
     weight = torch.randn(24, 40, device=DEVICE, requires_grad=True)
     (expected,) = torch.autograd.grad(F.linear(x, weight), weight, dy)
     assert main_grad_of(weight) is None
-    torch.testing.assert_close(weight_gradient(dy, x, weight, None, Asked.GATHERED), expected)
+    torch.testing.assert_close(weight_gradient(dy, x, weight, None, GradRequest.ACCUMULATE), expected)
     weight.main_grad = None  # as Megatron leaves it between steps
     assert main_grad_of(weight) is None
 
@@ -82,7 +82,7 @@ def test_the_flag_and_the_placeholder(flag):
     if flag is not None:
         weight.grad_added_to_main_grad = flag
     assert main_grad_of(weight) is weight.main_grad
-    placeholder = weight_gradient(dy, x, weight, main_grad_of(weight), Asked.GATHERED)
+    placeholder = weight_gradient(dy, x, weight, main_grad_of(weight), GradRequest.ACCUMULATE)
     assert relative(weight.main_grad, dy.double().T @ x.double()) <= 1e-6
     if flag is None:
         assert placeholder is None and not hasattr(weight, "grad_added_to_main_grad")
@@ -95,14 +95,14 @@ def test_a_mode_sees_the_registered_op():
     dy, x = operands(FP32)
     plain, seen = torch.zeros(24, 40, device=DEVICE), torch.zeros(24, 40, device=DEVICE)
     weight = torch.zeros_like(plain)
-    weight_gradient(dy, x, weight, plain, Asked.GATHERED)
+    weight_gradient(dy, x, weight, plain, GradRequest.ACCUMULATE)
     with Operators() as mode:
-        weight_gradient(dy, x, weight, seen, Asked.GATHERED)
+        weight_gradient(dy, x, weight, seen, GradRequest.ACCUMULATE)
     assert torch.equal(plain, seen) and any("add_gradient" in name for name in mode.names)
     for second in (x, None):
         first = dy if second is not None else torch.ones_like(plain)
         args = torch.zeros_like(plain), first, second, weight
-        torch.library.opcheck(room._add_op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(module._add_op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- sums that are there already: biases, norms' weights ----
@@ -115,11 +115,11 @@ def test_a_vectors_sums_are_added_in_fp32_and_rounded_once(main):
     vector.grad_added_to_main_grad = False
     sums = torch.randn(300, device=DEVICE) * 2**-6
     exact = vector.main_grad.double() + sums.double()
-    given = vector_gradient(sums, vector, vector.main_grad, Asked.GATHERED)
+    given = vector_gradient(sums, vector, vector.main_grad, GradRequest.ACCUMULATE)
     assert torch.equal(vector.main_grad, exact.to(main)) or main is FP32
     assert relative(vector.main_grad, exact) <= 1.25 * relative(exact.to(main), exact) + 1e-6
     assert vector.grad_added_to_main_grad is True and given.dtype is BF16 and not given.any()
-    assert torch.equal(vector_gradient(sums, vector, None, Asked.GATHERED), sums.bfloat16())
+    assert torch.equal(vector_gradient(sums, vector, None, GradRequest.ACCUMULATE), sums.bfloat16())
 
 
 # ---- who asks ----
@@ -161,8 +161,8 @@ def test_dgrad_then_wgrad_as_zero_bubble_schedules_do(monkeypatch):
     h = x * 1
     y = linear_product(h, weight, bias).sum()
     products = []
-    real = room.weight_gradient
-    monkeypatch.setattr("onepass.parallel.product.weight_gradient", lambda *args: products.append(1) or real(*args))
+    real = module.weight_gradient
+    monkeypatch.setattr("onepass.gradients.product.weight_gradient", lambda *args: products.append(1) or real(*args))
     (dx,) = torch.autograd.grad(y, h, retain_graph=True)
     assert not products
     dweight, dbias = torch.autograd.grad(y, (weight, bias))
@@ -220,7 +220,7 @@ def waiting(*shape):
 
 
 def test_a_placeholder_is_handed_out_again_while_it_is_zeros_and_nobodys():
-    room._zeros.clear()
+    module._zeros.clear()
     weight = waiting(6, 7)
     first = placeholder(weight)
     place = first.data_ptr()

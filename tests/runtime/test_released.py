@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel.poisoned import poisoned
 
-from onepass.runtime import joined
-from onepass.runtime.main_grad import add_gradient, add_rows
-from onepass.runtime.released import ReleasedBuffer, buffer_of, comes_first, ready, was_written
+from onepass.gradients import packed_params as joined
+from onepass.gradients.main_grad import add_gradient, add_rows
+from onepass.gradients.releasable_storage import ReleasableBuffer, buffer_of, ensure_written, is_first_write, mark_written
 
 ROWS, COLUMNS, GAP = (4, 3, 6, 1), 8, 5  # of the parameters, and what lies between some of them
 
@@ -26,7 +26,7 @@ def laid():
 def released():
     flat, main_grads = laid()
     both = main_grads[:2]
-    return ReleasedBuffer(flat, main_grads, [(both, joined.as_one(both))]), flat, main_grads
+    return ReleasableBuffer(flat, main_grads, [(both, joined.concat_no_grad(both))]), flat, main_grads
 
 
 def of_parameter(index):
@@ -58,19 +58,19 @@ def rows(place, seed):
 
 
 def kernel(place, seed):
-    ready(place).add_(torch.randn(place.shape, generator=torch.Generator().manual_seed(seed)))
+    ensure_written(place).add_(torch.randn(place.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def columns(place, seed):
-    ready(place)[:, 1:3].add_(float(seed))
+    ensure_written(place)[:, 1:3].add_(float(seed))
 
 
 def some_rows(place, seed):
-    add_gradient(ready(place)[1:], torch.full((place.shape[0] - 1, COLUMNS), float(seed)), None)
+    add_gradient(ensure_written(place)[1:], torch.full((place.shape[0] - 1, COLUMNS), float(seed)), None)
 
 
 def look(place, seed):
-    ready(place)
+    ensure_written(place)
 
 
 WAYS = [product, vector, rows, kernel, columns, some_rows, look]
@@ -87,46 +87,46 @@ def test_as_a_buffer_that_is_always_there(steps):
             for seed, (place, way) in enumerate(step):
                 way(place(main_grads), seed)
                 way(place(theirs), seed)
-            ready(flat)
+            ensure_written(flat)
             assert torch.equal(flat, other)
             buffer.release()
             other.zero_()
             assert not flat.untyped_storage().nbytes()
-        buffer.forget()
+        buffer.detach_views()
 
 
 def test_what_comes_first_is_written_over_and_only_once():
     with poisoned():
         buffer, flat, main_grads = released()
-        assert not comes_first(main_grads[0])  # zeros, which it began with
+        assert not is_first_write(main_grads[0])  # zeros, which it began with
         buffer.release()
-        assert comes_first(main_grads[0]) and main_grads[0].isnan().all()
-        was_written(main_grads[0])
-        assert not comes_first(main_grads[0]) and main_grads[0].isnan().all()
-        assert not comes_first(main_grads[3]) and not main_grads[3].any()  # a small one has zeros
-        assert not comes_first(as_one(main_grads)) and not main_grads[1].any()  # a part of which is there
-        assert comes_first(main_grads[2].view(-1))
-        was_written(main_grads[2])
+        assert is_first_write(main_grads[0]) and main_grads[0].isnan().all()
+        mark_written(main_grads[0])
+        assert not is_first_write(main_grads[0]) and main_grads[0].isnan().all()
+        assert not is_first_write(main_grads[3]) and not main_grads[3].any()  # a small one has zeros
+        assert not is_first_write(as_one(main_grads)) and not main_grads[1].any()  # a part of which is there
+        assert is_first_write(main_grads[2].view(-1))
+        mark_written(main_grads[2])
         assert not torch.cat([flat[:GAP], flat[61 : 61 + GAP], flat[-3:]]).any()  # what lies between
         buffer.release()
-        assert comes_first(as_one(main_grads))
-        was_written(as_one(main_grads))
-        assert not comes_first(main_grads[1])
+        assert is_first_write(as_one(main_grads))
+        mark_written(as_one(main_grads))
+        assert not is_first_write(main_grads[1])
         part, turned, shifted = main_grads[2][1:], main_grads[0].t(), flat[GAP - 1 : GAP + 31]
         buffer.release()
-        assert not comes_first(part) and not main_grads[2].any()
-        assert not comes_first(turned)  # not in its order: zeros, to be added to
+        assert not is_first_write(part) and not main_grads[2].any()
+        assert not is_first_write(turned)  # not in its order: zeros, to be added to
         assert not main_grads[0].any()
         buffer.release()
-        assert not comes_first(shifted) and not main_grads[0].any()  # as large as the first, but not in its place
-        buffer.forget()
+        assert not is_first_write(shifted) and not main_grads[0].any()  # as large as the first, but not in its place
+        buffer.detach_views()
 
 
 def test_only_those_in_their_order_are_known_as_one():
     buffer, _, (first, second, third, _) = released()
     assert buffer.alias_of([first, second]).shape == (7, COLUMNS)
     assert buffer.alias_of([second, first]) is buffer.alias_of([first]) is buffer.alias_of([first, second, third]) is None
-    buffer.forget()
+    buffer.detach_views()
 
 
 def test_what_numpy_has_seen_keeps_its_memory():
@@ -135,17 +135,17 @@ def test_what_numpy_has_seen_keeps_its_memory():
         flat.fill_(7).numpy()
         for _ in range(2):
             buffer.release()
-            assert comes_first(main_grads[0])
-            assert not ready(main_grads[1]).any() and not flat[:GAP].any()
-        buffer.forget()
+            assert is_first_write(main_grads[0])
+            assert not ensure_written(main_grads[1]).any() and not flat[:GAP].any()
+        buffer.detach_views()
 
 
 def test_others_are_left_alone():
     main_grad = torch.ones(3, 4)
-    assert ready(main_grad) is main_grad and not comes_first(main_grad) and buffer_of(main_grad) is None
+    assert ensure_written(main_grad) is main_grad and not is_first_write(main_grad) and buffer_of(main_grad) is None
     buffer, flat, _ = released()
-    assert buffer_of(flat) is buffer and not comes_first(main_grad) and buffer_of(main_grad) is None
-    buffer.forget()
+    assert buffer_of(flat) is buffer and not is_first_write(main_grad) and buffer_of(main_grad) is None
+    buffer.detach_views()
     assert buffer_of(flat) is None
 
 
@@ -157,11 +157,11 @@ def test_the_first_product_in_every_type(type_of_it, operand, tokens):
     dy, x = torch.randn(tokens, 8).to(operand), torch.randn(tokens, 8).to(operand)
     with poisoned():
         main_grad = flat.view(8, 8)
-        buffer = ReleasedBuffer(flat, [main_grad], [])
+        buffer = ReleasableBuffer(flat, [main_grad], [])
         buffer.release()
-        with patch.object(ReleasedBuffer, "ready", side_effect=AssertionError("zeros were written")):
+        with patch.object(ReleasableBuffer, "ensure_written", side_effect=AssertionError("zeros were written")):
             for _ in range(2):
                 add_gradient(main_grad, dy, x)
                 add_gradient(plain, dy, x)
                 assert torch.equal(main_grad, plain)
-        buffer.forget()
+        buffer.detach_views()

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from onepass.runtime import backend, layout
-from onepass.runtime.lang import triton
+from onepass.kernels import layout
+from onepass.kernels.language import triton
+from onepass.runtime import op as op_records
 from onepass.testing.budget import compare, judge, judge_seeds
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import GUARD, assert_written, bytes_kept, poisoned, saved_tensors, unchanged
@@ -159,18 +160,18 @@ def test_what_autograd_keeps_is_seen():
 
 
 def test_a_mutant_must_follow_the_code():
-    with pytest.raises(ValueError, match=r"must be in onepass.runtime.layout 1 times, but is 0 times"):
+    with pytest.raises(ValueError, match=r"must be in onepass.kernels.layout 1 times, but is 0 times"):
         mutate(layout, "no such text", "other")
     with pytest.raises(ValueError, match="but is"):
         mutate(layout, "stride", "strides")
 
 
 def test_a_mutant_leaves_the_real_one_alone():
-    before, op = dict(sys.modules), backend.OPS["bias_activation"]
+    before, op = dict(sys.modules), op_records.OPS["bias_activation"]
     mutant = mutate(layout, "x.stride(-1) != 1", "x.stride(-1) == 1")
     x = torch.ones(4, 6)[:, :3]
     assert mutant is not layout and layout.as_rows(x)[0] is x and mutant.as_rows(x)[0] is not x
-    assert backend.OPS["bias_activation"] is op
+    assert op_records.OPS["bias_activation"] is op
     assert {name: module for name, module in sys.modules.items() if name.startswith("onepass")} == {
         name: module for name, module in before.items() if name.startswith("onepass")
     }

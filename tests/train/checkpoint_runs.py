@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 import onepass
 from onepass.gpt import Config
 from onepass.nn.sharding import part_of
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
-from onepass.train.batches import Batch
-from onepass.train.layout import Layout, _groups
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout, _groups
 from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.updates import MainGradUpdate
@@ -65,13 +65,13 @@ def configured(kind="llama", **settings):
 
 
 def alone():
-    return Layout(torch.device("cpu"))
+    return ParallelLayout(torch.device("cpu"))
 
 
 def batch(step, layout):
     tokens = torch.randint(SHAPE["vocab_size"], (B, S + 1), generator=torch.Generator().manual_seed(step))
     own = tokens.chunk(layout.data.size)[layout.data.rank]
-    return Batch(own[:, :-1], own[:, 1:])
+    return TokenBatch(own[:, :-1], own[:, 1:])
 
 
 def go(trained, layout, first, last):
@@ -226,6 +226,6 @@ def damaged(folder, rank):
 def refused(act):
     try:
         act()
-    except Refused as error:
+    except CommandError as error:
         return str(error)
     return None

@@ -18,7 +18,7 @@ from train.checkpoint_runs import KIND, LAYOUTS, alone, configured, go, saved, s
 
 import onepass
 from onepass.gpt import Model
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
 from onepass.train.checkpoint import storage
 from onepass.train.setup import make
@@ -248,7 +248,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
     try:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(CommandError) as refused:
             saved(tmp_path, 3, trained, config, options, alone())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -263,7 +263,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     config, options = configured()
     trained = make(config, options, alone())
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(Refused, match=r"^the checkpoint of step 2 can't be written to .*checkpoints: File exists$"):
+    with pytest.raises(CommandError, match=r"^the checkpoint of step 2 can't be written to .*checkpoints: File exists$"):
         saved(tmp_path, 2, trained, config, options, alone())
 
 
@@ -312,7 +312,7 @@ def test_found_by_the_run_or_by_itself(tmp_path, monkeypatch):
     assert checkpoint.run_of(checkpoint.find(Path("."))).samefile(tmp_path / "run")
     shutil.copytree(path, tmp_path / "elsewhere")
     assert checkpoint.find(tmp_path / "elsewhere") == tmp_path / "elsewhere"
-    with pytest.raises(Refused, match=r"elsewhere is in no run's folder: give --config with its settings and --run with a"):
+    with pytest.raises(CommandError, match=r"elsewhere is in no run's folder: give --config with its settings and --run with a"):
         checkpoint.run_of(tmp_path / "elsewhere")
 
 
@@ -326,7 +326,7 @@ def test_where_there_is_none(tmp_path):
         "run": "has no checkpoint in it",
         "run/checkpoints/step-00000003.part": "is half a checkpoint: writing or removing it was cut short",
     }.items():
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(CommandError) as refused:
             checkpoint.find(tmp_path / name)
         assert str(refused.value) == f"--resume {tmp_path / name} must be the folder of a run or of a checkpoint, but {said}"
 
@@ -365,7 +365,7 @@ def test_another_model_is_refused_before_anything_is_changed(said, tmp_path):
     trained = make(config, options, alone())
     before = [parameter.clone() for parameter in trained.model.parameters()]
     for act in (lambda: checkpoint.load(path, trained, config, alone()), lambda: checkpoint.check(path, config)):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(CommandError) as refused:
             act()
         assert str(refused.value) == f"the checkpoint {path} must be of this model, but is of another: {said}"
     assert all(map(torch.equal, before, trained.model.parameters()))
@@ -409,14 +409,14 @@ def test_a_pickle_is_never_read(tmp_path):
     load_into_a_new_one(path)
     size = data.stat().st_size
     torch.save(Bomb(gone_off), data)
-    with pytest.raises(Refused, match=r"step-00000002 is damaged: 0\.safetensors must be of \d+ bytes, but is of \d+$"):
+    with pytest.raises(CommandError, match=r"step-00000002 is damaged: 0\.safetensors must be of \d+ bytes, but is of \d+$"):
         load_into_a_new_one(path)
     data.write_bytes(bomb.ljust(size, b"."))
-    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is no file of it$"):
+    with pytest.raises(CommandError, match=r"is damaged: 0\.safetensors is no file of it$"):
         load_into_a_new_one(path)
     (path / "checkpoint.json").write_bytes(bomb)
     for act in (load_into_a_new_one, lambda path: checkpoint.find(path.parents[1])):
-        with pytest.raises(Refused, match=r"checkpoint\.json can't be read: it is no JSON$"):
+        with pytest.raises(CommandError, match=r"checkpoint\.json can't be read: it is no JSON$"):
             act(path)
     assert not gone_off.exists()
     pickle.loads(bomb)
@@ -428,10 +428,10 @@ def test_files_of_another_save_are_not_taken(tmp_path):
     trained, path = started(tmp_path)
     other = saved(tmp_path, 3, trained, config, options, alone())
     shutil.copy(other / "0.safetensors", path)
-    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is no file of it$"):
+    with pytest.raises(CommandError, match=r"is damaged: 0\.safetensors is no file of it$"):
         load_into_a_new_one(path)
     (path / "0.safetensors").unlink()
-    with pytest.raises(Refused, match=r"is damaged: 0\.safetensors is not there$"):
+    with pytest.raises(CommandError, match=r"is damaged: 0\.safetensors is not there$"):
         load_into_a_new_one(path)
 
 
@@ -456,7 +456,7 @@ def test_an_index_that_was_changed_is_refused(said, tmp_path):
     index = json.loads((path / "checkpoint.json").read_text())
     WRONG[said](index, index["tensors"][NORM])
     (path / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(CommandError) as refused:
         load_into_a_new_one(path)
     assert said in str(refused.value)
 
@@ -468,5 +468,5 @@ def test_a_damaged_one_stops_no_save(tmp_path):
     saved_at = tmp_path / "checkpoints" / "step-00000004"
     checkpoint.save(tmp_path / "checkpoints", 4, trained, config, options, alone())
     assert path.exists() and checkpoint.find(saved_at) == saved_at
-    with pytest.raises(Refused, match=r"step-00000002/checkpoint\.json can't be read"):
+    with pytest.raises(CommandError, match=r"step-00000002/checkpoint\.json can't be read"):
         checkpoint.find(tmp_path)

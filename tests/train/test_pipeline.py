@@ -11,10 +11,10 @@ from train.pipeline_ranks import CASES, OPTIONS, SHAPE, STEPS, batches_of, setti
 
 import onepass
 from onepass.gpt import Config
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
 from onepass.train.command import _settings, add_arguments
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.stages import check, divided
@@ -62,7 +62,7 @@ def on_cpu(found):
 
 def _same(found, name):
     with onepass.use_backend("torch"):
-        expected = on_cpu(trained(name, Layout(found.device)))
+        expected = on_cpu(trained(name, ParallelLayout(found.device)))
     assert expected["before"] - expected["after"] > 1e-3
     near = 2e-2 if name == "bf16" else 1e-5
     for rank in found:
@@ -74,7 +74,7 @@ def _same(found, name):
 def test_a_run_goes_on_with_its_layers_divided_another_way(tmp_path):
     losses = found_by(pipeline_ranks.hand_on, ("gloo", 2), tmp_path)
     with onepass.use_backend("torch"):
-        alone = Layout(torch.device("cpu"))
+        alone = ParallelLayout(torch.device("cpu"))
         expected = trained("1f1b", alone)
         config, options, _ = settings("1f1b", 1)
         made = make(config, options.replace(seed=9), alone)
@@ -176,7 +176,7 @@ def test_flags_and_files_say_how_layers_are_divided(tmp_path):
     given = ["--config", str(file), "--decoder-first-pipeline-num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
     config, _ = _settings(parser.parse_args(given), torch.device("cpu"), None)
     assert [len(blocks) for blocks in divided(config)] == [2, 1, 1, 2, 1, 1]
-    with pytest.raises(Refused, match="num_layers_in_last_pipeline_stage 4 must leave"):
+    with pytest.raises(CommandError, match="num_layers_in_last_pipeline_stage 4 must leave"):
         _settings(parser.parse_args([*given, "--decoder-last-pipeline-num-layers", "4"]), torch.device("cpu"), None)
 
 
@@ -206,7 +206,7 @@ TWO_STAGES, ONE_STAGE = ({"virtual_pipeline_model_parallel_size": stages} for st
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(model, training, ranks, said):
     config = Config(**SHAPE, **model, pipeline_model_parallel_size=ranks)
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(CommandError, match=said):
         check(config, Options(**(OPTIONS | training)), 1)
     assert "\n" not in said
 

@@ -23,11 +23,11 @@ from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
 from onepass.train import checkpoint
 from onepass.train.command import _say_where, _settle
-from onepass.train.layout import Layout
-from onepass.train.loop import Run
+from onepass.train.layout import ParallelLayout
+from onepass.train.loop import TrainRun
 from onepass.train.options import Options
 from onepass.train.record import Line
-from onepass.train.steps import Steps
+from onepass.train.steps import TrainSteps
 from onepass.train.table import Without, _in_turns, _side_by_side, fusions, table_of_fusions, without
 
 SMALL = shlex.split(
@@ -154,7 +154,7 @@ def test_both_curves(tmp_path, corpus, capsys):
 def test_a_curve_that_was_stopped_is_compared_as_far_as_it_goes(tmp_path, capsys):
     lines = [Line(step, 4.0 - step, 0.1, 1.0, 10.0, 1.0) for step in range(4)]
     other = [replace(line, loss=line.loss + 0.25) for line in lines[:2]]
-    _say_where(tmp_path, lines, {"onepass": lines, "PyTorch": other}, Console(), Layout(torch.device("cpu")))
+    _say_where(tmp_path, lines, {"onepass": lines, "PyTorch": other}, Console(), ParallelLayout(torch.device("cpu")))
     assert "the two losses are at most 0.25 apart" in capsys.readouterr().out
 
 
@@ -191,10 +191,10 @@ def test_a_step_may_be_told_when_the_next_is_on_its_way(tmp_path, corpus, monkey
     """As on a GPU, which else had nothing to do while its loss is waited for. All is told before it is saved or evaluated."""
     options = "--no-table", "--no-fusion-table", "--samples", 0, "--save-interval", 2, "--eval-interval", 5
     assert train(corpus, "--run-dir", tmp_path / "at once", *options) == 0
-    monkeypatch.setattr(Run, "_waits_later", property(lambda run: True, lambda run, late: None), raising=False)
+    monkeypatch.setattr(TrainRun, "_waits_later", property(lambda run: True, lambda run, late: None), raising=False)
     order = []
-    watch(monkeypatch, Run, "_log", lambda run, line: order.append(f"told {line.step}"))
-    watch(monkeypatch, Steps, "run", lambda *given: order.append("run"))
+    watch(monkeypatch, TrainRun, "_log", lambda run, line: order.append(f"told {line.step}"))
+    watch(monkeypatch, TrainSteps, "run", lambda *given: order.append("run"))
     watch(monkeypatch, checkpoint, "save", lambda *given: order.append("saved"))
     assert train(corpus, "--run-dir", tmp_path / "later", *options) == 0
     one, other = (log(tmp_path / name) for name in ("at once", "later"))

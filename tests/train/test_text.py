@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 from onepass.train import text
 from onepass.train.batches import Batches
 
@@ -80,14 +80,14 @@ def test_what_was_made_is_used_again_until_the_files_change(tmp_path, corpus):
 def test_text_that_is_none(tmp_path, make, said):
     folder = tmp_path / "in"
     folder.mkdir()
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(CommandError, match=said):
         prepared(tmp_path / "out", make(folder))
     assert not (tmp_path / "out" / "tokens.json").exists()
 
 
 def test_a_text_that_was_long_enough_for_shorter_sequences(tmp_path, corpus):
     prepared(tmp_path / "t", [corpus])
-    with pytest.raises(Refused, match="the text is too short: its part for evaluation"):
+    with pytest.raises(CommandError, match="the text is too short: its part for evaluation"):
         prepared(tmp_path / "t", [corpus], seq_length=1000)
 
 

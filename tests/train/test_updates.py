@@ -11,7 +11,7 @@ import onepass
 from onepass.gpt import Config
 from onepass.parallel import MasterWeights
 from onepass.train import updates
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.updates import MainGradUpdate, adamw_options, parameter_groups
@@ -100,7 +100,7 @@ def test_released_gradients_change_nothing(settings):
 def test_large_models_gradients_are_released_on_one_gpu_unless_told(said, size, device, ranks, graphs, releases):
     model = nn.ParameterList([torch.empty(size, device="meta")])
     options = Options(release_main_grads=said, cuda_graphs=graphs)
-    assert updates._releases(model, options, Layout(torch.device(device), ranks=ranks)) is releases
+    assert updates._releases(model, options, ParallelLayout(torch.device(device), ranks=ranks)) is releases
 
 
 @pytest.mark.parametrize("releases", [False, True])
@@ -156,6 +156,6 @@ def test_an_interrupted_steps_gradients_are_in_no_other(when, settings):
 def test_adamws_numbers_are_those_of_the_flags():
     options = Options(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-3, lr=0.25)
     for plain in (False, True):
-        update = make(Config(num_layers=1), options, Layout(torch.device("cpu")), plain=plain).update
+        update = make(Config(num_layers=1), options, ParallelLayout(torch.device("cpu")), plain=plain).update
         for group in update.optimizer.param_groups:
             assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.25)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Inputs, OpBench, differentiate, outputs_of
+from onepass.bench.model import BenchCase, Call, Inputs, OpBench, differentiate, outputs_of
 
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # elements of fp64 at a time; the formula needs a dozen such
 _ONE_NUMBER = {torch.float32: 1e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}  # how far ours may be off, of such operands
 
 
 def judged(
-    bench: OpBench, case: Case, inputs: Inputs, got: dict[str, Tensor], ours: bool
+    bench: OpBench, case: BenchCase, inputs: Inputs, got: dict[str, Tensor], ours: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The errors of what a contender got, and how large they may be."""
     formula = bench.formula(case)

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
 from onepass.bench.products import Shapes, random_of, tiny
-from onepass.kernels.activations import find_activation
-from onepass.ops.activation_linear import activation_linear, activation_linear_reference
-from onepass.ops.bias_activation import bias_activation, bias_activation_reference
+from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
+from onepass.ops.activation.activations import find_activation
+from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
 
 OP = "activation_linear"
@@ -34,13 +34,13 @@ _SHAPES = Shapes(
 )
 
 
-def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
     parts = find_activation(variant).parts
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner * parts, inner * outer, tokens * outer))
-    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
+    return BenchCase(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
     random = random_of(case, device, generator)
     x = random(tokens, inner * find_activation(case.variant).parts)
@@ -48,11 +48,11 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs({"x": x.requires_grad_(), "weight": weight}, frozenset({"x"}), {"y": random(tokens, outer)})
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     return partial(activation_linear_reference, activation=case.variant)
 
 
-def _baseline(case: Case) -> Call:
+def _baseline(case: BenchCase) -> Call:
     """The activation in fp32, rounded once, and products of what is stored."""
 
     def call(x: Tensor, weight: Tensor) -> Result:
@@ -64,18 +64,18 @@ def _baseline(case: Case) -> Call:
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     return partial(activation_linear, activation=case.variant)
 
 
-def _separate(case: Case) -> Call:
+def _separate(case: BenchCase) -> Call:
     def call(x: Tensor, weight: Tensor) -> Result:
         return F.linear(bias_activation(x, None, case.variant), weight)
 
     return call
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     act = find_activation(case.variant)
 
     def call(x: Tensor, weight: Tensor) -> Result:
@@ -87,11 +87,11 @@ def _eager(case: Case) -> Call:
     return call
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     return [
         Contender("onepass", _ours, ours=True),
         Contender("separate", _separate),
@@ -100,7 +100,7 @@ def _contenders(case: Case) -> list[Contender]:
     ]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values(), activation=case.variant).backend
 
 

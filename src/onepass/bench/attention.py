@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
-from onepass.kernels.attention_formula import parts_of
-from onepass.ops.attention import attention, attention_reference
-from onepass.ops.rope import rope
+from onepass.ops.attention.attention import attention, attention_reference
+from onepass.ops.attention.formula import parts_of
+from onepass.ops.attention.rope import rope
 from onepass.runtime.backend import explain
 
 OP = "attention"
@@ -37,22 +37,22 @@ _SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "p
 _CPU = {variant: [(1, 512, 8, 2, 64)] for variant in _SHAPES}
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
     B, S, heads, groups, D = shape
     qkv, y = (B * S * each * D * dtype.itemsize for each in (heads + 2 * groups, heads))
-    return Case(OP, variant, shape, dtype, qkv + y, 2 * qkv + 2 * y)
+    return BenchCase(OP, variant, shape, dtype, qkv + y, 2 * qkv + 2 * y)
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     shapes = _SHAPES if device.type == "cuda" else _CPU
     return [_case(variant, shape, dtype) for variant in shapes for shape in shapes[variant][: 1 if quick else None]]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, (1, 64, 4, 2, 64), case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     B, S, heads, groups, D = case.shape
     random = partial(torch.randn, generator=generator, device=device, dtype=case.dtype)
     tensors = {"qkv": random(B, S, (heads + 2 * groups) * D).requires_grad_()}
@@ -63,11 +63,11 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"qkv"}), grads, row_elements=heads * S * S)  # the formula's scores
 
 
-def _heads(case: Case) -> tuple[int, int]:
+def _heads(case: BenchCase) -> tuple[int, int]:
     return case.shape[2], case.shape[3]
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
         return attention_reference(qkv, *_heads(case), cos=cos, sin=sin)
 
@@ -75,7 +75,7 @@ def _formula(case: Case) -> Call:
 
 
 @contextmanager
-def _in_order(case: Case) -> Iterator[None]:
+def _in_order(case: BenchCase) -> Iterator[None]:
     """In a fixed order, unless the case says any: PyTorch asks when it runs, backward too."""
     had, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def _in_order(case: Case) -> Iterator[None]:
 # ---- ours ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
         return attention(qkv, *_heads(case), cos=cos, sin=sin, deterministic=not case.variant.endswith(_ANY))
 
@@ -107,7 +107,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(2)
 
 
-def _after_rope(case: Case) -> Call:
+def _after_rope(case: BenchCase) -> Call:
     def call(qkv: Tensor, *tables: Tensor) -> Result:
         q, k, v = parts_of(qkv, *_heads(case))
         if tables:
@@ -117,7 +117,7 @@ def _after_rope(case: Case) -> Call:
     return call
 
 
-def _by_kernel(case: Case, kernel: SDPBackend) -> Call:
+def _by_kernel(case: BenchCase, kernel: SDPBackend) -> Call:
     function = _after_rope(case)
 
     def call(*tensors: Tensor) -> Result:
@@ -127,7 +127,7 @@ def _by_kernel(case: Case, kernel: SDPBackend) -> Call:
     return call
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         cos, sin = (torch.cat((table, table), -1).to(x.dtype).unsqueeze(-2) for table in (cos, sin))
@@ -142,7 +142,7 @@ def _compiled(case: Case) -> Call:
     return compiled(call)
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # in a fixed order there is flash attention only, which is what SDPA takes
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
@@ -151,7 +151,7 @@ def _contenders(case: Case) -> list[Contender]:
     return [*found, Contender("torch.compile", _compiled, compiles=True)]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     qkv, *tables = inputs.tensors.values()
     cos, sin = tables or (None, None)
     return explain(OP, qkv, *_heads(case), cos=cos, sin=sin).backend

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported
-from onepass.kernels.activations import find_activation
-from onepass.ops.bias_activation import bias_activation, bias_activation_reference
+from onepass.ops.activation.activations import find_activation
+from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
 
 OP = "bias_activation"
@@ -28,13 +28,13 @@ _GATED = ("swiglu", "geglu", "quick_geglu")
 _ALL = ("gelu", *_GATED)
 
 
-def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
     parts = 2 if variant in _GATED else 1
     one = rows * width * dtype.itemsize  # y's bytes
-    return Case(OP, variant, (rows, width), dtype, (parts + 1) * one, (2 * parts + 1) * one)
+    return BenchCase(OP, variant, (rows, width), dtype, (parts + 1) * one, (2 * parts + 1) * one)
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     """(rows, width of the output): x is twice as wide where there is a gate."""
     if device.type == "cuda" and not quick:
         shapes = [(variant, 16384, 16384 if variant == "gelu" else 14336) for variant in _ALL]
@@ -51,11 +51,11 @@ def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
     return [_case(*shape, dtype) for shape in sorted(shapes, key=lambda shape: order[shape[0]])]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, 64, 1024, case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     rows, width = case.shape
     wide = 2 * width if case.variant in _GATED else width
 
@@ -66,18 +66,18 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs({"x": x.requires_grad_(), "bias": bias.requires_grad_()}, frozenset({"x"}), {"y": dy})
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     return partial(bias_activation_reference, activation=case.variant)
 
 
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     return partial(bias_activation, activation=case.variant)
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     act = find_activation(case.variant).formula
 
     def plain(x: Tensor, bias: Tensor) -> Tensor:
@@ -90,14 +90,14 @@ def _eager(case: Case) -> Call:
     return gated if case.variant in _GATED else plain
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
 # ---- the peers' own functions ----
 
 
-def _liger(case: Case) -> Call:
+def _liger(case: BenchCase) -> Call:
     module, name = {
         "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"),
         "geglu": ("liger_kernel.ops.geglu", "LigerGELUMulFunction"),
@@ -112,7 +112,7 @@ def _liger(case: Case) -> Call:
     return call
 
 
-def _liger_one_tensor(case: Case) -> Call:
+def _liger_one_tensor(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.swiglu", "LigerFusedGateUpSiLUMulFunction").apply
 
     def call(x: Tensor, bias: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _liger_one_tensor(case: Case) -> Call:
     return call
 
 
-def _megatron(case: Case) -> Call:
+def _megatron(case: BenchCase) -> Call:
     module, name = {
         "gelu": ("fused_bias_gelu", "bias_gelu_impl"),
         "swiglu": ("fused_bias_swiglu", "bias_swiglu_impl"),
@@ -142,7 +142,7 @@ def _megatron(case: Case) -> Call:
     return with_ones
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
@@ -156,7 +156,7 @@ def _contenders(case: Case) -> list[Contender]:
     return found
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values(), activation=case.variant).backend
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from onepass.bench import huggingface, record, registry, runner
-from onepass.bench.model import Case, Contender, CpuTimes, OpBench
+from onepass.bench.model import BenchCase, Contender, CpuTimes, OpBench
 from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
-from onepass.bench.record import Run
+from onepass.bench.record import BenchRun
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
-from onepass.runtime.extras import install
-from onepass.runtime.refused import Refused, check_output
+from onepass.runtime.errors import CommandError, check_output
+from onepass.runtime.install_hint import install_hint
 
 _NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"--plot needs matplotlib: {install('bench')}")
+        raise CommandError(f"--plot needs matplotlib: {install_hint('bench')}")
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
     plans = _chosen(plans, args)
 
-    from onepass.bench.report import Report  # rich: not needed for saying no
+    from onepass.bench.report import BenchReport  # rich: not needed for saying no
 
-    report = Report()
+    report = BenchReport()
     clock = clock_for(device)
-    result = Run(device, dtype, args.quick, peers, measure_ceilings(device, clock))
+    result = BenchRun(device, dtype, args.quick, peers, measure_ceilings(device, clock))
     report.header(result, _ours_runs_as(plans[0], device), _without(plans), skipped)
     stopped: int | None = None
     with report.ticking(sum(plan.steps() for plan in plans)) as tick:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return _finish(args, result, report.say, stopped)
 
 
-def _finish(args: argparse.Namespace, result: Run, say: Callable[[str], None], stopped: int | None) -> int:
+def _finish(args: argparse.Namespace, result: BenchRun, say: Callable[[str], None], stopped: int | None) -> int:
     start, end = result.ceilings.copy_gbs, result.copy_gbs_at_end
     if end and abs(end / start - 1) > 0.05:
         say(f"[yellow]the copy bandwidth moved during the run: {start:.0f} GB/s at the start, {end:.0f} at the end[/]")
@@ -109,7 +109,7 @@ def _ops(named: list[str]) -> list[str]:
     known = registry.known_ops()
     for op in named:
         if op not in known:
-            raise Refused(f"unknown op {op!r}; known are {', '.join(known)}, and {huggingface.NAME} by itself")
+            raise CommandError(f"unknown op {op!r}; known are {', '.join(known)}, and {huggingface.NAME} by itself")
     return list(dict.fromkeys(named)) or known
 
 
@@ -118,14 +118,14 @@ def _device(named: str | None) -> torch.device:
     try:
         device = find_device(named)
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise CommandError(str(error)) from None
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
 
 
-def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, peers: dict[str, str]) -> runner.Plan:
+def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, peers: dict[str, str]) -> runner.BenchPlan:
     bench = registry.load(op)
     wanted = [name.lower() for name in args.peer or ()]
 
@@ -138,35 +138,35 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
             return any(name in contender.name.lower() for name in wanted)
         return not (args.quick and device.type == "cpu" and contender.compiles)
 
-    return runner.Plan(bench, bench.cases(device, dtype, args.quick), keep, args.quick)
+    return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick)
 
 
-def _chosen(plans: list[runner.Plan], args: argparse.Namespace) -> list[runner.Plan]:
+def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[runner.BenchPlan]:
     """--case and --peer applied, or a word on what there is."""
     cases = [case for plan in plans for case in plan.cases]
     names = _contender_names([(plan.bench, case) for plan in plans for case in plan.cases])
     for peer in args.peer or ():
         if not any(peer.lower() in name.lower() for name in names):
-            raise Refused(f"--peer {peer!r} names none; there are {', '.join(names)}")
+            raise CommandError(f"--peer {peer!r} names none; there are {', '.join(names)}")
     if args.case:
         for plan in plans:
             plan.cases = [case for case in plan.cases if args.case.lower() in case.name.lower()]
         plans = [plan for plan in plans if plan.cases]
         if not plans:
-            raise Refused(f"--case {args.case!r} names none; there are {', '.join(case.name for case in cases)}")
+            raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in cases)}")
     return plans
 
 
-def _contender_names(pairs: list[tuple[OpBench, Case]]) -> list[str]:
+def _contender_names(pairs: list[tuple[OpBench, BenchCase]]) -> list[str]:
     return list(dict.fromkeys(c.name for bench, case in pairs for c in bench.contenders(case) if not c.ours))
 
 
-def _ours_runs_as(plan: runner.Plan, device: torch.device) -> str:
+def _ours_runs_as(plan: runner.BenchPlan, device: torch.device) -> str:
     case = plan.bench.tiny(plan.cases[0])
     return plan.bench.backend(case, plan.bench.inputs(case, device, torch.Generator(device=device)))
 
 
-def _without(plans: list[runner.Plan]) -> dict[str, str]:
+def _without(plans: list[runner.BenchPlan]) -> dict[str, str]:
     """Which packages have nothing to compare, in which of these ops, and why."""
     found: dict[str, list[str]] = {}
     for plan in plans:

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
 from onepass.bench.peers import compiled, imported
-from onepass.ops.cross_entropy import cross_entropy
+from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.runtime.backend import explain
 
 OP = "cross_entropy"
@@ -31,22 +31,22 @@ _SHAPES = [(8192, 128256), (16384, 32000), (4096, 50257)]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def _case(variant: str, rows: int, columns: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, rows: int, columns: int, dtype: torch.dtype) -> BenchCase:
     logits = rows * columns * dtype.itemsize
-    return Case(OP, variant, (rows, columns), dtype, logits, 2 * logits)
+    return BenchCase(OP, variant, (rows, columns), dtype, logits, 2 * logits)
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     gpu, cpu = (_SHAPES[1:], [(64, 8192)]) if quick else (_SHAPES, [(512, 50257), (1024, 8192)])
     shapes = gpu if device.type == "cuda" else cpu
     return [_case(variant, *shape, dtype) for variant in _SMOOTHING for shape in shapes]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, 64, 1024, case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     rows, columns = case.shape
     logits = torch.randn(rows, columns, generator=generator, device=device, dtype=case.dtype).mul_(3)
     labels = torch.randint(columns, (rows,), generator=generator, device=device)
@@ -64,35 +64,35 @@ def _called(loss: Loss) -> Call:
     return call
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     return _called(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
 
 
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     loss = partial(cross_entropy, label_smoothing=_SMOOTHING[case.variant])
     return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
 
 
-def _eager_loss(case: Case) -> Loss:
+def _eager_loss(case: BenchCase) -> Loss:
     smoothing = _SMOOTHING[case.variant]
     return lambda logits, labels: F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     return _called(_eager_loss(case))
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return _called(compiled(_eager_loss(case)))
 
 
 # ---- over the logits ----
 
 
-class _Instead(torch.autograd.Function):
+class _ReplacedLogits(torch.autograd.Function):
     """Other memory in the place of the logits; its gradient is theirs."""
 
     @staticmethod
@@ -111,23 +111,23 @@ def _on_a_copy(loss: Loss) -> Call:
         if logits.data_ptr() not in copies:
             copies.clear()
             copies[logits.data_ptr()] = [logits.detach().clone()]
-        given: Tensor = _Instead.apply(logits, copies[logits.data_ptr()])  # type: ignore[no-untyped-call]
+        given: Tensor = _ReplacedLogits.apply(logits, copies[logits.data_ptr()])  # type: ignore[no-untyped-call]
         return loss(given, labels)
 
     return _called(on_a_copy)
 
 
-def _liger(case: Case) -> Call:
+def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.transformers.functional", "liger_cross_entropy")
     return _on_a_copy(partial(function, label_smoothing=_SMOOTHING[case.variant]))
 
 
-def _quack(case: Case) -> Call:
+def _quack(case: BenchCase) -> Call:
     loss = partial(imported("quack.cross_entropy", "cross_entropy"), reduction="mean")
     return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
@@ -139,7 +139,7 @@ def _contenders(case: Case) -> list[Contender]:
     return found
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values(), label_smoothing=_SMOOTHING[case.variant]).backend
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported
-from onepass.kernels.random import scale_of, threshold_of
-from onepass.ops.dropout_add import dropout_add
+from onepass.kernels.philox import scale_of, threshold_of
+from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.runtime.backend import explain
 
 OP = "dropout_add"
@@ -28,12 +28,12 @@ _VARIANTS = ("bias", "plain")
 _found: list[tuple[Tensor, float]] = []
 
 
-def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
     one = rows * width * dtype.itemsize
-    return Case(OP, variant, (rows, width), dtype, 3 * one, 2 * one)
+    return BenchCase(OP, variant, (rows, width), dtype, 3 * one, 2 * one)
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     if device.type == "cuda" and not quick:
         shapes = [(16384, 8192), (16384, 4096), (2048, 4096), (600_000, 64), (777, 5000)]
     elif device.type == "cuda":
@@ -43,11 +43,11 @@ def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
     return [_case(variant, *shape, dtype) for variant in _VARIANTS for shape in shapes]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, 64, 1024, case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     """The rows' numbers, too, which the formula is told in parts; contenders do without."""
     rows, width = case.shape
 
@@ -61,7 +61,7 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"rows", "x", "residual"}), {"y": random(rows, width)})
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     def formula(rows: Tensor, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Result:
         z = x if bias is None else x + bias
         mask, scale = _found[0]
@@ -104,7 +104,7 @@ def _mask_of(function: Call, x: Tensor, residual: Tensor, bias: Tensor | None) -
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     def ours(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
         return dropout_add(x, residual, P, bias=bias)
 
@@ -115,18 +115,18 @@ def _plain(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
     return residual + F.dropout(x if bias is None else x + bias, P)
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     return _watched(_plain)
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return _watched(compiled(_plain))
 
 
 # ---- the peers' own functions ----
 
 
-def _megatron(case: Case) -> Call:
+def _megatron(case: BenchCase) -> Call:
     function = imported("megatron.core.fusions.fused_bias_dropout", "bias_dropout_add_fused_train")
 
     def megatron(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
@@ -136,7 +136,7 @@ def _megatron(case: Case) -> Call:
     return _watched(megatron)
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     return [
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
@@ -145,7 +145,7 @@ def _contenders(case: Case) -> list[Contender]:
     ]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     given = dict(inputs.tensors)
     return explain(OP, given["x"], given["residual"], P, bias=given.get("bias")).backend
 

@@ -30,20 +30,20 @@ from onepass.bench.huggingface_cases import (
     LIGER,
     OURS_COMPILED,
     RIGHT,
-    Case,
-    Found,
+    ModelCase,
+    ModelResult,
     cases,
     compare,
     reached,
 )
 from onepass.bench.peers import find_peers
 from onepass.bench.record import commit, device_name, versions
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 NAME = "huggingface"
 STEPS, STEPS_QUICK = 50, 5
-Rows = dict[str, dict[str, Found]]  # by case, by contender
-_FIELDS = {field.name for field in fields(Found)}
+Rows = dict[str, dict[str, ModelResult]]  # by case, by contender
+_FIELDS = {field.name for field in fields(ModelResult)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def refuse_options(args: argparse.Namespace) -> None:
     """Those of this command where it wasn't asked for."""
     for option in ("contender", "steps", "budget"):
         if getattr(args, option) is not None:
-            raise Refused(f"--{option} is only for {NAME}: onepass bench {NAME}")
+            raise CommandError(f"--{option} is only for {NAME}: onepass bench {NAME}")
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     steps = args.steps or (STEPS_QUICK if args.quick else STEPS)
     facts = _facts(device, steps, args.quick)
 
-    from onepass.bench.huggingface_report import Report  # rich: not needed for saying no
+    from onepass.bench.huggingface_report import ModelReport  # rich: not needed for saying no
 
-    report = Report()
+    report = ModelReport()
     report.header(facts)
     rows = _kept(args.json, facts)
     ends = time.monotonic() + (args.budget or float("inf"))
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     return stopped or int(bool(failed))
 
 
-def _wrong(case: Case, rows: list[Found]) -> bool:
+def _wrong(case: ModelCase, rows: list[ModelResult]) -> bool:
     """Ours too far from eager, or broken. Being slow is no error."""
     missed = [found for bar in case.bars if bar.figure in RIGHT and (found := reached(bar, rows)) and not found[1]]
     return bool(missed) or any(row.mine and row.status == "error" for row in rows)
@@ -108,26 +108,26 @@ def _wrong(case: Case, rows: list[Found]) -> bool:
 # ---- what was asked for ----
 
 
-def _wanted(args: argparse.Namespace, device: torch.device) -> list[Case]:
+def _wanted(args: argparse.Namespace, device: torch.device) -> list[ModelCase]:
     if args.ops != [NAME]:
-        raise Refused(f"{NAME} stands alone, but is asked for with {', '.join(op for op in args.ops if op != NAME)}")
+        raise CommandError(f"{NAME} stands alone, but is asked for with {', '.join(op for op in args.ops if op != NAME)}")
     for option in ("peer", "plot"):
         if getattr(args, option):
-            raise Refused(f"--{option} is for ops; {NAME} has --case, --contender, --steps, --budget and --json")
+            raise CommandError(f"--{option} is for ops; {NAME} has --case, --contender, --steps, --budget and --json")
     if args.dtype != "bf16":
-        raise Refused(f"--dtype must be bf16 for {NAME}, but is {args.dtype}")
+        raise CommandError(f"--dtype must be bf16 for {NAME}, but is {args.dtype}")
     if args.steps is not None and args.steps < 1:
-        raise Refused(f"--steps must be at least 1, but is {args.steps}")
+        raise CommandError(f"--steps must be at least 1, but is {args.steps}")
     if args.budget is not None and args.budget <= 0:
-        raise Refused(f"--budget must be more than 0 seconds, but is {args.budget:g}")
+        raise CommandError(f"--budget must be more than 0 seconds, but is {args.budget:g}")
     if device.type == "cpu" and not args.quick:
-        raise Refused(f"{NAME} needs a GPU: on a CPU there is --quick, with small models")
+        raise CommandError(f"{NAME} needs a GPU: on a CPU there is --quick, with small models")
     if _version("transformers") is None:
-        raise Refused(f"{NAME} needs transformers: pip install transformers")
+        raise CommandError(f"{NAME} needs transformers: pip install transformers")
     known = cases(args.quick)
     found = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
     if not found:
-        raise Refused(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
+        raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
     return found
 
 
@@ -138,7 +138,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> Found | None:
+def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> ModelResult | None:
     why = None
     if time.monotonic() >= ends:
         why = "no time is left of --budget"
@@ -148,13 +148,13 @@ def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: fl
         why = "its kernels need a GPU"
     elif name in (COMPILED, OURS_COMPILED) and device.type == "cpu" and not args.contender:
         why = "left out of --quick on a CPU, where compiling takes most of the time"
-    return None if why is None else Found(name, "skipped", why)
+    return None if why is None else ModelResult(name, "skipped", why)
 
 
 # ---- a contender's process ----
 
 
-def _measured(case: Case, name: str, device: torch.device, steps: int, quick: bool, ends: float) -> Found:
+def _measured(case: ModelCase, name: str, device: torch.device, steps: int, quick: bool, ends: float) -> ModelResult:
     begun = time.monotonic()
     shown = asdict(case) | {"asked": ()}
     asked = {"case": shown, "contender": name, "device": str(device), "steps": steps, "quick": quick}
@@ -163,12 +163,12 @@ def _measured(case: Case, name: str, device: torch.device, steps: int, quick: bo
         command = [sys.executable, "-m", "onepass.bench.huggingface_process", json.dumps(asked), str(file)]
         ended = _run(command, log, None if ends == float("inf") else ends - begun)
         if file.exists():
-            found = Found(**json.loads(file.read_text()))
+            found = ModelResult(**json.loads(file.read_text()))
         elif ended is None:
-            found = Found(name, "skipped", f"not done after {time.monotonic() - begun:.0f} s, when --budget ended")
+            found = ModelResult(name, "skipped", f"not done after {time.monotonic() - begun:.0f} s, when --budget ended")
         else:
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            found = Found(name, "error", f"ended with status {ended}: {''.join(last)}")
+            found = ModelResult(name, "error", f"ended with status {ended}: {''.join(last)}")
     found.seconds = time.monotonic() - begun
     return found
 
@@ -221,7 +221,9 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
         return {}
     rows: Rows = {}
     for row in told["rows"]:
-        found = rows.setdefault(row["case"], {})[row["contender"]] = Found(**{name: row[name] for name in _FIELDS & row.keys()})
+        found = rows.setdefault(row["case"], {})[row["contender"]] = ModelResult(
+            **{name: row[name] for name in _FIELDS & row.keys()}
+        )
         found.losses = [float(loss) for loss in found.losses]  # a NaN is a word there
         found.losses_again = [float(loss) for loss in found.losses_again]
         found.errors = {kind: float(error) for kind, error in found.errors.items()}
@@ -241,12 +243,12 @@ def _save(path: Path | None, facts: dict[str, Any], rows: Rows) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _row(case: Case, found: Found) -> dict[str, Any]:
+def _row(case: ModelCase, found: ModelResult) -> dict[str, Any]:
     shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "attention": case.attention}
     return shown | {name: _plain(value) for name, value in asdict(found).items()}
 
 
-def _bar(case: Case, rows: list[Found]) -> list[dict[str, Any]]:
+def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:
     found = []
     for bar in case.bars:
         is_now = reached(bar, rows)
@@ -264,5 +266,5 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
-def _in_order(rows: dict[str, Found]) -> list[Found]:
+def _in_order(rows: dict[str, ModelResult]) -> list[ModelResult]:
     return [rows[name] for name in CONTENDERS if name in rows]

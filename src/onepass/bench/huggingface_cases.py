@@ -13,7 +13,7 @@ MINE = (OURS, OURS_COMPILED)
 
 
 @dataclass(frozen=True)
-class Bar:
+class AcceptanceBar:
     """At most this: a number, or so many times what another contender has."""
 
     contender: str
@@ -33,14 +33,14 @@ RIGHT = ("loss_apart", "error_of_eager")  # where one of ours is over such a bar
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelCase:
     name: str
     family: str  # transformers' model_type
     sequences: int
     length: int
     sizes: dict[str, Any]
     attention: str = "sdpa"
-    asked: tuple[Bar, ...] = ()
+    asked: tuple[AcceptanceBar, ...] = ()
     error_of_eager: float = 1.25
 
     @property
@@ -48,12 +48,12 @@ class Case:
         return self.sequences * self.length
 
     @property
-    def bars(self) -> tuple[Bar, ...]:
+    def bars(self) -> tuple[AcceptanceBar, ...]:
         far = (("loss_apart", 2e-3), ("error_of_eager", self.error_of_eager))
-        return (*self.asked, *(Bar(name, *bar) for name in MINE for bar in far))
+        return (*self.asked, *(AcceptanceBar(name, *bar) for name in MINE for bar in far))
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[ModelCase]:
     return _QUICK if quick else _REAL
 
 
@@ -74,27 +74,27 @@ _TINY = {
     "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 
-_COMPILES = Bar(OURS_COMPILED, "ms", 1.0, OURS)
-_BEATS_LIGER = (Bar(OURS, "ms", 1.0, LIGER), Bar(OURS, "peak_gib", 1.0, LIGER))
+_COMPILES = AcceptanceBar(OURS_COMPILED, "ms", 1.0, OURS)
+_BEATS_LIGER = (AcceptanceBar(OURS, "ms", 1.0, LIGER), AcceptanceBar(OURS, "peak_gib", 1.0, LIGER))
 _REAL = [
-    Case(
+    ModelCase(
         "llama_1b 4x4096", "llama", 4, 4096, _LLAMA_1B,
-        asked=(Bar(OURS, "ms", 0.90, LIGER), Bar(OURS, "peak_gib", 22.0), _COMPILES),
+        asked=(AcceptanceBar(OURS, "ms", 0.90, LIGER), AcceptanceBar(OURS, "peak_gib", 22.0), _COMPILES),
     ),
-    Case("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(Bar(OURS, "ms", 0.95, EAGER),)),
-    Case("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
+    ModelCase("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.95, EAGER),)),
+    ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # Softcapped attention, which SDPA doesn't have, keeps the scores: one sequence is what fits.
-    Case("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
+    ModelCase("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
 ]  # fmt: skip
 # Their norms' gradients are a few numbers, whose errors are a matter of chance.
 _QUICK = [
-    Case("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
-    Case("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
+    ModelCase("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
+    ModelCase("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
 ]
 
 
 @dataclass
-class Found:
+class ModelResult:
     """One contender on one case. Its process fills in what it measured, `compare` what follows from eager's."""
 
     contender: str
@@ -122,7 +122,7 @@ class Found:
         return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
 
 
-def compare(rows: list[Found]) -> None:
+def compare(rows: list[ModelResult]) -> None:
     """Fills in how far each is from eager, where eager was measured."""
     eager = next((row for row in rows if row.contender == EAGER and row.status == "ok"), None)
     for row in rows:
@@ -137,7 +137,7 @@ def _worst(values: list[float]) -> float | None:
     return max(values, key=lambda value: (value != value, value)) if values else None
 
 
-def reached(bar: Bar, rows: list[Found]) -> tuple[float, bool] | None:
+def reached(bar: AcceptanceBar, rows: list[ModelResult]) -> tuple[float, bool] | None:
     """What it is, of the other's where the bar is over another's; and whether that is enough. None where it isn't known."""
     by_name = {row.contender: row for row in rows if row.status == "ok"}
     value = getattr(by_name.get(bar.contender), bar.figure, None)
@@ -147,7 +147,7 @@ def reached(bar: Bar, rows: list[Found]) -> tuple[float, bool] | None:
     return None if value is None else (value, value <= at_most(bar, rows))
 
 
-def at_most(bar: Bar, rows: list[Found]) -> float:
+def at_most(bar: AcceptanceBar, rows: list[ModelResult]) -> float:
     """Of losses twice eager's distance from itself, where that is more: so far two orders of the same sums may be apart."""
     eager = next((row for row in rows if row.contender == EAGER), None)
     if bar.figure != "loss_apart" or eager is None or not eager.loss_apart or not math.isfinite(eager.loss_apart):

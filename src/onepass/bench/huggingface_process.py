@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, Case, Found
+from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, ModelCase, ModelResult
 from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
@@ -39,22 +39,22 @@ def main(asked: str, file: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        found = measured(Case(**told["case"]), name, device, told["steps"], told["quick"])
+        found = measured(ModelCase(**told["case"]), name, device, told["steps"], told["quick"])
     except Exception as error:  # a row of the table says it
-        found = Found(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        found = ModelResult(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
     written = Path(file)
     written.with_suffix(".part").write_text(json.dumps(asdict(found)))
     written.with_suffix(".part").rename(written)  # there whole or not at all
 
 
-def measured(case: Case, contender: str, device: torch.device, steps: int, quick: bool) -> Found:
+def measured(case: ModelCase, contender: str, device: torch.device, steps: int, quick: bool) -> ModelResult:
     batches = tokens(case, device)
     first = next(batches)
     exact = exact_gradients(case, first)
     gc.collect()  # its model, which may hold itself, is not to be in anybody's peak memory
     model = new_model(case, device)
     trainer = _Trainer(model, contender)
-    found = Found(contender)
+    found = ModelResult(contender)
     begun = time.perf_counter()
     losses = [trainer.gradients(first)]
     found.errors = errors(model, exact)
@@ -72,7 +72,7 @@ def measured(case: Case, contender: str, device: torch.device, steps: int, quick
     return found
 
 
-def _losses_again(case: Case, device: torch.device, steps: int) -> list[float]:
+def _losses_again(case: ModelCase, device: torch.device, steps: int) -> list[float]:
     """Of the same steps, which a GPU doesn't compute the same twice: sums have no order there."""
     batches, trainer = tokens(case, device), _Trainer(new_model(case, device), EAGER)
     losses = [trainer.step(next(batches)) for _ in range(steps)]
@@ -82,7 +82,7 @@ def _losses_again(case: Case, device: torch.device, steps: int) -> list[float]:
 # ---- the model and what it is trained on ----
 
 
-def new_model(case: Case, device: torch.device) -> Any:
+def new_model(case: ModelCase, device: torch.device) -> Any:
     config = imported("transformers", "AutoConfig").for_model(case.family, **case.sizes, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
@@ -90,7 +90,7 @@ def new_model(case: Case, device: torch.device) -> Any:
         return make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
 
 
-def tokens(case: Case, device: torch.device) -> Iterator[Tensor]:
+def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
     """A batch after the other, the same on every device. Few tokens are frequent, as words are: there is something to learn."""
     random, shape = torch.Generator().manual_seed(1), (case.sequences, case.length)
     while True:
@@ -150,7 +150,7 @@ class _Trainer:
 # ---- what is found out about it ----
 
 
-def exact_gradients(case: Case, batch: Tensor) -> dict[str, Tensor]:
+def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     """Eager's in fp32, from the same bf16 weights: a sequence at a time and layers made again, as all at once wouldn't fit."""
     model = new_model(case, batch.device).float()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is its older name
@@ -174,7 +174,7 @@ def _error(grad: Tensor | None, exact: Tensor) -> float:
     return float((grad.float() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
-def _time(found: Found, step: Callable[[], object], device: torch.device, quick: bool) -> None:
+def _time(found: ModelResult, step: Callable[[], object], device: torch.device, quick: bool) -> None:
     for _ in range(_WARM):
         step()
     if device.type == "cuda":

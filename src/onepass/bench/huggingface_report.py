@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onepass.bench.huggingface_cases import EAGER, FIGURES, Bar, Case, Found, at_most, reached
+from onepass.bench.huggingface_cases import EAGER, FIGURES, AcceptanceBar, ModelCase, ModelResult, at_most, reached
 
 _WIDTH = 118  # of a log that is no terminal
 
 
-class Report:
+class ModelReport:
     def __init__(self, out: TextIO | None = None) -> None:
         out = out or sys.stdout
         self.console = Console(file=out, width=None if out.isatty() else _WIDTH, highlight=False)
@@ -34,10 +34,10 @@ class Report:
             f"Liger {liger or 'not installed'}; bf16, AdamW(fused=True), losses of {facts['steps']} steps\n"
         )
 
-    def begins(self, case: Case, name: str) -> None:
+    def begins(self, case: ModelCase, name: str) -> None:
         self.progress.print(f"{case.name}: {name}", style="dim")
 
-    def row(self, case: Case, found: Found) -> None:
+    def row(self, case: ModelCase, found: ModelResult) -> None:
         """At once: the table comes when all of its rows are there, and says what was skipped."""
         if found.status != "ok":
             self.say(f"{case.name}, {found.contender}: {found.status}: {escape(found.message or '')}")
@@ -49,7 +49,7 @@ class Report:
             parts.append(f"losses apart {found.loss_apart:.1e}")
         self.say(f"{case.name}, {found.contender}: {', '.join(parts)} [dim](all of it {found.seconds:.0f} s)[/]")
 
-    def table(self, case: Case, rows: list[Found]) -> None:
+    def table(self, case: ModelCase, rows: list[ModelResult]) -> None:
         table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
         table.title = f"\n[bold]{case.family} {case.sequences} x {case.length}[/] bf16, {case.attention} attention"
         table.add_column("", min_width=25, no_wrap=True)
@@ -70,11 +70,11 @@ class Report:
         self.say()
 
 
-def _failed(row: Found) -> str:
+def _failed(row: ModelResult) -> str:
     return f"[red]{row.status}[/]" if row.status == "error" else f"[dim]{row.status}[/]"
 
 
-def _said(bar: Bar, rows: list[Found]) -> str:
+def _said(bar: AcceptanceBar, rows: list[ModelResult]) -> str:
     what, digits = FIGURES[bar.figure]
     most = f"{bar.most:.2f} x {bar.of}" if bar.of else format(at_most(bar, rows), digits)
     asked = f"{bar.contender}, {what} at most {most}: "
@@ -88,18 +88,18 @@ def _said(bar: Bar, rows: list[Found]) -> str:
 
 # ---- the columns ----
 
-_Cell = Callable[[Case, Found, Found | None], str]
+_Cell = Callable[[ModelCase, ModelResult, ModelResult | None], str]
 
 
 def _number(name: str, digits: str) -> _Cell:
     return lambda case, row, eager: "" if (value := getattr(row, name)) is None else format(value, digits)
 
 
-def _of_eager(case: Case, row: Found, eager: Found | None) -> str:
+def _of_eager(case: ModelCase, row: ModelResult, eager: ModelResult | None) -> str:
     return f"{row.ms / eager.ms:.3f}" if row.ms and eager and eager.ms else ""
 
 
-def _speed(case: Case, row: Found, eager: Found | None) -> str:
+def _speed(case: ModelCase, row: ModelResult, eager: ModelResult | None) -> str:
     return f"{case.tokens / row.ms * 1e3:,.0f}" if row.ms else ""
 
 

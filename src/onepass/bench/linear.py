@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
 from onepass.bench.products import Shapes, give_main_grad, random_of, tiny
-from onepass.ops.linear import linear, linear_reference
+from onepass.ops.linear.linear import linear, linear_reference
 from onepass.runtime.backend import explain
 
 OP = "linear"
@@ -36,12 +36,12 @@ _SHAPES = Shapes(
 )
 
 
-def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
-    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, y + 2 * x + weight + 8 * inner * outer)
+    return BenchCase(OP, variant, (tokens, inner, outer), dtype, x + weight + y, y + 2 * x + weight + 8 * inner * outer)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
     random = random_of(case, device, generator)
     tensors = {"x": random(tokens, inner).requires_grad_(), "weight": Parameter(random(outer, inner).mul_(inner**-0.5))}
@@ -52,7 +52,7 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)}, trained=True)
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     return linear_reference
 
 
@@ -60,7 +60,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     return F.linear(x, weight, bias)
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     return [
         Contender("onepass", lambda case: linear, ours=True),
         Contender("F.linear + add_", lambda case: _linear),
@@ -68,7 +68,7 @@ def _contenders(case: Case) -> list[Contender]:
     ]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values()).backend
 
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
 from onepass.bench.peers import compiled, imported
 from onepass.bench.products import Shapes, give_main_grad, random_of
-from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.runtime.backend import explain
 
 OP = "linear_cross_entropy"
@@ -39,17 +39,17 @@ _SHAPES = Shapes(
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _case(variant: str, tokens: int, inner: int, vocabulary: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, tokens: int, inner: int, vocabulary: int, dtype: torch.dtype) -> BenchCase:
     hidden, weight = tokens * inner * dtype.itemsize, vocabulary * inner * dtype.itemsize
     written = hidden + (weight if variant == "mean" else 8 * vocabulary * inner)  # main_grad is read, too
-    return Case(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, hidden + weight + written)
+    return BenchCase(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, hidden + weight + written)
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, 16, 64, 128, case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, vocabulary = case.shape
     random = random_of(case, device, generator)
     weight = Parameter(random(vocabulary, inner).mul_(inner**-0.5))
@@ -72,7 +72,7 @@ def _called(loss: Loss) -> Call:
     return call
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     """Of some rows what they have in the mean of all."""
     tokens = case.shape[0]
     return _called(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
@@ -81,7 +81,7 @@ def _formula(case: Case) -> Call:
 # ---- ours, the floor, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     return _called(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
 
 
@@ -102,7 +102,7 @@ class _Products(torch.autograd.Function):
         return dhidden, None if ctx.gathers else dweight  # the product is made, and no hook adds it
 
 
-def _products(case: Case) -> Call:
+def _products(case: BenchCase) -> Call:
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         y: Tensor = _Products.apply(hidden, weight)  # type: ignore[no-untyped-call]
         return y
@@ -118,16 +118,16 @@ def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
-def _baseline(case: Case) -> Call:
+def _baseline(case: BenchCase) -> Call:
     """Logits and their gradient are rounded, as operands of products are, and nothing else."""
     return _called(_wide_loss)
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return _called(compiled(_wide_loss))
 
 
-def _torch(case: Case) -> Call:
+def _torch(case: BenchCase) -> Call:
     options = imported("torch.nn", "LinearCrossEntropyOptions")()
     return _called(partial(F.linear_cross_entropy, options=options))  # type: ignore[attr-defined,unused-ignore]
 
@@ -135,21 +135,21 @@ def _torch(case: Case) -> Call:
 # ---- peers ----
 
 
-def _liger(case: Case) -> Call:
+def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
     return _called(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
 
 
-def _cce(case: Case) -> Call:
+def _cce(case: BenchCase) -> Call:
     return _called(imported("cut_cross_entropy", "linear_cross_entropy"))
 
 
-def _quack(case: Case) -> Call:
+def _quack(case: BenchCase) -> Call:
     function = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     return _called(partial(function, use_scaled_exp=False, tuned=False))
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [
         Contender("onepass", _ours, ours=True),
         Contender("three products", _products, floor=True),
@@ -167,7 +167,7 @@ def _contenders(case: Case) -> list[Contender]:
     ]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values()).backend
 
 

@@ -14,7 +14,7 @@ Call = Callable[..., Result]  # takes the case's tensors in their order
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One shape of one variant of an op, and the bytes that nobody can do without."""
 
     op: str
@@ -69,7 +69,7 @@ class Contender:
     """Somebody's way to do it. `make` imports and compiles, and may raise: the run shows that and goes on."""
 
     name: str
-    make: Callable[[Case], Call]
+    make: Callable[[BenchCase], Call]
     package: str | None = None  # the peer it needs, as peers.PACKAGES names it; without it the contender is absent
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
@@ -81,16 +81,16 @@ class OpBench:
     """All that the runner asks of a case file."""
 
     op: str
-    cases: Callable[[torch.device, torch.dtype, bool], list[Case]]  # device, dtype, quick
-    inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
-    contenders: Callable[[Case], list[Contender]]
-    formula: Callable[[Case], Call]  # generic over types: exact in fp64, the baseline in fp32
-    tiny: Callable[[Case], Case]  # the same variant, so small that only the CPU's time counts
-    backend: Callable[[Case, Inputs], str]  # which of our backends takes such a call
+    cases: Callable[[torch.device, torch.dtype, bool], list[BenchCase]]  # device, dtype, quick
+    inputs: Callable[[BenchCase, torch.device, torch.Generator], Inputs]
+    contenders: Callable[[BenchCase], list[Contender]]
+    formula: Callable[[BenchCase], Call]  # generic over types: exact in fp64, the baseline in fp32
+    tiny: Callable[[BenchCase], BenchCase]  # the same variant, so small that only the CPU's time counts
+    backend: Callable[[BenchCase, Inputs], str]  # which of our backends takes such a call
     without: dict[str, str] = field(default_factory=dict)  # packages with nothing to compare, and why
-    baseline: Callable[[Case], Call] | None = None  # in the case's own type: for matrix products, whose operands have it
+    baseline: Callable[[BenchCase], Call] | None = None  # in the case's own type: for matrix products, whose operands have it
     reference: str | None = None  # the contender whose time the others' is set against, where a copy says nothing
-    around: Callable[[Case], AbstractContextManager[None]] = lambda case: nullcontext()  # what a case's contenders run in
+    around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext()  # what a case's contenders run in
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Measured:
 
 @dataclass
 class CaseResult:
-    case: Case
+    case: BenchCase
     copy: Measured  # plain copies of as many bytes as the case moves
     rows: list[Measured]
     reference: str | None = None  # as the op's OpBench names it
@@ -143,6 +143,6 @@ class CpuTime:
 class CpuTimes:
     """One variant's: who takes how long to say what is to be done."""
 
-    case: Case
+    case: BenchCase
     rows: list[CpuTime]
     references: list[CpuTime]

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported, with_parameters
-from onepass.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.runtime.backend import explain
 
 OP = "norm"
@@ -35,18 +35,18 @@ _VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
 _EPS = {"rms": 1e-6, "layer": 1e-5}
 
 
-def _kind(case: Case) -> str:
+def _kind(case: BenchCase) -> str:
     return case.variant.removesuffix("+residual")
 
 
-def _adds(case: Case) -> bool:
+def _adds(case: BenchCase) -> bool:
     return case.variant.endswith("+residual")
 
 
-def _case(variant: str, rows: int, hidden: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, rows: int, hidden: int, dtype: torch.dtype) -> BenchCase:
     forward, backward = (4, 4) if variant.endswith("+residual") else (2, 3)
     one = rows * hidden * dtype.itemsize
-    return Case(OP, variant, (rows, hidden), dtype, forward * one, backward * one)
+    return BenchCase(OP, variant, (rows, hidden), dtype, forward * one, backward * one)
 
 
 _TARGETS = {  # what issues and notes speak of
@@ -74,18 +74,18 @@ _CPU = {
 _CPU_FEW = {"rms": [(512, 2048), (20_000, 64)], "layer": [(512, 2048)], "rms+residual": [(512, 2048)]}
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     """By variant: what one has compiled serves its next case."""
     full, few = ([_TARGETS, _FURTHER], [_FEW]) if device.type == "cuda" else ([_CPU], [_CPU_FEW])
     chosen = few if quick else full
     return [_case(variant, *shape, dtype) for variant in _VARIANTS for shapes in chosen for shape in shapes.get(variant, ())]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, 64, 1024, case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     rows, hidden = case.shape
 
     def random(*shape: int) -> Tensor:
@@ -101,7 +101,7 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"x", "residual"} & tensors.keys()), grads)
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     """What is normalised is the sum as it is stored: rounded to the case's type."""
     options: dict[str, Any] = {"eps": _EPS[_kind(case)], "zero_centered_gamma": False, "stored": case.dtype}
 
@@ -117,7 +117,7 @@ def _formula(case: Case) -> Call:
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     def rms_adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
         return rms_norm(x, weight, _EPS["rms"], residual=residual)
 
@@ -129,7 +129,7 @@ def _ours(case: Case) -> Call:
     return partial(rms_norm if _kind(case) == "rms" else layer_norm, eps=_EPS[_kind(case)])
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     hidden, eps = case.shape[-1:], _EPS[_kind(case)]
 
     def rms(x: Tensor, weight: Tensor) -> Result:
@@ -151,14 +151,14 @@ def _eager(case: Case) -> Call:
     return rms if _kind(case) == "rms" else layer
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
 # ---- the peers' own functions ----
 
 
-def _liger(case: Case) -> Call:
+def _liger(case: BenchCase) -> Call:
     module, name = {
         "rms": ("rms_norm", "LigerRMSNormFunction"),
         "layer": ("layer_norm", "LigerLayerNormFunction"),
@@ -184,7 +184,7 @@ def _liger(case: Case) -> Call:
     return rms if _kind(case) == "rms" else layer
 
 
-def _quack(case: Case) -> Call:
+def _quack(case: BenchCase) -> Call:
     function = partial(imported("quack", "rmsnorm"), eps=_EPS["rms"])
 
     def adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
@@ -208,7 +208,7 @@ class _QuackLayerNorm(torch.autograd.Function):
         return *ctx.functions.layernorm_bwd(x, weight, dy, rstd, mean), None, None
 
 
-def _quack_layer(case: Case) -> Call:
+def _quack_layer(case: BenchCase) -> Call:
     functions = importlib.import_module("quack.rmsnorm")  # the package's attribute of that name is the function
     function: Callable[..., Tensor] = _QuackLayerNorm.apply
     held: list[Tensor] = []
@@ -223,25 +223,25 @@ def _quack_layer(case: Case) -> Call:
     return call
 
 
-def _apex(case: Case) -> Call:
+def _apex(case: BenchCase) -> Call:
     kind = _kind(case)
     function = imported("apex.normalization.fused_layer_norm", f"fused_{kind}_norm_affine")
     return partial(function, normalized_shape=case.shape[-1:], eps=_EPS[kind])
 
 
-def _apex_fast(case: Case) -> Call:
+def _apex_fast(case: BenchCase) -> Call:
     function = imported("apex.contrib.layer_norm.layer_norm", "_fast_layer_norm")
     return partial(function, epsilon=_EPS["layer"])
 
 
-def _transformer_engine(case: Case) -> Call:
+def _transformer_engine(case: BenchCase) -> Call:
     kind = _kind(case)
     module = imported("transformer_engine.pytorch", "RMSNorm" if kind == "rms" else "LayerNorm")
     names = ("weight",) if kind == "rms" else ("weight", "bias")
     return with_parameters(module(case.shape[-1], eps=_EPS[kind], dtype=case.dtype), names)
 
 
-_PACKAGES: dict[str, list[tuple[str, str, Callable[[Case], Call]]]] = {
+_PACKAGES: dict[str, list[tuple[str, str, Callable[[BenchCase], Call]]]] = {
     "rms": [("Liger", "Liger", _liger), ("QuACK", "QuACK", _quack), ("Apex", "Apex", _apex)],
     "layer": [
         ("Liger", "Liger", _liger), ("QuACK", "QuACK", _quack_layer),
@@ -252,7 +252,7 @@ _PACKAGES: dict[str, list[tuple[str, str, Callable[[Case], Call]]]] = {
 }  # fmt: skip
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
@@ -264,7 +264,7 @@ def _contenders(case: Case) -> list[Contender]:
     return found
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     given = dict(inputs.tensors)
     residual = given.pop("residual", None)
     return explain(f"{_kind(case)}_norm", *given.values(), residual=residual).backend

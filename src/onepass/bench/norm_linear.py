@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported, with_parameters
 from onepass.bench.products import Shapes, random_of, tiny
-from onepass.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
-from onepass.ops.norm_linear import norm_linear, norm_linear_reference
+from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from onepass.ops.norm.norm_linear import norm_linear, norm_linear_reference
 from onepass.runtime.backend import explain
 
 OP = "norm_linear"
@@ -36,12 +36,12 @@ _SHAPES = Shapes(
 )
 
 
-def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> Case:
+def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
-    return Case(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
+    return BenchCase(OP, variant, (tokens, inner, outer), dtype, x + weight + y, 2 * x + 2 * weight + y)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     tokens, inner, outer = case.shape
     random = random_of(case, device, generator)
     tensors = {"x": random(tokens, inner).requires_grad_(), "norm_weight": Parameter(random(inner))}
@@ -51,18 +51,18 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)})
 
 
-def _options(case: Case) -> dict[str, Any]:
+def _options(case: BenchCase) -> dict[str, Any]:
     return {"norm": f"{case.variant}_norm", "eps": _EPS}
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
         return norm_linear_reference(x, norm_weight, weight, None, norm_bias, zero_centered_gamma=False, **_options(case))
 
     return call
 
 
-def _baseline(case: Case) -> Call:
+def _baseline(case: BenchCase) -> Call:
     """The norm in fp32, rounded once, and products of what is stored."""
     formula: Callable[..., Any] = rms_norm_reference if case.variant == "rms" else layer_norm_reference
     norm = partial(formula, residual=None, eps=_EPS, zero_centered_gamma=False)
@@ -77,7 +77,7 @@ def _baseline(case: Case) -> Call:
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     options = _options(case)
 
     def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
@@ -87,7 +87,7 @@ def _ours(case: Case) -> Call:
     return call
 
 
-def _separate(case: Case) -> Call:
+def _separate(case: BenchCase) -> Call:
     function: Callable[..., Any] = rms_norm if case.variant == "rms" else layer_norm
 
     def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
@@ -96,7 +96,7 @@ def _separate(case: Case) -> Call:
     return call
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     function: Callable[..., Any] = F.rms_norm if case.variant == "rms" else F.layer_norm
     inner = case.shape[1:2]
 
@@ -106,14 +106,14 @@ def _eager(case: Case) -> Call:
     return call
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
 # ---- a peer's own module ----
 
 
-def _transformer_engine(case: Case) -> Call:
+def _transformer_engine(case: BenchCase) -> Call:
     _, inner, outer = case.shape
     kind = "RMSNorm" if case.variant == "rms" else "LayerNorm"
     make = imported("transformer_engine.pytorch", "LayerNormLinear")
@@ -122,7 +122,7 @@ def _transformer_engine(case: Case) -> Call:
     return with_parameters(module, names)
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     return [
         Contender("onepass", _ours, ours=True),
         Contender("separate", _separate),
@@ -132,7 +132,7 @@ def _contenders(case: Case) -> list[Contender]:
     ]
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     x, norm_weight, weight = (inputs.tensors[name] for name in ("x", "norm_weight", "weight"))
     return explain(OP, x, norm_weight, weight, norm_bias=inputs.tensors.get("norm_bias"), **_options(case)).backend
 

@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Package:
+class PeerPackage:
     module: str  # what to import
     distribution: str  # what to install
 
 
 PACKAGES = {
-    "Liger": Package("liger_kernel", "liger-kernel"),
-    "CCE": Package("cut_cross_entropy", "cut-cross-entropy"),
-    "Megatron-core": Package("megatron.core", "megatron-core"),
-    "QuACK": Package("quack", "quack-kernels"),
-    "Apex": Package("apex", "apex"),
-    "Transformer Engine": Package("transformer_engine", "transformer-engine"),
+    "Liger": PeerPackage("liger_kernel", "liger-kernel"),
+    "CCE": PeerPackage("cut_cross_entropy", "cut-cross-entropy"),
+    "Megatron-core": PeerPackage("megatron.core", "megatron-core"),
+    "QuACK": PeerPackage("quack", "quack-kernels"),
+    "Apex": PeerPackage("apex", "apex"),
+    "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
 }
 
 
@@ -36,7 +36,7 @@ def find_peers() -> dict[str, str]:
     return {name: version for name, package in PACKAGES.items() if (version := _version(package)) is not None}
 
 
-def _version(package: Package) -> str | None:
+def _version(package: PeerPackage) -> str | None:
     try:
         if importlib.util.find_spec(package.module) is None:
             return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from onepass.bench.model import CaseResult, Measured
 from onepass.bench.options import short
-from onepass.bench.record import Run, commit, device_name, versions
+from onepass.bench.record import BenchRun, commit, device_name, versions
 
 # forward and backward: ours in colour, the peers in grey, the plain copy in sand
 _OURS, _PEER, _COPY = ("#0b6e75", "#6cc9c0"), ("#7d8590", "#c9ced5"), ("#b8893b", "#ead6ae")
@@ -20,7 +20,7 @@ _FARTHEST = 1.25  # what reaches beyond, as small tensors that stay in a cache d
 _CUT = (0.94, 0.97)  # where, as a part of that
 
 
-def draw(run: Run, path: Path) -> None:
+def draw(run: BenchRun, path: Path) -> None:
     from matplotlib.figure import Figure
 
     cases = run.bound_by_memory()
@@ -109,7 +109,7 @@ def _fractions(row: Measured) -> list[float]:
     return [f for f in (row.forward_of_copy, row.backward_of_copy) if f is not None]
 
 
-def _heading(figure: Any, run: Run, ops: str, width: float, height: float, cut: bool) -> None:
+def _heading(figure: Any, run: BenchRun, ops: str, width: float, height: float, cut: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Case
+from onepass.bench.model import BenchCase
 
 Shape = tuple[str, int, int, int]  # variant, tokens, and the features that go in and come out
-CaseOf = Callable[[str, int, int, int, torch.dtype], Case]  # of a shape and a type
+CaseOf = Callable[[str, int, int, int, torch.dtype], BenchCase]  # of a shape and a type
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Shapes:
     cpu: list[Shape]
     cpu_small: list[Shape]
 
-    def cases(self, case_of: CaseOf) -> Callable[[torch.device, torch.dtype, bool], list[Case]]:
+    def cases(self, case_of: CaseOf) -> Callable[[torch.device, torch.dtype, bool], list[BenchCase]]:
         """What lists a case file's cases for a device and a type, few of them if asked to be quick."""
 
-        def listed(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+        def listed(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
             gpu, cpu = (self.small, self.cpu_small) if quick else (self.full, self.cpu)
             return [case_of(*shape, dtype) for shape in (gpu if device.type == "cuda" else cpu)]
 
         return listed
 
 
-def tiny(case_of: CaseOf) -> Callable[[Case], Case]:
+def tiny(case_of: CaseOf) -> Callable[[BenchCase], BenchCase]:
     """What makes a case so small that its call is all that takes time."""
     return lambda case: case_of(case.variant, 64, 128, 128, case.dtype)
 
 
-def random_of(case: Case, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
+def random_of(case: BenchCase, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
     """Makes tensors of a shape, in the case's type."""
 
     def random(*shape: int) -> Tensor:

@@ -16,14 +16,14 @@ import torch
 
 from onepass.bench.model import CaseResult, CpuTimes, Measured
 from onepass.bench.options import short
+from onepass.kernels.language import triton
 from onepass.runtime.ceilings import Ceilings
-from onepass.runtime.lang import triton
 
 SCHEMA = 1
 
 
 @dataclass
-class Run:
+class BenchRun:
     """Everything that one call of `onepass bench` found out."""
 
     device: torch.device
@@ -89,7 +89,7 @@ def commit() -> str | None:
     return name and name + ("+" if git("status", "--porcelain", "--", str(package)) else "")
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def as_json(run: BenchRun) -> dict[str, Any]:
     memory = torch.cuda.get_device_properties(run.device).total_memory / 2**30 if run.device.type == "cuda" else None
     return {
         "schema": SCHEMA,
@@ -151,6 +151,6 @@ def _rounded_all(values: dict[str, Any]) -> dict[str, Any]:
     return {name: one(value) for name, value in values.items()}
 
 
-def save(run: Run, path: Path) -> None:
+def save(run: BenchRun, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(run), indent=1) + "\n")

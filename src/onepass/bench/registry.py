@@ -1,4 +1,4 @@
-"""Which ops have a case file: a module here with the name of one in `onepass.ops`."""
+"""Which ops have a case file: a module here with the name of the one that defines the op."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import importlib
 import pkgutil
 
 import onepass.bench
-import onepass.ops
 from onepass.bench.model import OpBench
+from onepass.runtime.op import OPS
 
 
 def known_ops() -> list[str]:
     ours = {module.name for module in pkgutil.iter_modules(onepass.bench.__path__)}
-    return sorted(module.name for module in pkgutil.iter_modules(onepass.ops.__path__) if module.name in ours)
+    return sorted({op.function.__module__.rpartition(".")[2] for op in OPS.values()} & ours)
 
 
 def load(op: str) -> OpBench:

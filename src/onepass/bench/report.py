@@ -17,7 +17,7 @@ from rich.text import Text
 from onepass.bench.model import CaseResult, CpuTimes, Measured
 from onepass.bench.options import short
 from onepass.bench.peers import PACKAGES
-from onepass.bench.record import Run, commit, device_name, versions
+from onepass.bench.record import BenchRun, commit, device_name, versions
 
 _WIDTH = 118  # of a log that is no terminal
 _OURS, _BEST = "bold cyan", "bold green"
@@ -32,7 +32,7 @@ class _Column:
     dispensable: int = 0  # the higher, the sooner it leaves where there is no room for all
 
 
-class Report:
+class BenchReport:
     """Says on stdout what is known, as soon as it is known."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -81,7 +81,7 @@ class Report:
 
     # ---- what it says ----
 
-    def header(self, run: Run, ours: str, without: dict[str, str], skipped: str | None) -> None:
+    def header(self, run: BenchRun, ours: str, without: dict[str, str], skipped: str | None) -> None:
         has = versions()
         lines = [
             f"[bold]onepass {has['onepass']}[/] ({commit() or 'no checkout'}) on [bold]{escape(device_name(run.device))}[/]",
@@ -218,7 +218,7 @@ def _fastest(rows: list[Measured], name: str) -> Measured | None:
     return min(timed, key=lambda row: float(getattr(row, name)), default=None)
 
 
-def _ceilings(run: Run) -> str:
+def _ceilings(run: BenchRun) -> str:
     parts = [f"copy {run.ceilings.copy_gbs:.0f} GB/s (read + write)"]
     if run.ceilings.matmul_tflops:
         parts.append(f"bf16 matrix product {run.ceilings.matmul_tflops:.0f} TFLOP/s")

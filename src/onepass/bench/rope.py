@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.model import Call, Case, Contender, Inputs, OpBench, Result
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported
-from onepass.ops.rope import rope, rope_reference
+from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.backend import explain
 
 OP = "rope"
@@ -38,22 +38,22 @@ _SHAPES = {  # the first three are what notes speak of
 _CPU = {"halves": [(1, 1024, 32, 8, 128), (4, 512, 12, 12, 64)], "interleaved": [(1, 1024, 32, 8, 128)]}
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
     sequences, tokens, q_heads, k_heads, width = shape
     moved = 2 * sequences * tokens * (q_heads + k_heads) * width * dtype.itemsize + 2 * tokens * (width // 2) * 4
-    return Case(OP, variant, shape, dtype, moved, moved)
+    return BenchCase(OP, variant, shape, dtype, moved, moved)
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[Case]:
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
     shapes = _SHAPES if device.type == "cuda" else _CPU
     return [_case(variant, shape, dtype) for variant in _VARIANTS for shape in shapes[variant][: 1 if quick else None]]
 
 
-def _tiny(case: Case) -> Case:
+def _tiny(case: BenchCase) -> BenchCase:
     return _case(case.variant, (1, 64, 8, 8, 64), case.dtype)
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
     sequences, tokens, q_heads, k_heads, width = case.shape
 
     def random(heads: int) -> Tensor:
@@ -66,14 +66,14 @@ def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inp
     return Inputs(tensors, frozenset({"q", "k"}), {"yq": random(q_heads), "yk": random(k_heads)})
 
 
-def _formula(case: Case) -> Call:
+def _formula(case: BenchCase) -> Call:
     return partial(rope_reference, interleaved=case.variant == "interleaved")
 
 
 # ---- ours, and as people write it ----
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: BenchCase) -> Call:
     return partial(rope, interleaved=case.variant == "interleaved")
 
 
@@ -95,7 +95,7 @@ def _written_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Resu
     return turned(q), turned(k)
 
 
-def _as_models_do(case: Case, function: Callable[..., Any]) -> Call:
+def _as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
     """Of our tensors what models have: heads before tokens, as views, and tables made once."""
     held: list[Tensor] = []
     wide: list[Tensor] = []
@@ -110,22 +110,22 @@ def _as_models_do(case: Case, function: Callable[..., Any]) -> Call:
     return call
 
 
-def _twice(table: Tensor, case: Case) -> Tensor:
+def _twice(table: Tensor, case: BenchCase) -> Tensor:
     return table.repeat_interleave(2, -1) if case.variant == "interleaved" else torch.cat((table, table), -1)
 
 
-def _eager(case: Case) -> Call:
+def _eager(case: BenchCase) -> Call:
     return _as_models_do(case, _written_interleaved if case.variant == "interleaved" else _written)
 
 
-def _compiled(case: Case) -> Call:
+def _compiled(case: BenchCase) -> Call:
     return _as_models_do(case, compiled(_written_interleaved if case.variant == "interleaved" else _written))
 
 
 # ---- over q and k ----
 
 
-class _Instead(torch.autograd.Function):
+class _ReplacedInputs(torch.autograd.Function):
     """Other memory in the place of q and k; its gradients are theirs."""
 
     @staticmethod
@@ -144,12 +144,12 @@ def _on_copies(call: Call) -> Call:
         if q.data_ptr() not in copies:
             copies.clear()
             copies[q.data_ptr()] = [x.detach().clone() for x in (q, k)]
-        return call(*_Instead.apply(q, k, copies[q.data_ptr()]), cos, sin)  # type: ignore[no-untyped-call]
+        return call(*_ReplacedInputs.apply(q, k, copies[q.data_ptr()]), cos, sin)  # type: ignore[no-untyped-call]
 
     return on_copies
 
 
-def _liger(case: Case) -> Call:
+def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.rope", "LigerRopeFunction").apply
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -158,7 +158,7 @@ def _liger(case: Case) -> Call:
     return _on_copies(_as_models_do(case, turned))
 
 
-def _contenders(case: Case) -> list[Contender]:
+def _contenders(case: BenchCase) -> list[Contender]:
     found = [
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
@@ -169,7 +169,7 @@ def _contenders(case: Case) -> list[Contender]:
     return found
 
 
-def _backend(case: Case, inputs: Inputs) -> str:
+def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values(), interleaved=case.variant == "interleaved").backend
 
 

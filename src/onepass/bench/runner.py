@@ -23,8 +23,8 @@ from torch import Tensor
 
 from onepass.bench import accuracy, gpu
 from onepass.bench.model import (
+    BenchCase,
     Call,
-    Case,
     CaseResult,
     Contender,
     CpuTime,
@@ -50,11 +50,11 @@ class DeviceLost(RuntimeError):
 
 
 @dataclass
-class Plan:
+class BenchPlan:
     """What one op's run consists of."""
 
     bench: OpBench
-    cases: list[Case]
+    cases: list[BenchCase]
     keep: Callable[[Contender], bool]
     quick: bool = False
 
@@ -62,10 +62,10 @@ class Plan:
     def cpu_rounds(self) -> int:
         return CPU_ROUNDS_QUICK if self.quick else CPU_ROUNDS
 
-    def contenders(self, case: Case) -> list[Contender]:
+    def contenders(self, case: BenchCase) -> list[Contender]:
         return [contender for contender in self.bench.contenders(case) if self.keep(contender)]
 
-    def variants(self) -> Iterator[list[Case]]:
+    def variants(self) -> Iterator[list[BenchCase]]:
         """Cases that follow each other and do the same."""
         for _, cases in groupby(self.cases, key=lambda case: (case.variant, case.dtype)):
             yield list(cases)
@@ -76,7 +76,7 @@ class Plan:
         return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
 
 
-def measure(plan: Plan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
+def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
     """One op: for each variant its CPU times, then its cases, as they are done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
@@ -105,7 +105,9 @@ class _Lane:
     backward_ms: list[float]
 
 
-def _measure_case(plan: Plan, case: Case, clock: Clock, ceilings: Ceilings, seeds: torch.Generator, tick: Tick) -> CaseResult:
+def _measure_case(
+    plan: BenchPlan, case: BenchCase, clock: Clock, ceilings: Ceilings, seeds: torch.Generator, tick: Tick
+) -> CaseResult:
     forget_compiled()
     checked = [_check(plan, contender, case, clock, seeds, tick) for contender in plan.contenders(case)]
     with plan.bench.around(case):
@@ -113,8 +115,8 @@ def _measure_case(plan: Plan, case: Case, clock: Clock, ceilings: Ceilings, seed
 
 
 def _time_case(
-    plan: Plan, case: Case, checked: list[tuple[Measured, Call | None]], clock: Clock, ceilings: Ceilings, seeds: torch.Generator,
-    tick: Tick,
+    plan: BenchPlan, case: BenchCase, checked: list[tuple[Measured, Call | None]], clock: Clock, ceilings: Ceilings, seeds:
+    torch.Generator, tick: Tick,
 ) -> CaseResult:  # fmt: skip
     rows = [row for row, _ in checked]
     right = [(row, call) for row, call in checked if call is not None]
@@ -186,7 +188,7 @@ def _lane(name: str, call: Call, inputs: Inputs) -> _Lane:
     return _Lane(name, forward, backward, before_backward, both, train, [], [])
 
 
-def _copy_lane(case: Case, device: torch.device) -> _Lane:
+def _copy_lane(case: BenchCase, device: torch.device) -> _Lane:
     forward, backward = copy_step(device, case.forward_bytes), copy_step(device, case.backward_bytes)
     return _Lane("copy", forward, backward, lambda: None, lambda: None, lambda: None, [], [])
 
@@ -200,7 +202,7 @@ def _rotated(items: Sequence[T], turn: int) -> list[T]:
 
 
 def _check(
-    plan: Plan, contender: Contender, case: Case, clock: Clock, seeds: torch.Generator, tick: Tick
+    plan: BenchPlan, contender: Contender, case: BenchCase, clock: Clock, seeds: torch.Generator, tick: Tick
 ) -> tuple[Measured, Call | None]:
     """The contender's row, and its call where the row may have a speed."""
     tick(f"{case.name}: {contender.name}, {'compiling and ' if contender.compiles else ''}checking")
@@ -245,7 +247,7 @@ def _still_there(clock: Clock, row: Measured) -> None:
 # ---- CPU time ----
 
 
-def _cpu_times(plan: Plan, tiny: Case, clock: Clock, seeds: torch.Generator, tick: Tick) -> CpuTimes:
+def _cpu_times(plan: BenchPlan, tiny: BenchCase, clock: Clock, seeds: torch.Generator, tick: Tick) -> CpuTimes:
     forget_compiled()
     checked = [_check(plan, contender, tiny, clock, seeds, tick) for contender in plan.contenders(tiny)]
     inputs = plan.bench.inputs(tiny, clock.device, seeds)

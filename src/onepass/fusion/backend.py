@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from onepass.fusion.addresses import at_few_addresses
 from onepass.fusion.cost import machine_of
-from onepass.fusion.one_launch import hand_over
-from onepass.fusion.report import GraphReport, Report
+from onepass.fusion.foreach_cat import lower_marked
+from onepass.fusion.graph_inputs import with_stable_addresses
+from onepass.fusion.report import FusionReport, GraphReport
 from onepass.fusion.rewrite import WHOLE, parameters_of, rewrite, take_apart
-from onepass.fusion.side_by_side import Whole, backward_with, forward_with, put_back, take_out
-from onepass.fusion.trial import Input, Trial
+from onepass.fusion.side_by_side import PackedParameters, backward_with, forward_with, put_back, take_out
+from onepass.fusion.trial import FusionTrial, InputSpec
 
 _log = logging.getLogger("onepass.fusion")
 
@@ -32,7 +32,7 @@ _DEFAULTS = {"size_asserts": False}
 COMPILERS = ("auto", "inductor", "none")
 
 
-class Backend:
+class FusionBackend:
     """What torch.compile calls with each graph. One object serves one fused function, and keeps its report."""
 
     def __init__(self, compiler: str = "auto", cuda_graph: bool = False, options: dict[str, Any] | None = None) -> None:
@@ -44,8 +44,8 @@ class Backend:
         self.compiler = compiler
         self.cuda_graph = cuda_graph
         self.options = dict(options or {})
-        self.report = Report()
-        self._trials: list[tuple[GraphReport, Trial]] = []
+        self.report = FusionReport()
+        self._trials: list[tuple[GraphReport, FusionTrial]] = []
 
     @staticmethod
     def _check(compiler: str, options: dict[str, Any]) -> None:
@@ -70,10 +70,10 @@ class Backend:
         job = _Job(self, device, inputs)
         written = copy.deepcopy(module)  # inductor keeps what it is given, and changes it
         compiled = (job.with_inductor if compiler == "inductor" else job.without_compiler)(module, inputs)
-        self._trials.extend((report, Trial(written, compiled, job.inputs, device)) for report in job.reports)
+        self._trials.extend((report, FusionTrial(written, compiled, job.inputs, device)) for report in job.reports)
         return compiled
 
-    def reported(self, measure: bool = False) -> Report:
+    def reported(self, measure: bool = False) -> FusionReport:
         """What was fused so far and what wasn't, and why; measure: also time each graph, as written and fused."""
         if measure:
             for report, trial in self._trials:
@@ -84,10 +84,10 @@ class Backend:
 class _Job:
     """The compilation of one graph of dynamo's."""
 
-    def __init__(self, backend: Backend, device: torch.device, inputs: Sequence[Any]) -> None:
+    def __init__(self, backend: FusionBackend, device: torch.device, inputs: Sequence[Any]) -> None:
         self.backend = backend
         self.machine = machine_of(device)
-        self.inputs = [Input.like(x) for x in inputs]
+        self.inputs = [InputSpec.like(x) for x in inputs]
         self.reports: list[GraphReport] = []
 
     def rewrite(self, graph: Graph, compiled: bool) -> None:
@@ -96,7 +96,7 @@ class _Job:
         self.reports.append(found)
         self.backend.report.graphs.append(found)
 
-    def _kept(self, wholes: Sequence[tuple[Whole, Node]]) -> list[Whole]:
+    def _kept(self, wholes: Sequence[tuple[PackedParameters, Node]]) -> list[PackedParameters]:
         self.reports[-1].wholes.extend(whole for whole, _ in wholes)
         return [whole for whole, _ in wholes]
 
@@ -136,10 +136,10 @@ class _Job:
             options["static_input_idxs"] = [*still, *moving]
         back = put_back(module.graph) if options.get("is_backward") else []
         wholes = [] if options.get("is_backward") else take_out(module.graph)
-        hand_over(module.graph)
+        lower_marked(module.graph)
         compiled: Any = compile_fx_inner(*_longer(module, inputs, options, len(back) + len(wholes)), **options)
         if moving:
-            compiled.current_callable = at_few_addresses(compiled.current_callable, moving)
+            compiled.current_callable = with_stable_addresses(compiled.current_callable, moving)
         if back:
             compiled.current_callable = backward_with(compiled.current_callable, back)
         if wholes:
@@ -209,7 +209,7 @@ def onepass_backend(
     mode and options are inductor's; options may name the `compiler` too.
     """
     options = {**(torch._inductor.list_mode_options(mode) if mode is not None else {}), **(options or {})}
-    backend = Backend(options.pop("compiler", "auto"), options=options)
+    backend = FusionBackend(options.pop("compiler", "auto"), options=options)
     compiled = backend(module, inputs)
     _log.info("%s", backend.report)
     return compiled

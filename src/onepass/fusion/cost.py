@@ -15,7 +15,7 @@ _SMALL = 4  # launches: beyond, a kernel of many parts has nothing to save and m
 
 
 @dataclass(frozen=True)
-class Machine:
+class LaunchCost:
     """bytes_per_us: what a copy moves, read and written counted; launch_us: what it costs to start a small operator."""
 
     bytes_per_us: float
@@ -38,10 +38,10 @@ class Machine:
 
 
 @functools.cache
-def machine_of(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> LaunchCost:
     """Measured once a process, in some tens of milliseconds."""
     with unset_fake_temporarily(), torch.no_grad():
         clock = clock_for(device)
         small = torch.zeros(16, device=device)
         launch_us = clock.host_us(lambda: small.add_(1.0))
-        return Machine(copy_bandwidth(clock, _COPIED) * 1e3, launch_us)
+        return LaunchCost(copy_bandwidth(clock, _COPIED) * 1e3, launch_us)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from onepass.fusion.backend import Backend
-    from onepass.fusion.report import Report
+    from onepass.fusion.backend import FusionBackend
+    from onepass.fusion.report import FusionReport
 
 
 def fuse(
@@ -85,10 +85,10 @@ class _Settings:
     dynamic: bool | None
     options: dict[str, Any] | None
 
-    def compiled(self, fn: Callable[..., Any]) -> tuple[Callable[..., Any], Backend]:
-        from onepass.fusion.backend import Backend  # a tenth of a second, which an import of onepass doesn't take
+    def compiled(self, fn: Callable[..., Any]) -> tuple[Callable[..., Any], FusionBackend]:
+        from onepass.fusion.backend import FusionBackend  # a tenth of a second, which an import of onepass doesn't take
 
-        backend = Backend(self.compiler, self.cuda_graph, self.options)
+        backend = FusionBackend(self.compiler, self.cuda_graph, self.options)
         return torch.compile(fn, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic), backend
 
 
@@ -112,9 +112,9 @@ class FusedModule(nn.Module):
 
     __fused__ = True
     _fused_settings: _Settings
-    _fused_backend: Backend
+    _fused_backend: FusionBackend
 
-    def report(self, measure: bool = False) -> Report:
+    def report(self, measure: bool = False) -> FusionReport:
         """What was fused and what wasn't, and why; measure: also time each graph, as written and fused, on made-up inputs."""
         return self._fused_backend.reported(measure)
 

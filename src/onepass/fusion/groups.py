@@ -19,8 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from onepass.fusion import ragged
-from onepass.fusion.cost import Machine
-from onepass.fusion.give_back import GiveBack
+from onepass.fusion.cost import LaunchCost
 from onepass.fusion.graph import (
     Depth,
     Emitter,
@@ -43,9 +42,10 @@ from onepass.fusion.graph import (
     tensor_key,
     value,
 )
-from onepass.fusion.lanes import Result, Shared, Stacked, joined
-from onepass.fusion.operands import Group, Listed, Place, Source, Whereabouts, is_shared, kind_of
-from onepass.fusion.report import Found, Refused
+from onepass.fusion.lanes import Result, Shared, Stacked, concat_lanes
+from onepass.fusion.operands import LaneGroup, Listed, Source, ValueLocation, ValueMap, is_shared, kind_of
+from onepass.fusion.report import FusedGroup, UnfusedGroup
+from onepass.fusion.restore_lanes import RestoreLanes
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
 _log = logging.getLogger("onepass.fusion")
@@ -58,15 +58,15 @@ class Sweep:
     """One walk through a graph from its inputs on. What it found and what it left stands in `found` and `refused`."""
 
     graph: Graph
-    machine: Machine
+    machine: LaunchCost
     parameters: set[Node]
     compiled: bool = False  # whether a compiler follows, that makes one kernel of what writes the parts of a cat
-    found: dict[Group, Found] = field(default_factory=dict)
-    refused: list[Refused] = field(default_factory=list)
+    found: dict[LaneGroup, FusedGroup] = field(default_factory=dict)
+    refused: list[UnfusedGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
-        self.where = Whereabouts(self.parameters, self.compiled)
+        self.where = ValueMap(self.parameters, self.compiled)
         self.listed: set[Node] = set()  # operators that the compiler makes one of, by groups
         self.listed_groups = 0
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -90,7 +90,7 @@ class Sweep:
                 if len(nodes) > 1:
                     self._take(nodes)
         self._refuse_random()
-        back = GiveBack(self.graph, self.emit, self.where.places, self.order, only_for_backward(self.graph, self.backward))
+        back = RestoreLanes(self.graph, self.emit, self.where.places, self.order, only_for_backward(self.graph, self.backward))
         back.run()
         self.listed, self.listed_groups = back.together, back.groups
         for group in back.left:
@@ -243,17 +243,17 @@ class Sweep:
             _log.warning("onepass.fuse leaves %s as it is, please report: %r", nodes[0].target, error)
             self._refuse(nodes, f"a rule failed, please report: {error!r}")
             return False
-        group = Group(nodes, results)
+        group = LaneGroup(nodes, results)
         for index, node in enumerate(nodes):
-            self.where.places[node] = Place(group, index, 0)
+            self.where.places[node] = ValueLocation(group, index, 0)
             if is_multiple(node):
                 for user in node.users:
-                    self.where.places[user] = Place(group, index, arguments(user)[1])
-        self.found[group] = Found(_name(nodes[0]), len(nodes), how, copied)
+                    self.where.places[user] = ValueLocation(group, index, arguments(user)[1])
+        self.found[group] = FusedGroup(_name(nodes[0]), len(nodes), how, copied)
         return True
 
     def _refuse(self, nodes: list[Node], why: str) -> None:
-        self.refused.append(Refused(_name(nodes[0]), len(nodes), why))
+        self.refused.append(UnfusedGroup(_name(nodes[0]), len(nodes), why))
 
     # ---- where lanes meet again ----
 
@@ -295,7 +295,7 @@ class Sweep:
             return None
         try:
             operand = source.build(self.emit)
-            return None if isinstance(operand, Shared) else joined(self.emit, operand, dim)
+            return None if isinstance(operand, Shared) else concat_lanes(self.emit, operand, dim)
         except NoRule:
             return None
 

@@ -104,7 +104,7 @@ def lane(emit: Emitter, result: Result, index: int) -> Node:
     return emit(aten.view.default, piece, list(result.shapes[index]))
 
 
-def joined(emit: Emitter, operand: Stacked | Packed | Flat, dim: int) -> Node | None:
+def concat_lanes(emit: Emitter, operand: Stacked | Packed | Flat, dim: int) -> Node | None:
     """What torch.cat of the lanes along `dim` gives, where that needs no cat."""
     if isinstance(operand, Flat):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from onepass.fusion.cost import Machine
+from onepass.fusion.cost import LaunchCost
 from onepass.fusion.graph import (
     CASTS,
     Emitter,
@@ -31,7 +31,7 @@ from onepass.fusion.graph import (
     tensor_key,
     value,
 )
-from onepass.fusion.report import Found, Refused
+from onepass.fusion.report import FusedGroup, UnfusedGroup
 from onepass.fusion.side_by_side import whole_of
 from onepass.fusion.strides import settle
 
@@ -39,7 +39,7 @@ _FAR = 200  # nodes behind a gradient that are looked at for a way back into the
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     product: Node
     used: Node  # the weight as the product takes it: the parameter, or its cast under autocast
     weight: Node  # [N, K], a parameter
@@ -51,14 +51,14 @@ class Linears:
     """One pass over a graph. What it found and what it left stands in `found` and `refused`."""
 
     graph: Graph
-    machine: Machine
+    machine: LaunchCost
     parameters: set[Node]
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.found: list[Found] = []
-        self.refused: list[Refused] = []
+        self.found: list[FusedGroup] = []
+        self.refused: list[UnfusedGroup] = []
 
     def run(self) -> None:
         for x, layers in self._layers():
@@ -68,9 +68,9 @@ class Linears:
                 self._merge_backward(x, layers, whole, gradients)
         remove_dead(self.graph, reversed(list(self.graph.nodes)))
 
-    def _layers(self) -> list[tuple[Node, list[Layer]]]:
+    def _layers(self) -> list[tuple[Node, list[LinearLayer]]]:
         """Layers of one input: their weights are parameters of one type, and all have a bias or none has."""
-        found: dict[object, list[Layer]] = defaultdict(list)
+        found: dict[object, list[LinearLayer]] = defaultdict(list)
         inputs: dict[object, Node] = {}
         for node in self.graph.nodes:
             layer = self._layer(node)
@@ -82,7 +82,7 @@ class Linears:
                     found[key].append(layer)
         return [(inputs[key], layers) for key, layers in found.items() if len(layers) > 1]
 
-    def _layer(self, node: Node) -> Layer | None:
+    def _layer(self, node: Node) -> LinearLayer | None:
         if node.target is aten.mm.default:
             right = arguments(node)[1]
             bias = None
@@ -96,11 +96,11 @@ class Linears:
         weight = _uncast(used)
         if used is None or weight not in self.parameters or not all(isinstance(s, int) for s in shape(used)):
             return None
-        return Layer(node, used, weight, bias)
+        return LinearLayer(node, used, weight, bias)
 
     # ---- forward ----
 
-    def _merge(self, x: Node, layers: Sequence[Layer]) -> Node:
+    def _merge(self, x: Node, layers: Sequence[LinearLayer]) -> Node:
         emit = self.emit
         emit.before = min((layer.product for layer in layers), key=self.order.__getitem__)
         whole = self._weights(layers)
@@ -115,17 +115,17 @@ class Linears:
             own, users = emit(aten.slice.Tensor, product, 1, start, end), list(layer.product.users)
             layer.product.replace_all_uses_with(own)
             settle(emit, own, value(layer.product), users)
-        self.found.append(Found("linear", len(layers), "one input, weights side by side", 0))
+        self.found.append(FusedGroup("linear", len(layers), "one input, weights side by side", 0))
         return whole
 
-    def _weights(self, layers: Sequence[Layer]) -> Node:
+    def _weights(self, layers: Sequence[LinearLayer]) -> Node:
         whole = whole_of(self.emit, [layer.weight for layer in layers], stacked=False)
         dtype = value(layers[0].used).dtype
         return whole if dtype == value(whole).dtype else self.emit(torch.ops.prims.convert_element_type.default, whole, dtype)
 
     # ---- backward ----
 
-    def _gradients(self, x: Node, layers: Sequence[Layer]) -> list[Node] | None:
+    def _gradients(self, x: Node, layers: Sequence[LinearLayer]) -> list[Node] | None:
         """Each layer's incoming gradient [M, N]; None where one has none, as in inference."""
         found: list[Node] = []
         for layer in layers:
@@ -145,7 +145,7 @@ class Linears:
             found.append(candidates[0])
         return found if len(set(found)) == len(found) else None
 
-    def _merge_backward(self, x: Node, layers: Sequence[Layer], whole: Node, gradients: Sequence[Node]) -> None:
+    def _merge_backward(self, x: Node, layers: Sequence[LinearLayer], whole: Node, gradients: Sequence[Node]) -> None:
         copied = sum(nbytes(gradient) for gradient in gradients if not _written_where_wanted(gradient))
         by_weight = self._weight_products(x, gradients)
         by_input = self._sum_of(gradients, layers)
@@ -154,7 +154,7 @@ class Linears:
             return
         if not self.machine.pays(saved, copied):
             why = f"copying {copied:,} bytes together costs more than it saves"
-            self.refused.append(Refused("linear's backward", len(layers), why))
+            self.refused.append(UnfusedGroup("linear's backward", len(layers), why))
             return
         self.emit.before = max([*gradients], key=self.order.__getitem__).next
         together = self.emit(aten.cat.default, list(gradients), 1)
@@ -162,7 +162,7 @@ class Linears:
             product = self.emit(aten.mm.default, self.emit(aten.permute.default, together, [1, 0]), x)
             for old, (start, end) in zip(by_weight, _ranges(layers), strict=True):
                 old.replace_all_uses_with(self.emit(aten.slice.Tensor, product, 0, start, end))
-            self.found.append(Found("linear's weight gradient", len(layers), "one input, gradients side by side", copied))
+            self.found.append(FusedGroup("linear's weight gradient", len(layers), "one input, gradients side by side", copied))
         if by_input is not None:
             root, terms, rest = by_input
             self.emit.before = root
@@ -173,7 +173,7 @@ class Linears:
             for term in rest:
                 total = self.emit(aten.add.Tensor, total, term)
             root.replace_all_uses_with(total)
-            self.found.append(Found("linear's input gradient", len(layers), "a sum of products is one product", 0))
+            self.found.append(FusedGroup("linear's input gradient", len(layers), "a sum of products is one product", 0))
 
     def _weight_products(self, x: Node, gradients: Sequence[Node]) -> list[Node] | None:
         found = []
@@ -200,7 +200,7 @@ class Linears:
                     waiting.append(user)
         return True
 
-    def _sum_of(self, gradients: Sequence[Node], layers: Sequence[Layer]) -> tuple[Node, list[Node], list[Node]] | None:
+    def _sum_of(self, gradients: Sequence[Node], layers: Sequence[LinearLayer]) -> tuple[Node, list[Node], list[Node]] | None:
         """The sum of gradient @ weight over the layers: its last addition, these terms of it and the others."""
         terms = []
         for gradient, layer in zip(gradients, layers, strict=True):
@@ -235,7 +235,7 @@ def _uncast(node: Node | None) -> Node | None:
     return node
 
 
-def _ranges(layers: Sequence[Layer]) -> list[tuple[int, int]]:
+def _ranges(layers: Sequence[LinearLayer]) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(int(shape(layer.weight)[0]) for layer in layers)]))
 
 

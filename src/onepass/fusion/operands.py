@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onepass.fusion import one_launch, ragged
+from onepass.fusion import foreach_cat as one_launch
+from onepass.fusion import ragged
 from onepass.fusion.graph import Emitter, NoRule, arguments, aten, frozen, is_view, nbytes, shape, tensor_key, value
 from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked, of_slices, part
 from onepass.fusion.pieces import Piece, piece_of, run_of
@@ -28,7 +29,7 @@ _NEVER = 1 << 62  # bytes
 
 
 @dataclass(eq=False)
-class Group:
+class LaneGroup:
     """Operators that became one, in the order of their lanes, and its results."""
 
     nodes: list[Node]
@@ -36,10 +37,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Place:
+class ValueLocation:
     """Where a node's value is now."""
 
-    group: Group
+    group: LaneGroup
     lane: int
     output: int
 
@@ -88,13 +89,13 @@ class Source:
     listed: bool = False
 
 
-class Whereabouts:
+class ValueMap:
     """Where the values of a graph's nodes are while it is being rewritten."""
 
     def __init__(self, parameters: set[Node], compiled: bool) -> None:
         self.parameters = parameters
         self.compiled = compiled
-        self.places: dict[Node, Place] = {}
+        self.places: dict[Node, ValueLocation] = {}
 
     # ---- what tensors have in common ----
 
@@ -214,13 +215,13 @@ def kind_of(node: Node) -> object:
     return node.target, frozen(args), frozen(kwargs)
 
 
-class _Slot(tuple[object, ...]):
+class _TensorKind(tuple[object, ...]):
     """A tensor's kind in the place of the tensor."""
 
 
 def _slot_kind(node: Node) -> Any:
     tensor = value(node)
-    return _Slot((tensor.dtype, tensor.device, tensor.dim())) if isinstance(tensor, Tensor) else node
+    return _TensorKind((tensor.dtype, tensor.device, tensor.dim())) if isinstance(tensor, Tensor) else node
 
 
 def is_shared(nodes: Sequence[Node]) -> bool:

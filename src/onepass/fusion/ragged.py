@@ -9,17 +9,17 @@ import torch
 from torch.fx import Node
 
 from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_view, shape, size_key, value
-from onepass.fusion.lanes import Flat, Packed, Result, Stacked, joined
-from onepass.fusion.ragged_norm import (
+from onepass.fusion.lanes import Flat, Packed, Result, Stacked, concat_lanes
+from onepass.kernels.language import triton_unsupported
+from onepass.ops.norm.ragged.ragged_norm import (
     columns_norm_backward,
     columns_norm_forward,
     ragged_norm_backward,
     ragged_norm_forward,
 )
-from onepass.runtime.lang import no_triton
 
 if TYPE_CHECKING:
-    from onepass.fusion.operands import Whereabouts
+    from onepass.fusion.operands import ValueMap
 
 # Of each norm: its name here, and where its call has x, the sizes it normalizes over, the weight and, of a layer_norm, the bias.
 _FORWARD = {aten.native_layer_norm.default: ("layer_norm", 4), aten._fused_rms_norm.default: ("rms_norm", 3)}
@@ -29,7 +29,7 @@ _FAR = 50  # nodes behind a lane that are looked at for a cat
 
 class _Sweep(Protocol):
     emit: Emitter
-    where: Whereabouts
+    where: ValueMap
 
 
 def is_norm(node: Node) -> bool:
@@ -55,7 +55,7 @@ def rewrite_of(sweep: _Sweep, nodes: Sequence[Node]) -> Callable[[], list[Result
 
 def _fits(nodes: Sequence[Node]) -> bool:
     xs = [_x(node) for node in nodes]
-    if no_triton(value(xs[0])) is not None or len(_sizes(nodes[0])) != 1:
+    if triton_unsupported(value(xs[0])) is not None or len(_sizes(nodes[0])) != 1:
         return False
     lead = [size_key(s) for s in shape(xs[0])[:-1]]
     return all(isinstance(shape(x)[-1], int) and shape(x)[-1] > 0 and [size_key(s) for s in shape(x)[:-1]] == lead for x in xs)
@@ -128,7 +128,7 @@ def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node |
         source = sweep.where.source(nodes, uneven=True)
         operand = None if source.copied or source.listed else source.build(sweep.emit)
         if isinstance(operand, Stacked) and nodes is xs and operand.dim == last:
-            whole = joined(sweep.emit, operand, last)
+            whole = concat_lanes(sweep.emit, operand, last)
         elif isinstance(operand, Packed) and operand.dim == (last if nodes is xs else 0):
             whole = operand.node
         else:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from onepass.fusion.cost import Machine
-from onepass.fusion.side_by_side import Whole
+from onepass.fusion.cost import LaunchCost
+from onepass.fusion.side_by_side import PackedParameters
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
-class Found:
+class FusedGroup:
     """Operators that became one; copied: bytes that had to be put together first."""
 
     operator: str
@@ -23,7 +23,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnfusedGroup:
     """Operators of one kind that stayed as they were."""
 
     operator: str
@@ -32,7 +32,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorWork:
     """Operators that start work of their own, and the bytes they read and write, were each a kernel."""
 
     operators: int
@@ -51,29 +51,29 @@ class Times:
 class GraphReport:
     """One graph that the compiler was given; `seconds` is what fusing it took, the compiler's own time aside."""
 
-    found: list[Found]
-    refused: list[Refused]
-    before: Work
-    after: Work
-    machine: Machine
+    found: list[FusedGroup]
+    refused: list[UnfusedGroup]
+    before: OperatorWork
+    after: OperatorWork
+    machine: LaunchCost
     seconds: float
     backward: bool
-    wholes: list[Whole] = field(default_factory=list)
+    wholes: list[PackedParameters] = field(default_factory=list)
     times: Times | None = None
 
 
 @dataclass
-class Report:
+class FusionReport:
     """Of all graphs so far: a call with new types or shapes may add one. `print(report)` shows it."""
 
     graphs: list[GraphReport] = field(default_factory=list)
 
     @property
-    def found(self) -> list[Found]:
+    def found(self) -> list[FusedGroup]:
         return [found for graph in self.graphs for found in graph.found]
 
     @property
-    def refused(self) -> list[Refused]:
+    def refused(self) -> list[UnfusedGroup]:
         return [refused for graph in self.graphs for refused in graph.refused]
 
     def __rich__(self) -> RenderableType:

@@ -10,19 +10,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from onepass.fusion.report import GraphReport, Refused, Report
+from onepass.fusion.report import FusionReport, GraphReport, UnfusedGroup
 
 _WIDTH = 118
 
 
-def shown(report: Report) -> RenderableType:
+def shown(report: FusionReport) -> RenderableType:
     if not report.graphs:
         return Text("onepass.fuse: nothing compiled yet. Call the function first.")
     of = len(report.graphs)
     return Group(*(part for i, graph in enumerate(report.graphs) for part in _graph(graph, f"graph {i + 1} of {of}")))
 
 
-def as_text(report: Report) -> str:
+def as_text(report: FusionReport) -> str:
     out = io.StringIO()
     Console(file=out, width=_WIDTH, highlight=False).print(shown(report))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -66,7 +66,7 @@ def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"fusing took {graph.seconds:.2f} s of the compilation"
 
 
-def _summed(refused: Iterable[Refused]) -> Counter[tuple[str, str]]:
+def _summed(refused: Iterable[UnfusedGroup]) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for one in refused:
         found[one.operator, one.why] += one.lanes

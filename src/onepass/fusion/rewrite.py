@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from onepass.fusion.cost import Machine
+from onepass.fusion.cost import LaunchCost
 from onepass.fusion.graph import (
     arguments,
     aten,
@@ -29,7 +29,7 @@ from onepass.fusion.graph import (
 from onepass.fusion.groups import Sweep
 from onepass.fusion.linears import Linears, drop_double_transposes
 from onepass.fusion.pieces import gather_gradients
-from onepass.fusion.report import GraphReport, Work
+from onepass.fusion.report import GraphReport, OperatorWork
 from onepass.fusion.side_by_side import side_by_side
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -47,7 +47,7 @@ WHOLE = frozenset(
 )
 
 
-def rewrite(graph: Graph, parameters: set[Node], machine: Machine, compiled: bool) -> GraphReport:
+def rewrite(graph: Graph, parameters: set[Node], machine: LaunchCost, compiled: bool) -> GraphReport:
     """Fuse what the graph holds, in place."""
     started = time.perf_counter()
     before = _work(graph)
@@ -73,12 +73,14 @@ def rewrite(graph: Graph, parameters: set[Node], machine: Machine, compiled: boo
     )
 
 
-def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> Work:
+def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> OperatorWork:
     """together: operators of which the compiler makes as many as there are groups."""
     nodes = [node for node in graph.nodes if launches(node) and node.target is not side_by_side]
     alone = [node for node in nodes if node not in together]
     listed = [node for node in nodes if node in together and node.target is not aten.cat.default]
-    return Work(len(alone) + groups, sum(nbytes(node) + sum(map(nbytes, node.all_input_nodes)) for node in [*alone, *listed]))
+    return OperatorWork(
+        len(alone) + groups, sum(nbytes(node) + sum(map(nbytes, node.all_input_nodes)) for node in [*alone, *listed])
+    )
 
 
 def take_apart(graph: Graph, decompositions: Decompositions) -> None:

@@ -38,7 +38,7 @@ side_by_side = registered("side_by_side(Tensor[] parts, bool stacked) -> Tensor"
 
 
 @dataclass
-class Whole:
+class PackedParameters:
     """One tensor over several parameters: stacked, [parts, *shape], or one behind the other along their first dimension."""
 
     places: tuple[int, ...]  # of the parts among the graph's inputs
@@ -130,15 +130,15 @@ def whole_of(emit: Emitter, parts: Sequence[Node], stacked: bool) -> Node:
     return node
 
 
-def take_out(graph: Graph) -> list[tuple[Whole, Node]]:
+def take_out(graph: Graph) -> list[tuple[PackedParameters, Node]]:
     """Make each `side_by_side` of a forward graph an input of it, the last ones; gives them with their new nodes."""
     inputs = graph.find_nodes(op="placeholder")
     places = {node: i for i, node in enumerate(inputs)}
-    found: list[tuple[Whole, Node]] = []
+    found: list[tuple[PackedParameters, Node]] = []
     last = inputs[-1] if inputs else None
     for node in graph.find_nodes(op="call_function", target=side_by_side):
         parts, stacked = node.args
-        whole = Whole(tuple(places[part] for part in parts), tuple(node.meta["val"].shape), stacked)
+        whole = PackedParameters(tuple(places[part] for part in parts), tuple(node.meta["val"].shape), stacked)
         last = _add_input(graph, last, node)
         found.append((whole, last))
     return found
@@ -173,7 +173,7 @@ def _add_input(graph: Graph, last: Node | None, instead: Node) -> Node:
 Compiled = Callable[[list[Any]], Any]
 
 
-def forward_with(compiled: Compiled, wholes: Sequence[Whole]) -> Compiled:
+def forward_with(compiled: Compiled, wholes: Sequence[PackedParameters]) -> Compiled:
     def call(inputs: list[Any]) -> Any:
         inputs.extend([whole.of(inputs) for whole in wholes])
         return compiled(inputs)

@@ -16,13 +16,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from onepass.fusion.graph import Emitter, aten, is_pointwise, is_view, size_key, value
-from onepass.fusion.ragged_norm import (
+from onepass.fusion.rules import rule_of
+from onepass.ops.norm.ragged.ragged_norm import (
     columns_norm_backward,
     columns_norm_forward,
     ragged_norm_backward,
     ragged_norm_forward,
 )
-from onepass.fusion.rules import rule_of
 
 _COUNTS_ON_THEM = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
 # Beside those that have rules. Not simply all of ATen: what the call around an operator made contiguous is no call in the graph

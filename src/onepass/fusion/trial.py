@@ -16,14 +16,14 @@ from onepass.runtime.ceilings import clock_for
 
 
 @dataclass(frozen=True)
-class Input:
+class InputSpec:
     """What an input of a graph was like. The input itself isn't kept: it is as large as the user's data."""
 
     made: Callable[[], Any]
     is_parameter: bool
 
     @classmethod
-    def like(cls, given: Any) -> Input:
+    def like(cls, given: Any) -> InputSpec:
         if isinstance(given, torch.SymInt):
             hint = given.node.hint
             return cls(lambda: hint, is_parameter=False)
@@ -43,10 +43,10 @@ class Input:
 
 
 @dataclass
-class Trial:
+class FusionTrial:
     written: GraphModule
     fused: Callable[..., Any]
-    inputs: list[Input]
+    inputs: list[InputSpec]
     device: torch.device
 
     def times(self) -> Times:

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.config import Config
+from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE
 from onepass.gpt.parts import PlainMLP, Residual, make_norm
 from onepass.gpt.positions import Tables, rotated
-from onepass.gpt.start import Start
-from onepass.kernels.attention_formula import parts_of
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
-from onepass.ops.attention import SIZES, attention, unsupported
+from onepass.ops.attention.attention import SIZES, attention, unsupported
+from onepass.ops.attention.formula import parts_of
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal attention, where queries share keys and values in groups. linear_qkv makes all queries, then keys, then values."""
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
         self.config = config
         size, ranks = config.head_size, config.tensor_model_parallel_size
@@ -117,11 +117,11 @@ def sequences(x: Tensor, config: Config) -> Tensor:
 class Block(nn.Module):
     """One of a model's layers: takes the residual stream, and what is late for it, and returns both, and an MoE's own loss."""
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
         self.residual = Residual(config, tp_group)
         self.input_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
-        self.self_attention = Attention(config, tp_group, start.of("self_attention"), device)
+        self.self_attention = SelfAttention(config, tp_group, start.of("self_attention"), device)
         self.pre_mlp_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
         self.mlp: MLP | MoE = (MoE if config.num_moe_experts else make_mlp)(config, tp_group, start.of("mlp"), device)
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
         return *self.residual.give(h, self.mlp.rest(*up), self.training), None
 
 
-def make_mlp(config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> MLP:
+def make_mlp(config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> MLP:
     sizes = config.hidden_size, config.ffn_size, config.activation
     options: dict[str, Any] = {
         "bias": config.add_bias_linear,

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from onepass.gpt.contradictions import contradictions
 from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yaml
+from onepass.gpt.validate_config import validate_config
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # the ops' names
@@ -132,7 +132,7 @@ class Config(Settings):
     )
 
     def contradictions(self) -> Iterable[str]:
-        return contradictions(self)
+        return validate_config(self)
 
     # ---- what follows from the fields ----
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from onepass.gpt.block import sequences
 from onepass.gpt.config import Config
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
-from onepass.ops.cross_entropy import cross_entropy
+from onepass.ops.loss.cross_entropy import cross_entropy
 
 
 def loss_of_logits(

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
+from onepass.gpt.initializer import Initializer
 from onepass.gpt.loss import kept_tokens, loss_of_logits
 from onepass.gpt.parts import Norm, make_norm, settled
 from onepass.gpt.positions import PositionEmbedding, Rotary
-from onepass.gpt.start import Start
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.norm import MarkedParameters
-from onepass.ops.dropout_add import dropout_add
+from onepass.ops.dropout.dropout_add import dropout_add
 
 
 class Model(nn.Module):
@@ -65,7 +65,7 @@ class Model(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         _check_division(config, tp_group, layers, first, last)
         self.config, self.tp_group = config, tp_group
-        start = Start(int(torch.randint(1 << 62, ())) if seed is None else seed, config.init_method_std)
+        start = Initializer(int(torch.randint(1 << 62, ())) if seed is None else seed, config.init_method_std)
         self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first else None
         self.rotary = Rotary(config, device) if config.position_embedding_type == "rope" else None
         self.layers = nn.ModuleDict({str(n): Block(config, tp_group, start.of(f"layers.{n}"), device) for n in layers})
@@ -181,7 +181,7 @@ class Model(nn.Module):
 class Embedding(nn.Module):
     """Of tokens, and of positions where they are learned."""
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
         self.config, self.tp_group = config, tp_group
         options: dict[str, Any] = {"device": device, "dtype": config.dtype}

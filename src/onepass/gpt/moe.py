@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt.config import Config
+from onepass.gpt.initializer import Initializer
 from onepass.gpt.parts import plain_activation
-from onepass.gpt.start import Start
-from onepass.nn.grouped import grouped_linear
 from onepass.nn.norm import MarkedParameters
-from onepass.nn.routing import Routes, collect, counted, routes_of, spread
 from onepass.nn.sharding import DividedParameters, Division
-from onepass.ops.bias_activation import bias_activation
+from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.linear.grouped import grouped_linear
+from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route, scatter_tokens
 from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
 
 
@@ -29,13 +29,13 @@ def routed(probabilities: Tensor, k: int) -> Routes:
     weights, chosen = probabilities.topk(k, dim=1)
     if k > 1:
         weights = weights / weights.sum(1, keepdim=True)
-    return routes_of(weights, chosen, probabilities.shape[1])
+    return route(weights, chosen, probabilities.shape[1])
 
 
 def balance(probabilities: Tensor, k: int) -> Tensor:
     """Experts x sum of (share of the tokens x mean probability): least, and 1, where all experts get as many tokens."""
     tokens, experts = probabilities.shape
-    counts = counted(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
+    counts = count_tokens(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
     return experts / max(tokens * tokens * k, 1) * (counts * probabilities.sum(0)).sum()
 
 
@@ -48,7 +48,7 @@ class Router(MarkedParameters):
     weight: nn.Parameter
     _marked = ("weight",)
 
-    def __init__(self, config: Config, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, start: Initializer, device: Any) -> None:
         super().__init__()
         assert config.num_moe_experts is not None
         self.sequence_parallel, self.start = config.sequence_parallel, start.of("weight")
@@ -73,7 +73,7 @@ class Experts(DividedParameters):
     weight1: nn.Parameter
     weight2: nn.Parameter
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__(tp_group)
         assert config.num_moe_experts is not None
         self.config = config
@@ -105,7 +105,7 @@ class Experts(DividedParameters):
 class MoE(nn.Module):
     """Router and experts. forward returns y, and the loss of an uneven spread where it has a weight."""
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Start, device: Any) -> None:
+    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
         self.config, self.tp_group = config, tp_group
         self.router = Router(config, start.of("router"), device)
@@ -121,7 +121,7 @@ class MoE(nn.Module):
         else:
             flat, weighing = copy_to_group(flat, group), copy_to_group(probabilities, group)
         routes = routed(weighing, c.moe_router_topk)
-        y = collect(self.experts(spread(flat, routes), routes), routes)
+        y = gather_tokens(self.experts(scatter_tokens(flat, routes), routes), routes)
         y = (reduce_scatter_sequence if c.sequence_parallel else sum_over_group)(y, group)
         uneven = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
         return y.view(x.shape), uneven

@@ -17,8 +17,8 @@ from onepass.gpt.config import Config
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
-from onepass.ops.dropout_add import dropout_add
-from onepass.ops.norm_linear import norm_linear
+from onepass.ops.dropout.dropout_add import dropout_add
+from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import cast
 
 Norm = LayerNorm | RMSNorm

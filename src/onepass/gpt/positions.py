@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onepass.gpt.config import Config
 from onepass.nn.embedding import VocabParallelEmbedding
-from onepass.ops.rope import rope
+from onepass.ops.attention.rope import rope
 
 Tables = tuple[Tensor, Tensor]
 

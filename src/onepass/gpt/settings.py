@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from onepass.runtime.extras import install
+from onepass.runtime.install_hint import install_hint
 
 S = TypeVar("S", bound="Settings")
 
@@ -153,7 +153,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(f"a configuration in YAML needs PyYAML: {install('train')}") from error
+        raise ImportError(f"a configuration in YAML needs PyYAML: {install_hint('train')}") from error
     return yaml
 
 

@@ -19,7 +19,7 @@ from onepass.gpt.config import Config
 from onepass.gpt.huggingface import config_of, their_config
 from onepass.gpt.model import Model
 from onepass.nn.sharding import Division, part_of
-from onepass.runtime.extras import install
+from onepass.runtime.install_hint import install_hint
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -201,7 +201,7 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(f"Hugging Face's weights need safetensors: {install('train')}") from error
+        raise ImportError(f"Hugging Face's weights need safetensors: {install_hint('train')}") from error
     return safetensors
 
 

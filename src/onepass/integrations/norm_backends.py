@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.norm import layer_norm, rms_norm
-from onepass.runtime.backend import Reason, register_backend
-from onepass.runtime.dispatch import once
+from onepass.ops.norm.norm import layer_norm, rms_norm
+from onepass.runtime.backend import register_backend
+from onepass.runtime.dispatch import not_twice_differentiable
+from onepass.runtime.op import Reason
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LIGER_WIDEST = 65536
@@ -43,7 +44,7 @@ class NormCall:
 
 
 @dataclass(frozen=True)
-class Package:
+class NormPackage:
     """Somebody else's norms. `refuses` says why its kernels can't do a call that is on a GPU, or None."""
 
     name: str  # the backend's
@@ -71,7 +72,7 @@ def _layer_call(
 # ---- what holds for each of them ----
 
 
-def _unsupported(package: Package, make: Callable[..., NormCall], *args: Any, **options: Any) -> Reason:
+def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any, **options: Any) -> Reason:
     call = make(*args, **options)
     missing = next((module for module in package.modules if not _installed(module)), None)
     if missing is not None:
@@ -100,7 +101,7 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _run(package: Package, make: Callable[..., NormCall], *args: Any, **options: Any) -> Any:
+def _run(package: NormPackage, make: Callable[..., NormCall], *args: Any, **options: Any) -> Any:
     call = make(*args, **options)
     with torch.cuda.device_of(call.x):  # some of them launch on the device that is current
         return package.run(call)
@@ -221,7 +222,7 @@ class _TENorm(torch.autograd.Function):
         return done
 
     @staticmethod
-    @once
+    @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tex, _ = _te()
         x, weight, mean, rstd = ctx.saved_tensors
@@ -248,12 +249,12 @@ def _transformer_engine(call: NormCall) -> Any:
 
 
 PACKAGES = (
-    Package("liger", "Liger", ("liger_kernel",), "pip install liger-kernel", _liger_refuses, _liger),
-    Package(
+    NormPackage("liger", "Liger", ("liger_kernel",), "pip install liger-kernel", _liger_refuses, _liger),
+    NormPackage(
         "apex", "Apex", ("apex", "fused_layer_norm_cuda"),
         "build github.com/NVIDIA/apex with its CUDA extensions; the apex of PyPI is something else", _apex_refuses, _apex,
     ),
-    Package(
+    NormPackage(
         "transformer_engine", "Transformer Engine", ("transformer_engine",),
         "pip install 'transformer-engine[pytorch]'", _te_refuses, _transformer_engine,
     ),

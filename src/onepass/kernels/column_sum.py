@@ -1,4 +1,4 @@
-"""Sum fp32 partials over their rows: what ends the gradients that no kernel could finish by itself."""
+"""Sum fp32 partials over their rows, for gradients whose kernel can't finish its sums."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from onepass.runtime.lang import tl
-from onepass.runtime.launch import Bound, kernel
+from onepass.kernels.language import tl
+from onepass.kernels.launch import Bound, kernel
 from onepass.runtime.sizes import ceil_div
 
 BLOCK_S, BLOCK_M = 128, 16  # 6 us for 132 x 4096 on an H200, where PyTorch's sum and cast take 16
@@ -31,7 +31,7 @@ def _bound() -> Bound:
 
 
 def column_sum(partial: Tensor, out: Tensor) -> Tensor:
-    """Sum fp32 partials [S, M] over S, always in the same order, into out [M]."""
+    """Sum fp32 partials [S, M] over S into out [M], always in the same order."""
     S, M = partial.shape
     _bound()((ceil_div(M, BLOCK_M), 1, 1), partial, out, S, M)
     return out

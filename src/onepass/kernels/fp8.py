@@ -1,16 +1,16 @@
 """e4m3 numbers by integer arithmetic: the same bits on every GPU (Triton's own casts need sm_89) and in the interpreter.
 
-The scheme, and the PyTorch formula these must equal bit for bit, is `runtime/saved.py`'s.
+runtime/saved.py has the scheme, and the PyTorch formula that these functions equal bit for bit.
 """
 
 from __future__ import annotations
 
-from onepass.runtime.lang import device_function, tl
+from onepass.kernels.language import device_function, tl
 
 
 @device_function
 def fp8_exponents(values, RUN: tl.constexpr):
-    """The biased exponent (int32, 1 to 247) of each run of RUN columns of a block [R, C]: [R, C // RUN]."""
+    """Return the biased exponent (int32, 1 to 247) of each run of RUN columns of a block [R, C]: [R, C // RUN]."""
     size: tl.constexpr = values.shape[1] // RUN
     finite = tl.where(tl.abs(values) < float("inf"), tl.abs(values), 0.0)
     largest = tl.max(tl.reshape(finite, (values.shape[0], size, RUN)), 2)
@@ -20,7 +20,7 @@ def fp8_exponents(values, RUN: tl.constexpr):
 
 @device_function
 def fp8_encode(values, exponents, RUN: tl.constexpr):
-    """Codes (uint8) of a block [R, C] with its runs' biased exponents."""
+    """Return the codes (uint8) of a block [R, C] with its runs' biased exponents."""
     size: tl.constexpr = values.shape[1] // RUN
     down = ((254 - exponents) << 23).to(tl.float32, bitcast=True)
     runs = tl.reshape(values, (values.shape[0], size, RUN))
@@ -37,7 +37,7 @@ def fp8_encode(values, exponents, RUN: tl.constexpr):
 
 @device_function
 def fp8_decode(codes, exponents):
-    """Values (fp32) of codes with their biased exponents, one exponent a code."""
+    """Return the values (fp32) of codes with their biased exponents, one exponent a code."""
     codes, exponents = codes.to(tl.int32), exponents.to(tl.int32)
     level = (codes >> 3) & 15
     mantissa = codes & 7

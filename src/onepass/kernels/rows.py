@@ -1,4 +1,4 @@
-"""Rows as kernels load and store them: aligned, in fp32, from their storage type or from fp8 codes.
+"""How kernels load and store rows: aligned, in fp32, from their storage type or from fp8 codes.
 
 A row has PARTS parts of H columns each: one, or the two halves of a gated activation's input.
 """
@@ -6,29 +6,29 @@ A row has PARTS parts of H columns each: one, or the two halves of a gated activ
 from __future__ import annotations
 
 from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
-from onepass.runtime.lang import PTX, device_function, tl
+from onepass.kernels.language import PTX, device_function, tl
 
 
 def known_align(*sizes: int) -> int:
-    """What all rows are sure to start at a multiple of, as far as Triton does not see it itself (it looks for 16)."""
+    """Return the multiple at which all rows start, where Triton does not see it itself (it looks for 16)."""
     return 8 if not any(size % 8 for size in sizes) else 1
 
 
 @device_function
 def aligned(size, ALIGN: tl.constexpr):
-    """size, known to be a multiple of ALIGN: without it a width of 5000 would be read two bytes at a time."""
+    """Return size, known to be a multiple of ALIGN: a width of 5000 would otherwise be read two bytes at a time."""
     return size // ALIGN * ALIGN
 
 
 @device_function
 def inside_row(columns, H, WHOLE: tl.constexpr):
-    """Which columns lie in a row of H. WHOLE: all do, and the compiler sees it and needs no masks."""
+    """Return which columns lie in a row of H. WHOLE: all do, and the compiler drops the masks."""
     return tl.full(columns.shape, True, tl.int1) if WHOLE else columns < H
 
 
 @device_function
 def load_vector(vector_ptr, columns, inside):
-    """A bias or weight in fp32, zeros where there is none."""
+    """Load a bias or weight in fp32; zeros where there is none."""
     if vector_ptr is not None:
         return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -37,7 +37,7 @@ def load_vector(vector_ptr, columns, inside):
 
 @device_function
 def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
-    """A norm's weight in fp32, or 1 + it where it is kept as its distance from 1; ones where there is none."""
+    """Load a norm's weight in fp32; ones where there is none. CENTERED: it is stored as its distance from 1."""
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         return weight + 1.0 if CENTERED else weight
@@ -47,7 +47,7 @@ def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
 
 @device_function
 def load_block(x_ptr, rows, columns, ROW, inside, GAP=None, INNER: tl.constexpr = 0):
-    """A block of rows that lie ROW apart, and with an INNER after every so many rows GAP further; in fp32, zeros outside."""
+    """Load a block of rows in fp32, zeros outside. Rows are ROW apart; with INNER, a GAP follows every INNER rows."""
     starts = rows[:, None] * ROW
     if INNER:
         starts += rows[:, None] // INNER * GAP
@@ -56,7 +56,7 @@ def load_block(x_ptr, rows, columns, ROW, inside, GAP=None, INNER: tl.constexpr 
 
 @device_function
 def still_packed(x):
-    """x, about which the compiler knows nothing: else it would widen held pieces once, and keep twice the registers."""
+    """Hide x from the compiler, which would otherwise widen held pieces early and keep twice the registers."""
     if PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
@@ -68,7 +68,7 @@ def load_rows(
     x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
     PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """A block of one part in fp32; from fp8 codes where there are exponents."""
+    """Load a block of one part in fp32; from fp8 codes where there are exponents."""
     x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
     if exponents_ptr is not None:
         runs = tl.cdiv(H, RUN)
@@ -83,7 +83,7 @@ def store_fp8_rows(
     codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
     PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A block of one part as fp8 codes, with the exponents of its runs."""
+    """Store a block of one part as fp8 codes, with the exponents of its runs."""
     exponents = fp8_exponents(x, RUN)
     codes = fp8_encode(x, exponents, RUN)
     tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from onepass.kernels.activations import find_activation
-from onepass.kernels.bias_activation import check_options
-from onepass.kernels.random import threshold_of
-from onepass.ops.bias_activation import bias_activation
+from onepass.kernels.philox import threshold_of
+from onepass.ops.activation.activations import find_activation
+from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.activation.kernels import check_options
 
 
 class BiasActivation(nn.Module):

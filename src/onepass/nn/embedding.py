@@ -1,7 +1,7 @@
 """An embedding of which each rank of a tensor-parallel group has some of the rows.
 
 A rank looks up the ids whose rows it has, the others' are zeros, and the sum over the ranks is the embedding. The weight's
-gradient, in fp32 or wider, goes where runtime/main_grad.py says, without atomics: it is the same at every call.
+gradient, in fp32 or wider, goes where gradients/main_grad.py says, without atomics: it is the same at every call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of, rows_gradient
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.parallel.collectives import reduce_scatter_sequence, sum_over_group
-from onepass.runtime.dispatch import bare_apply, once, transformed
-from onepass.runtime.main_grad import Asked, asked, main_grads_of, rows_gradient
+from onepass.runtime.dispatch import fast_apply, not_twice_differentiable, under_functorch
 from onepass.runtime.validation import validating
 
 # ---- rows of this rank ----
@@ -45,14 +45,14 @@ class _Rows(torch.autograd.Function):
         return _rows(weight, ids, first, size, sound)
 
     @staticmethod
-    @once
+    @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        wanted = asked(ctx, True)[0]
-        if wanted is Asked.NOT:
+        request = grad_requests(ctx, True)[0]
+        if request is GradRequest.SKIP:
             return None, None, None, None, None
         flat, local = _gradients_of_rows(dy, ids, ctx.weight.shape[0], *ctx.how)
-        return rows_gradient(flat, local, ctx.weight, ctx.main_grad, wanted), None, None, None, None
+        return rows_gradient(flat, local, ctx.weight, ctx.main_grad, request), None, None, None, None
 
 
 def _gradients_of_rows(dy: Tensor, ids: Tensor, rows: int, first: int, size: int, sound: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def _gradients_of_rows(dy: Tensor, ids: Tensor, rows: int, first: int, size: int
     return torch.where(here.unsqueeze(-1), dy, 0.0), torch.where(here, local, elsewhere)
 
 
-_apply = bare_apply(_Rows)
+_apply = fast_apply(_Rows)
 
 
 # ---- the module ----
@@ -130,7 +130,7 @@ class VocabParallelEmbedding(DividedParameters):
         self._check(ids)
         sound = self._look(ids)
         how = self.given(self.weight), ids, self.vocab_start_index, self.num_embeddings, sound
-        y: Tensor = _rows(*how) if transformed() else _apply(*how)
+        y: Tensor = _rows(*how) if under_functorch() else _apply(*how)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_sequence(y.transpose(0, 1).contiguous(), self.tp_group)
         return sum_over_group(y, self.tp_group)
@@ -151,7 +151,7 @@ class VocabParallelEmbedding(DividedParameters):
         """Whether all ids have been seen to be rows of the vocabulary. Raises where one is seen that isn't."""
         if ids.device.type not in ("cpu", "meta") and not validating():
             return False
-        if torch.compiler.is_compiling() or transformed() or ids.is_meta or isinstance(ids, FakeTensor):
+        if torch.compiler.is_compiling() or under_functorch() or ids.is_meta or isinstance(ids, FakeTensor):
             return False  # there are no values to look at
         if ids.numel():
             least, most = ids.aminmax()

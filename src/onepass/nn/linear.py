@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
-from onepass.ops.linear import linear
+from onepass.ops.linear.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
-from onepass.parallel.deferred import DeferredWgrad
 
 Init = Callable[[Tensor], Any]
 

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.kernels.cross_entropy_formula import Terms, finished_logits
-from onepass.kernels.losses import check_reduction, check_terms
+from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.linear import Init, check_input
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
-from onepass.ops.linear import linear
-from onepass.ops.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.linear.linear import linear
+from onepass.ops.loss.formula import LossTerms, finished_logits
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.parallel.collectives import gather_last
-from onepass.parallel.deferred import DeferredWgrad
 
 
 class LinearCrossEntropy(DividedParameters):
@@ -153,7 +153,7 @@ class LinearCrossEntropy(DividedParameters):
             deferred=self.deferred,
         )
         if self.softcap or self.logit_scale != 1:
-            terms = Terms(softcap=self.softcap or 0.0, scale=self.logit_scale)
+            terms = LossTerms(softcap=self.softcap or 0.0, scale=self.logit_scale)
             y = finished_logits(y.to(torch.promote_types(y.dtype, torch.float32)), terms).to(y.dtype)
         if not gather:
             return y

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepass.kernels.activations import find_activation
-from onepass.kernels.bias_activation import check_options
+from onepass.gradients.vectors import with_fp32_grad
 from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear, check_input
 from onepass.nn.sharding import DividedParameters, check_init, check_size
-from onepass.ops.activation_linear import activation_linear
+from onepass.ops.activation.activation_linear import activation_linear
+from onepass.ops.activation.activations import find_activation
+from onepass.ops.activation.kernels import check_options
 from onepass.parallel.collectives import copy_to_group, gather_sequence
 from onepass.runtime.checks import check_per_token
-from onepass.runtime.main_grad_vectors import gathered
 
 
 class MLP(DividedParameters):
@@ -165,5 +165,5 @@ def _wide(scale: Tensor) -> Tensor:
 
 def _plus_scaled(y: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     """y + scale * bias, each row with its number; in the scale's type, and rounded once."""
-    bias = gathered(bias)
+    bias = with_fp32_grad(bias)
     return y if bias is None else torch.addcmul(y, scale.reshape(*y.shape[:-1], 1), bias).to(y.dtype)

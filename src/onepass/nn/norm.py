@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.ops.norm import layer_norm, rms_norm
+from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.checks import check_eps
 
 

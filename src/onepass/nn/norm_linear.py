@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.norm import MarkedParameters, is_size
-from onepass.ops.norm_linear import norm_linear
-from onepass.parallel.deferred import DeferredWgrad
+from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.checks import check_eps
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}

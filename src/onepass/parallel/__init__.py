@@ -1,9 +1,33 @@
-"""Work on what several ranks hold together. Process groups are arguments."""
+"""Collectives, tensor parallelism and data parallelism. Process groups are arguments."""
 
-from onepass.parallel.adamw import AdamW
-from onepass.parallel.deferred import DeferredWgrad
-from onepass.parallel.main_grads import MainGrads
-from onepass.parallel.master_weights import MasterWeights
-from onepass.parallel.sequence_parallel import reduce_sequence_parallel_grads
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onepass.gradients.adamw import AdamW
+    from onepass.gradients.deferred import DeferredWgrad
+    from onepass.gradients.main_grads import MainGrads
+    from onepass.gradients.master_weights import MasterWeights
+    from onepass.gradients.sequence_parallel import reduce_sequence_parallel_grads
 
 __all__ = ["AdamW", "DeferredWgrad", "MainGrads", "MasterWeights", "reduce_sequence_parallel_grads"]
+
+_MODULES = {
+    "AdamW": "adamw",
+    "DeferredWgrad": "deferred",
+    "MainGrads": "main_grads",
+    "MasterWeights": "master_weights",
+    "reduce_sequence_parallel_grads": "sequence_parallel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use: `onepass.gradients` imports this package's collectives."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"onepass.gradients.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from onepass.profiling.trace import Input
+from onepass.profiling.trace import TraceInput
 
 _DTYPES = {
     "float": torch.float32, "double": torch.float64, "c10::Half": torch.float16, "c10::BFloat16": torch.bfloat16,
@@ -74,10 +74,10 @@ def is_known(name: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def cost(name: str, inputs: tuple[Input, ...]) -> Cost:
+def cost(name: str, inputs: tuple[TraceInput, ...]) -> Cost:
     if not is_known(name):
         return Cost()
-    call = _Call.of(name, inputs)
+    call = _CostCall.of(name, inputs)
     if call is None:
         return Cost()
     product = call.base in _PRODUCTS | _ATTENTIONS | _ATTENTION_BACKWARDS
@@ -95,20 +95,20 @@ def _base(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CostCall:
     base: str
-    named: dict[str, Input]
+    named: dict[str, TraceInput]
     written: frozenset[str]
 
     @classmethod
-    def of(cls, name: str, inputs: tuple[Input, ...]) -> _Call | None:
+    def of(cls, name: str, inputs: tuple[TraceInput, ...]) -> _CostCall | None:
         for schema in _schemas(name):
             if len(schema) == len(inputs) and all(_fits(kind, given) for (_, kind, _), given in zip(schema, inputs, strict=True)):
                 named = {argument: given for (argument, _, _), given in zip(schema, inputs, strict=True)}
                 return cls(_base(name), named, frozenset(argument for argument, _, write in schema if write))
         return None
 
-    def tensors(self) -> list[Input]:
+    def tensors(self) -> list[TraceInput]:
         """Those that are read."""
         skipped = self.written if self.base in _WRITTEN_ONLY or not self.in_place() else frozenset()
         return [given for argument, given in self.named.items() if given.shape is not None and argument not in skipped]
@@ -121,7 +121,7 @@ class _Call:
         return given.value if given is not None else ""
 
     @staticmethod
-    def dtype(given: Input) -> torch.dtype | None:
+    def dtype(given: TraceInput) -> torch.dtype | None:
         return _DTYPES.get(given.dtype or "")
 
 
@@ -134,7 +134,7 @@ def _schemas(name: str) -> list[list[tuple[str, str, bool]]]:
     ]
 
 
-def _fits(kind: str, given: Input) -> bool:
+def _fits(kind: str, given: TraceInput) -> bool:
     if kind.startswith("List[") or kind.startswith("Optional[List["):
         return given.shape is None
     if "Tensor" in kind:
@@ -149,23 +149,23 @@ def _size(shape: tuple[int, ...], dtype: torch.dtype | None) -> int | None:
     return None if dtype is None else math.prod(shape) * dtype.itemsize
 
 
-def _read(given: Input) -> int | None:
+def _read(given: TraceInput) -> int | None:
     """Without what an expanded dimension repeats. A single number counts nothing: Python's own look like tensors in a trace."""
     assert given.shape is not None
     if not given.shape:
         return 0
     strides = given.strides or (1,) * len(given.shape)
     once = tuple(n for n, stride in zip(given.shape, strides, strict=True) if stride != 0 or n == 0)
-    return _size(once, _Call.dtype(given))
+    return _size(once, _CostCall.dtype(given))
 
 
-def _bytes(call: _Call) -> int | None:
+def _bytes(call: _CostCall) -> int | None:
     sizes = [*map(_read, call.tensors()), _written(call)]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
-def _written(call: _Call) -> int | None:
+def _written(call: _CostCall) -> int | None:
     if call.written:
         given = [call.named[argument] for argument in call.written]
         sizes = [_read(tensor) for tensor in given if tensor.shape is not None]
@@ -185,9 +185,9 @@ def _written(call: _Call) -> int | None:
     return written
 
 
-def _result(call: _Call, tensors: list[Input]) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+def _result(call: _CostCall, tensors: list[TraceInput]) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
     shapes = [tensor.shape for tensor in tensors if tensor.shape is not None]
-    first, dtype = shapes[0], _Call.dtype(tensors[0])
+    first, dtype = shapes[0], _CostCall.dtype(tensors[0])
     if call.base in _POINTWISE:
         return tuple(torch.broadcast_shapes(*shapes)), _promoted(call, tensors)
     if call.base in _COMPARISONS:
@@ -196,7 +196,7 @@ def _result(call: _Call, tensors: list[Input]) -> tuple[tuple[int, ...] | None, 
         return _reduced(call, first), _asked(call, "dtype", dtype)
     if call.base in _PRODUCTS:
         a, b = shapes[-2:]
-        return (*a[:-1], b[-1]), _asked(call, "out_dtype", _Call.dtype(tensors[-1]))
+        return (*a[:-1], b[-1]), _asked(call, "out_dtype", _CostCall.dtype(tensors[-1]))
     if call.base in _SOFTMAXES:
         return first, torch.float32 if call.value("half_to_float") == "True" else dtype
     if call.base in _SOFTMAX_BACKWARDS:
@@ -206,10 +206,10 @@ def _result(call: _Call, tensors: list[Input]) -> tuple[tuple[int, ...] | None, 
     return first, dtype
 
 
-def _promoted(call: _Call, tensors: list[Input]) -> torch.dtype | None:
+def _promoted(call: _CostCall, tensors: list[TraceInput]) -> torch.dtype | None:
     """Whole numbers may become fractions, by a division or a number that has some: then it isn't known."""
     chosen = tensors[1:] if call.base == "where" else tensors
-    dtypes = [_Call.dtype(tensor) for tensor in chosen if tensor.shape] or [_Call.dtype(tensor) for tensor in chosen]
+    dtypes = [_CostCall.dtype(tensor) for tensor in chosen if tensor.shape] or [_CostCall.dtype(tensor) for tensor in chosen]
     known = [dtype for dtype in dtypes if dtype is not None]
     if not known or len(known) < len(dtypes):
         return None
@@ -217,24 +217,24 @@ def _promoted(call: _Call, tensors: list[Input]) -> torch.dtype | None:
     return dtype if dtype.is_floating_point or dtype.is_complex else None
 
 
-def _asked(call: _Call, argument: str, otherwise: torch.dtype | None) -> torch.dtype | None:
+def _asked(call: _CostCall, argument: str, otherwise: torch.dtype | None) -> torch.dtype | None:
     value = call.value(argument)
     return _SCALAR_TYPES.get(value) if value else otherwise
 
 
-def _reduced(call: _Call, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _reduced(call: _CostCall, shape: tuple[int, ...]) -> tuple[int, ...]:
     dims = [int(n) for n in call.value("dim").strip("[]").replace(",", " ").split()]
     gone = {dim % max(len(shape), 1) for dim in dims} if dims else set(range(len(shape)))
     return tuple(n for i, n in enumerate(shape) if i not in gone)
 
 
-def _gradients(call: _Call) -> int | None:
+def _gradients(call: _CostCall) -> int | None:
     """Of each input that has one, as large as the input."""
     names = ("input", "weight", "bias") if call.base in _NORM_BACKWARDS else ("query", "key", "value")
     mask = call.value("output_mask").strip("[]").replace(",", " ").split()
     wanted = [name for i, name in enumerate(names) if i >= len(mask) or mask[i] == "True"]
     given = [call.named[name] for name in wanted if name in call.named and call.named[name].shape is not None]
-    sizes = [_size(tensor.shape or (), _Call.dtype(tensor)) for tensor in given]
+    sizes = [_size(tensor.shape or (), _CostCall.dtype(tensor)) for tensor in given]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -242,7 +242,7 @@ def _gradients(call: _Call) -> int | None:
 # ---- flops ----
 
 
-def _flops(call: _Call) -> int | None:
+def _flops(call: _CostCall) -> int | None:
     """By PyTorch's own formulas. Causal attention over a square counts half, as is the custom."""
     name = call.base.replace("_for_cpu", "")
     formula: Any = flop_registry.get(getattr(torch.ops.aten, name))

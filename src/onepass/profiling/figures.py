@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from onepass.profiling import costs
-from onepass.profiling.model import Bar, Gap, Limits, Row
-from onepass.profiling.timeline import Steps, bars, short_name, unit
-from onepass.profiling.trace import Event, Input, Trace, length, union, waits
+from onepass.profiling.model import Gap, Limits, OperatorRow, PictureBar
+from onepass.profiling.timeline import StepTimeline, bars, short_name, unit
+from onepass.profiling.trace import Trace, TraceEvent, TraceInput, length, union, waits
 
 SHORT_GAP_US = 1000.0  # longer ones are no wait for a launch: the CPU does something else, or waits itself
 _LEAST_GAP_US = 1.0  # kernels that were queued follow each other about so closely
@@ -19,7 +19,7 @@ _COPIED_TWICE = "Memcpy DtoD"  # read and written in the same memory
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator and the time that its kernels took, or its own on a CPU; or a kernel that no operator launched."""
 
     name: str
@@ -27,7 +27,7 @@ class Call:
     us: float
     step: int
     kernels: tuple[str, ...] = ()
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[TraceInput, ...] = ()
     within: tuple[str, ...] = ()  # the names around it, outwards
     cost: costs.Cost = field(default_factory=costs.Cost)
     operator: bool = False  # not a range, nor a kernel by itself
@@ -58,8 +58,8 @@ class Figures:
     graphs: int
     waits: int
     peak_bytes: int | None
-    calls: tuple[Call, ...]
-    bars: tuple[Bar, ...]
+    calls: tuple[OperatorCall, ...]
+    bars: tuple[PictureBar, ...]
 
     @property
     def same_steps(self) -> bool:
@@ -71,7 +71,7 @@ class Figures:
 
 def figures(trace: Trace) -> Figures:
     on_gpu = bool(trace.gpu)
-    step_of = Steps(trace)
+    step_of = StepTimeline(trace)
     calls = _gpu_calls(trace, step_of) if on_gpu else _cpu_calls(trace, step_of)
     working = _busiest_device(trace.gpu) if on_gpu else [op for op in trace.ops if op.parent is None]
     found = [wait for window in _by_window(trace, working) for wait in waits(window)]
@@ -99,7 +99,7 @@ def figures(trace: Trace) -> Figures:
     )
 
 
-def _within_a_launch(event: Event) -> bool:
+def _within_a_launch(event: TraceEvent) -> bool:
     """The driver's part of a call of the runtime's."""
     return event.parent is not None and event.parent.is_launch
 
@@ -111,17 +111,17 @@ def _traced(trace: Trace) -> float:
     return length((window.start, window.end) for window in trace.windows) + max(late - last, 0.0)
 
 
-def _busiest_device(gpu: list[Event]) -> list[Event]:
+def _busiest_device(gpu: list[TraceEvent]) -> list[TraceEvent]:
     """Idle time of several GPUs at once says nothing: those of the one that works most."""
-    by_device: dict[object, list[Event]] = defaultdict(list)
+    by_device: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in gpu:
         by_device[event.lane[0]].append(event)
     return max(by_device.values(), key=lambda events: sum(event.us for event in events))
 
 
-def _by_window(trace: Trace, events: list[Event]) -> list[list[Event]]:
+def _by_window(trace: Trace, events: list[TraceEvent]) -> list[list[TraceEvent]]:
     starts = sorted(window.start for window in trace.windows)
-    found: dict[int, list[Event]] = defaultdict(list)
+    found: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
         at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
         found[bisect.bisect_right(starts, at)].append(event)
@@ -139,8 +139,8 @@ def _peak(allocations: Sequence[tuple[float, int]]) -> int | None:
 # ---- calls: what ran, and for whom ----
 
 
-def _gpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
-    by_operator: dict[int, tuple[Event, list[Event]]] = {}
+def _gpu_calls(trace: Trace, step_of: StepTimeline) -> list[OperatorCall]:
+    by_operator: dict[int, tuple[TraceEvent, list[TraceEvent]]] = {}
     calls = []
     for event in trace.gpu:
         launch = event.parent
@@ -157,25 +157,27 @@ def _gpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
     return sorted(calls, key=lambda call: call.start)
 
 
-def _alone(event: Event, step_of: Steps) -> Call:
+def _alone(event: TraceEvent, step_of: StepTimeline) -> OperatorCall:
     start = event.parent.start if event.parent is not None else event.start
     moved = event.args.get("bytes") if event.is_copy else None
     twice = 2 if event.name.startswith(_COPIED_TWICE) else 1
     cost = costs.Cost(None if moved is None else int(moved) * twice)
     on_device = event.name.startswith("Memset") or twice == 2
     within = tuple(around.name for around in event.parents()) if event.parent is not None else ()
-    return Call(event.name, start, event.us, step_of(event), (event.name,), (), within, cost, by_copy=on_device)
+    return OperatorCall(event.name, start, event.us, step_of(event), (event.name,), (), within, cost, by_copy=on_device)
 
 
-def _called(operator: Event, us: float, step_of: Steps, kernels: tuple[str, ...] = ()) -> Call:
+def _called(operator: TraceEvent, us: float, step_of: StepTimeline, kernels: tuple[str, ...] = ()) -> OperatorCall:
     inputs = operator.inputs()
     within = tuple(around.name for around in operator.parents())[1:]
     cost = costs.cost(operator.name, inputs)
     works = bool(kernels) or not operator.inner or costs.is_known(operator.name)
-    return Call(operator.name, operator.start, us, step_of(operator), kernels, inputs, within, cost, operator=True, works=works)
+    return OperatorCall(
+        operator.name, operator.start, us, step_of(operator), kernels, inputs, within, cost, operator=True, works=works
+    )
 
 
-def _cpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
+def _cpu_calls(trace: Trace, step_of: StepTimeline) -> list[OperatorCall]:
     """Each operator with its own time: an inner one's is the inner one's, unless the outer one stands for it."""
     calls = []
     for op in trace.ops:
@@ -183,15 +185,15 @@ def _cpu_calls(trace: Trace, step_of: Steps) -> list[Call]:
         if owner is op:
             calls.append(_called(op, op.us if costs.is_known(op.name) else op.us - op.inner, step_of))
         elif owner is None:  # a range: what its operators leave over, autograd's nodes among them
-            calls.append(Call(op.name, op.start, op.us - op.inner, step_of(op), works=False))
+            calls.append(OperatorCall(op.name, op.start, op.us - op.inner, step_of(op), works=False))
     return calls
 
 
 # ---- rows ----
 
 
-def rows(calls: Iterable[Call], steps: int, limits: Limits) -> list[Row]:
-    by_name: dict[str, list[Call]] = defaultdict(list)
+def rows(calls: Iterable[OperatorCall], steps: int, limits: Limits) -> list[OperatorRow]:
+    by_name: dict[str, list[OperatorCall]] = defaultdict(list)
     for call in calls:
         by_name[short_name(call.name)].append(call)
     whole = sum(call.us for group in by_name.values() for call in group)
@@ -199,7 +201,7 @@ def rows(calls: Iterable[Call], steps: int, limits: Limits) -> list[Row]:
     return sorted(found, key=lambda row: -row.us)
 
 
-def _row(name: str, calls: list[Call], steps: int, limits: Limits, whole: float) -> Row:
+def _row(name: str, calls: list[OperatorCall], steps: int, limits: Limits, whole: float) -> OperatorRow:
     us = sum(call.us for call in calls)
     moved = _sum([call.cost.bytes for call in calls])
     flops = _sum([call.cost.flops for call in calls])
@@ -207,7 +209,7 @@ def _row(name: str, calls: list[Call], steps: int, limits: Limits, whole: float)
     tflops = flops / us / 1e6 if flops and us else None
     to_copy = limits.copy_gbs if all(call.by_copy for call in calls) else None
     kernels = Counter(short_name(kernel) for call in calls for kernel in call.kernels)
-    return Row(
+    return OperatorRow(
         name=name,
         calls=len(calls) / steps,
         us=us / steps,
@@ -227,7 +229,7 @@ def _sum(values: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _of_peak(calls: list[Call], us: float, limits: Limits) -> float | None:
+def _of_peak(calls: list[OperatorCall], us: float, limits: Limits) -> float | None:
     """The time that their products would take at the peak of their types, over the time they took."""
     at_peak = 0.0
     for call in calls:
@@ -238,7 +240,7 @@ def _of_peak(calls: list[Call], us: float, limits: Limits) -> float | None:
     return at_peak / us if us else None
 
 
-def _gaps(found: list[tuple[Event, Event, float]]) -> tuple[Gap, ...]:
+def _gaps(found: list[tuple[TraceEvent, TraceEvent, float]]) -> tuple[Gap, ...]:
     """Those between the same two together, the longest sum first; not yet divided by the steps."""
     between: dict[tuple[str, str], list[float]] = defaultdict(list)
     for before, after, us in found:

@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-from onepass.profiling.figures import Call
+from onepass.profiling.figures import OperatorCall
 from onepass.profiling.model import Limits
 from onepass.runtime.ceilings import Ceilings, clock_for, measure_ceilings
 
 
-def limits_of(calls: Iterable[Call], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
+def limits_of(calls: Iterable[OperatorCall], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
     """Of the types that were multiplied. What was handed in is taken as it is."""
     dtypes = {call.cost.dtype for call in calls if call.cost.dtype is not None}
     if ceilings is not None:

@@ -19,7 +19,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """One operator, or one kernel that no operator launched; all its calls together, a step."""
 
     name: str
@@ -70,7 +70,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PictureBar:
     """Something in a picture: operators and kernels, launches of them, copies."""
 
     lane: str
@@ -106,12 +106,12 @@ class Profile:
     waits: float  # the CPU waits for the GPU
     peak_bytes: int | None  # the most that was allocated during a step beyond what was before it
     limits: Limits
-    rows: tuple[Row, ...]
+    rows: tuple[OperatorRow, ...]
     same_steps: bool  # the same operators with the same shapes in each
     verdict: str
     reasons: tuple[str, ...]
     suggestions: tuple[Suggestion, ...]
-    bars: tuple[Bar, ...] = field(repr=False)
+    bars: tuple[PictureBar, ...] = field(repr=False)
     packed_trace: bytes = field(repr=False)  # what torch exported, as gzip
 
     @property

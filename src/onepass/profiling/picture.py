@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from onepass.profiling.model import Bar, Profile
+from onepass.profiling.model import PictureBar, Profile
 from onepass.profiling.trace import Interval, union
-from onepass.profiling.words import counted, time
-from onepass.runtime.extras import install
+from onepass.profiling.verdict import counted, time
+from onepass.runtime.install_hint import install_hint
 
 _COLOURS = {"operator": "#c9ced5", "launch": "#7d8590", "product": "#0b6e75", "kernel": "#6cc9c0", "copy": "#b8893b"}
 _SAID = {
@@ -31,7 +31,7 @@ _SHADED = 4  # pixels: narrower gaps are seen as they are
 def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
     """Each with its name, one above the other on one time axis."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"a picture needs matplotlib: {install('bench')}")
+        raise ImportError(f"a picture needs matplotlib: {install_hint('bench')}")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"path must end in .png, .svg or .pdf, but is {str(path)!r}")
     from matplotlib.figure import Figure
@@ -53,24 +53,24 @@ def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def _last_step(bars: Sequence[Bar]) -> list[Bar]:
+def _last_step(bars: Sequence[PictureBar]) -> list[PictureBar]:
     """Moved to begin at 0. Of the step before only what still ran."""
     last = max((bar.step for bar in bars), default=0)
     start = min((bar.start for bar in bars if bar.step == last), default=0.0)
     return [
-        Bar(bar.lane, bar.name, max(bar.start - start, 0.0), bar.end - start, bar.kind, bar.step)
+        PictureBar(bar.lane, bar.name, max(bar.start - start, 0.0), bar.end - start, bar.kind, bar.step)
         for bar in bars
         if bar.end > start
     ]
 
 
-def _lanes(bars: Sequence[Bar]) -> list[str]:
+def _lanes(bars: Sequence[PictureBar]) -> list[str]:
     """CPU threads in their order, each with its launches below it, then streams."""
     lanes = dict.fromkeys(bar.lane for bar in bars)
     return sorted(lanes, key=lambda lane: (lane.startswith("GPU"), [int(n) for n in re.findall(r"\d+", lane)], lane))
 
 
-def _timeline(axis: Any, bars: Sequence[Bar], span: float) -> None:
+def _timeline(axis: Any, bars: Sequence[PictureBar], span: float) -> None:
     lanes = _lanes(bars)
     axis.set_frame_on(False)
     axis.set_xlim(0, span)
@@ -119,7 +119,7 @@ def density(intervals: Sequence[Interval], width: float) -> dict[int, float]:
     return found
 
 
-def _gaps(axis: Any, bars: Sequence[Bar], lanes: Sequence[str], span: float) -> None:
+def _gaps(axis: Any, bars: Sequence[PictureBar], lanes: Sequence[str], span: float) -> None:
     """Where no kernel runs; without a GPU, no operator."""
     on_gpu = [i for i, lane in enumerate(lanes) if lane.startswith("GPU")]
     working = [bar for bar in bars if bar.lane.startswith("GPU")] if on_gpu else bars
@@ -136,7 +136,7 @@ def _gaps(axis: Any, bars: Sequence[Bar], lanes: Sequence[str], span: float) -> 
             )
 
 
-def _labels(axis: Any, at: int, bars: Sequence[Bar], span: float) -> None:
+def _labels(axis: Any, at: int, bars: Sequence[PictureBar], span: float) -> None:
     for bar in bars:
         letters = int((bar.end - bar.start) / span * _PIXELS / _LETTER)
         name = bar.name.removeprefix("aten::")

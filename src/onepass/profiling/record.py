@@ -21,11 +21,11 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from onepass.profiling import words
-from onepass.profiling.applies import suggestions
+from onepass.profiling import verdict as words
 from onepass.profiling.figures import figures, rows
 from onepass.profiling.limits import limits_of
 from onepass.profiling.model import Gap, Profile
+from onepass.profiling.suggestions import suggestions
 from onepass.profiling.trace import STEP, WINDOW, read
 from onepass.runtime.ceilings import Ceilings
 

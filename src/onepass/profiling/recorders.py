@@ -15,13 +15,13 @@ from torch.profiler import record_function
 from onepass.profiling.model import Profile
 from onepass.profiling.record import Recorded, Timing, described, gpu_in_use, synchronize
 from onepass.profiling.trace import STEP, WINDOW
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 _UNDECORATED = "__onepass_undecorated__"
 _AGAIN_S = 0.5  # a script may be where the end it is asked for gets lost: it is asked again
 
 
-class Done(BaseException):
+class RecordingDone(BaseException):
     """Enough is recorded. No Exception: scripts catch those."""
 
 
@@ -29,7 +29,7 @@ def say(text: str) -> None:
     print(f"onepass profile: {text}", file=sys.stderr, flush=True)
 
 
-class Whole:
+class WholeRecorder:
     """All of it, or some seconds: an alarm begins and ends it."""
 
     def __init__(self, skip: float, seconds: float) -> None:
@@ -54,7 +54,7 @@ class Whole:
             self._start()
         else:
             self._stop()
-            raise Done
+            raise RecordingDone
 
     def _start(self) -> None:
         say(f"recording, for {self._seconds:g} s at most" if self._seconds else "recording")
@@ -70,11 +70,11 @@ class Whole:
 
     def profile(self) -> Profile:
         if self._recorded is None:
-            raise Refused(f"the script ended before --skip-first ({self._skip:g} s) was over")
+            raise CommandError(f"the script ended before --skip-first ({self._skip:g} s) was over")
         return described(self._recorded.trace(), None)
 
 
-class Calls:
+class CallRecorder:
     """Some calls of one function: to warm up, to be timed, to be recorded."""
 
     def __init__(self, name: str, skip: int, steps: int) -> None:
@@ -134,7 +134,7 @@ class Calls:
                 result = call()
             synchronize()
         if number == timed + self._steps:
-            raise Done
+            raise RecordingDone
         return result
 
     def _timed(self, call: Callable[[], Any]) -> Any:
@@ -156,6 +156,6 @@ class Calls:
         needed = self._skip + 2 * self._steps + 1
         if self._calls < needed:
             how = f"--skip {self._skip} --steps {self._steps} needs {needed}: calls that warm up, are timed and are recorded"
-            raise Refused(f"the script called {self._name} {self._calls} times; {how}")
+            raise CommandError(f"the script called {self._name} {self._calls} times; {how}")
         assert self._recorded is not None
         return described(self._recorded.trace(), Timing(tuple(self._walls), tuple(self._hosts), self._peak))

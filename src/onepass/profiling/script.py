@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from onepass.profiling.model import Profile
-from onepass.profiling.recorders import Calls, Done, Whole, say
-from onepass.runtime.extras import install
-from onepass.runtime.refused import Refused, check_output
+from onepass.profiling.recorders import CallRecorder, RecordingDone, WholeRecorder, say
+from onepass.runtime.errors import CommandError, check_output
+from onepass.runtime.install_hint import install_hint
 
 _DECORATOR = "__onepass_profiled__"
 
@@ -81,23 +81,23 @@ def run(args: argparse.Namespace) -> int:
     try:
         source = args.script.read_bytes()
     except OSError as error:
-        raise Refused(f"SCRIPT can't be read: {error}") from None
+        raise CommandError(f"SCRIPT can't be read: {error}") from None
     try:
         tree = ast.parse(source, str(args.script))
     except SyntaxError:
         traceback.print_exc(limit=0)
         return 1
-    recorder: Calls | Whole = Whole(args.skip_first, args.seconds)
+    recorder: CallRecorder | WholeRecorder = WholeRecorder(args.skip_first, args.seconds)
     if args.function:
         _decorate(tree, args.function)
-        recorder = Calls(args.function, args.skip, args.steps)
+        recorder = CallRecorder(args.function, args.skip, args.steps)
     status = _execute(tree, args, recorder)
     if status == 1:
         return status
     say("reading the trace, measuring the machine's ceilings")
     profile = recorder.profile()
     if not profile.rows:
-        raise Refused("nothing that PyTorch ran was seen while recording")
+        raise CommandError("nothing that PyTorch ran was seen while recording")
     _show(profile, args)
     return status
 
@@ -109,7 +109,7 @@ _SUFFIXES = {"picture": (".png", ".svg", ".pdf"), "trace": (".json", ".json.gz")
 
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.picture and importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"--picture needs matplotlib: {install('bench')}")
+        raise CommandError(f"--picture needs matplotlib: {install_hint('bench')}")
     for option, suffixes in _SUFFIXES.items():
         check_output(option, getattr(args, option), suffixes)
 
@@ -135,7 +135,7 @@ def _show(profile: Profile, args: argparse.Namespace) -> None:
 # ---- the script ----
 
 
-def _execute(tree: ast.Module, args: argparse.Namespace, recorder: Calls | Whole) -> int:
+def _execute(tree: ast.Module, args: argparse.Namespace, recorder: CallRecorder | WholeRecorder) -> int:
     """0, 1 where the script failed and was heard of, 130 where it was interrupted."""
     code = compile(tree, str(args.script), "exec")
     with _as_main(args.script, args.args) as module:
@@ -143,7 +143,7 @@ def _execute(tree: ast.Module, args: argparse.Namespace, recorder: Calls | Whole
         try:
             with recorder:
                 exec(code, vars(module))
-        except Done:
+        except RecordingDone:
             say("enough recorded: the script ended here")
         except KeyboardInterrupt:
             return 130
@@ -186,7 +186,9 @@ def _decorate(tree: ast.Module, name: str) -> None:
     functions = dict(_functions(tree, ""))
     if name not in functions:
         known = ", ".join(functions) or "none"
-        raise Refused(f"--function must name a function that the script defines with def, but is {name!r}; there are: {known}")
+        raise CommandError(
+            f"--function must name a function that the script defines with def, but is {name!r}; there are: {known}"
+        )
     node = functions[name]
     decorator = ast.Name(_DECORATOR, ast.Load())
     node.decorator_list.insert(0, ast.copy_location(decorator, node))

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from onepass.profiling.model import Comparison, Profile, Row
-from onepass.profiling.words import counted, number, time
+from onepass.profiling.model import Comparison, OperatorRow, Profile
+from onepass.profiling.verdict import counted, number, time
 
 _TOP = 15
 _NAME = 44  # the longest name shown whole
@@ -116,7 +116,7 @@ def _rows(profile: Profile, top: int) -> Table:
     return table
 
 
-def _cells(row: Row, on_gpu: bool) -> list[str]:
+def _cells(row: OperatorRow, on_gpu: bool) -> list[str]:
     """What isn't known has a question mark; a product's bytes are, but a copy's rate is not its ceiling."""
     kernels = [number(sum(row.kernels.values()))] if on_gpu else []
     moved = "?" if row.bytes is None else number(row.bytes / 1e6)

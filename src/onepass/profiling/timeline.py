@@ -8,31 +8,31 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from onepass.profiling import costs
-from onepass.profiling.model import Bar
-from onepass.profiling.trace import Event, Trace
+from onepass.profiling.model import PictureBar
+from onepass.profiling.trace import Trace, TraceEvent
 
 _FUNCTOR = re.compile(r"\b(\w*(?:[Ff]unctor|KernelImpl|_kernel_impl|_kernel_cuda)\w*|\w+Ops)\b")
 _INNERMOST = re.compile(r"<[^<>]*>")
 _NAMELESS = ("Kernel", "Kernel2", "device_kernel")
 
 
-class Steps:
+class StepTimeline:
     """Which step a moment on the CPU belongs to. The last one's, after its end."""
 
     def __init__(self, trace: Trace) -> None:
         self._starts = sorted(event.start for event in trace.steps)
         self._ends = sorted(event.end for event in trace.steps)
 
-    def inside(self, event: Event) -> bool:
+    def inside(self, event: TraceEvent) -> bool:
         """Not between steps, where record.py itself waits for the GPU."""
         return not self._starts or event.start < self._ends[self(event)]
 
-    def __call__(self, event: Event) -> int:
+    def __call__(self, event: TraceEvent) -> int:
         at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
         return max(bisect.bisect_right(self._starts, at) - 1, 0)
 
 
-def unit(event: Event | None) -> Event | None:
+def unit(event: TraceEvent | None) -> TraceEvent | None:
     """The operator that an event belongs to: the outermost of those whose costs are known, or else the innermost."""
     if event is None:
         return None
@@ -41,29 +41,31 @@ def unit(event: Event | None) -> Event | None:
     return known[-1] if known else operators[0] if operators else None
 
 
-def bars(trace: Trace, step_of: Steps) -> Iterable[Bar]:
+def bars(trace: Trace, step_of: StepTimeline) -> Iterable[PictureBar]:
     lanes = dict.fromkeys(event.lane for event in [*trace.ops, *trace.runtime])
     threads = {lane: f"CPU thread {i}" for i, lane in enumerate(lanes, 1)}
     products = set() if trace.gpu else {id(_outermost(op)) for op in trace.ops if _is_product(op)}
     for op in trace.ops:
         if op.is_operator and _outermost(op) is op:
-            yield Bar(threads[op.lane], op.name, op.start, op.end, "product" if id(op) in products else "operator", step_of(op))
+            yield PictureBar(
+                threads[op.lane], op.name, op.start, op.end, "product" if id(op) in products else "operator", step_of(op)
+            )
     for event in trace.runtime:
         if event.is_launch:
-            yield Bar(f"{threads[event.lane]} launches", event.name, event.start, event.end, "launch", step_of(event))
+            yield PictureBar(f"{threads[event.lane]} launches", event.name, event.start, event.end, "launch", step_of(event))
     for event in trace.gpu:
         operator = None if event.parent is None else unit(event.parent)
         kind = "copy" if event.is_copy else "product" if operator is not None and _is_product(operator) else "kernel"
-        yield Bar(
+        yield PictureBar(
             f"GPU {event.lane[0]} stream {event.lane[1]}", short_name(event.name), event.start, event.end, kind, step_of(event)
         )
 
 
-def _is_product(op: Event) -> bool:
+def _is_product(op: TraceEvent) -> bool:
     return costs.is_known(op.name) and costs.cost(op.name, op.inputs()).flops is not None
 
 
-def _outermost(op: Event) -> Event:
+def _outermost(op: TraceEvent) -> TraceEvent:
     return [around for around in op.parents() if around.is_operator][-1]
 
 

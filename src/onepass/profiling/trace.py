@@ -30,7 +30,7 @@ _WRAPPER = re.compile(r"^(autograd::engine::|torch::autograd::|Torch-Compiled Re
 
 
 @dataclass(frozen=True)
-class Input:
+class TraceInput:
     """An operator's argument: a tensor where shape and dtype are known, else the text of a number or a list."""
 
     shape: tuple[int, ...] | None = None
@@ -40,7 +40,7 @@ class Input:
 
 
 @dataclass(eq=False)
-class Event:
+class TraceEvent:
     """Times in microseconds of the trace's clock. Lane: process and thread, or device and stream."""
 
     kind: str
@@ -49,7 +49,7 @@ class Event:
     end: float
     lane: tuple[Any, Any]
     args: dict[str, Any] = field(default_factory=dict, repr=False)
-    parent: Event | None = field(default=None, repr=False)
+    parent: TraceEvent | None = field(default=None, repr=False)
     inner: float = 0.0  # the time of those directly inside
 
     @property
@@ -77,14 +77,14 @@ class Event:
     def is_copy(self) -> bool:
         return self.kind == "gpu" and self.name.startswith(("Memcpy", "Memset"))
 
-    def parents(self) -> Iterable[Event]:
+    def parents(self) -> Iterable[TraceEvent]:
         """Outwards, itself first."""
-        event: Event | None = self
+        event: TraceEvent | None = self
         while event is not None:
             yield event
             event = event.parent
 
-    def inputs(self) -> tuple[Input, ...]:
+    def inputs(self) -> tuple[TraceInput, ...]:
         names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
         dims, types, strides, values = (self.args.get(name) or [] for name in names)
         found = []
@@ -92,10 +92,10 @@ class Event:
             shape = dims[i] if i < len(dims) else []
             value = str(values[i]) if i < len(values) else ""
             if kind in ("", "Scalar", "ScalarList", "TensorList", "GenericList"):
-                found.append(Input(None, None, None, value))
+                found.append(TraceInput(None, None, None, value))
             else:
                 steps = tuple(strides[i]) if i < len(strides) and len(strides[i]) == len(shape) else None
-                found.append(Input(tuple(shape), kind, steps, value))
+                found.append(TraceInput(tuple(shape), kind, steps, value))
         return tuple(found)
 
 
@@ -103,11 +103,11 @@ class Event:
 class Trace:
     """The events of what was asked for, in order of time."""
 
-    ops: list[Event]
-    runtime: list[Event]  # calls of the CUDA runtime and driver
-    gpu: list[Event]  # kernels, copies and fills
-    windows: list[Event]
-    steps: list[Event]
+    ops: list[TraceEvent]
+    runtime: list[TraceEvent]  # calls of the CUDA runtime and driver
+    gpu: list[TraceEvent]  # kernels, copies and fills
+    windows: list[TraceEvent]
+    steps: list[TraceEvent]
     allocations: list[tuple[float, int]]  # on the CPU: when, and the bytes, negative where they were given back
 
 
@@ -124,7 +124,7 @@ def read(data: dict[str, Any]) -> Trace:
         event.parent = launched.get(event.args.get("correlation"))
     windows = [event for event in marks if event.name == WINDOW] or _whole(ops, gpu)
 
-    def within(event: Event) -> bool:  # by its launch: a kernel may end after the window
+    def within(event: TraceEvent) -> bool:  # by its launch: a kernel may end after the window
         at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
         return any(window.start <= at <= window.end for window in windows)
 
@@ -138,7 +138,7 @@ def read(data: dict[str, Any]) -> Trace:
     )
 
 
-def _events(raw: list[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, int]]]:
+def _events(raw: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[tuple[float, int]]]:
     events, memory = [], []
     for item in raw:
         if item.get("name") == "[memory]" and item.get("args", {}).get("Device Type") == 0:
@@ -151,14 +151,14 @@ def _events(raw: list[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, i
         if kind == "gpu":
             lane = (args.get("device", lane[0]), args.get("stream", lane[1]))
         start = float(item["ts"])
-        events.append(Event(kind, item["name"], start, start + float(item.get("dur") or 0), lane, args))
+        events.append(TraceEvent(kind, item["name"], start, start + float(item.get("dur") or 0), lane, args))
     events.sort(key=lambda event: (event.start, -event.end))
     return events, sorted(memory)
 
 
-def _nest(events: list[Event]) -> None:
+def _nest(events: list[TraceEvent]) -> None:
     """Finds each one's parent: the innermost event of its thread that is still running when it begins."""
-    open_in: dict[tuple[Any, Any], list[Event]] = {}
+    open_in: dict[tuple[Any, Any], list[TraceEvent]] = {}
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         stack = open_in.setdefault(event.lane, [])
         while stack and stack[-1].end <= event.start:
@@ -169,12 +169,12 @@ def _nest(events: list[Event]) -> None:
         stack.append(event)
 
 
-def _whole(ops: list[Event], gpu: list[Event]) -> list[Event]:
+def _whole(ops: list[TraceEvent], gpu: list[TraceEvent]) -> list[TraceEvent]:
     if gpu:
         starts = [event.parent.start if event.parent is not None else event.start for event in gpu]
-        return [Event("mark", WINDOW, min(starts), max(event.end for event in gpu), (0, 0))]
+        return [TraceEvent("mark", WINDOW, min(starts), max(event.end for event in gpu), (0, 0))]
     if ops:
-        return [Event("mark", WINDOW, ops[0].start, max(event.end for event in ops), (0, 0))]
+        return [TraceEvent("mark", WINDOW, ops[0].start, max(event.end for event in ops), (0, 0))]
     return []
 
 
@@ -198,10 +198,10 @@ def length(intervals: Iterable[Interval]) -> float:
     return math.fsum(end - start for start, end in intervals)
 
 
-def waits(events: Iterable[Event]) -> list[tuple[Event, Event, float]]:
+def waits(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, TraceEvent, float]]:
     """Where nobody runs between the first and the last: who ended before, who begins after, and how long that is."""
     found = []
-    last: Event | None = None
+    last: TraceEvent | None = None
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         if last is not None and event.start > last.end:
             found.append((last, event, event.start - last.end))

@@ -10,39 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from onepass.runtime.switch import Switch
+from onepass.runtime.op import OPS, Backend, Op, Reason
+from onepass.runtime.process_setting import ProcessSetting
 
 _log = logging.getLogger("onepass")
 _said: set[tuple[str, str]] = set()
 
-Reason = str | None  # why a backend can't take a call, or None
 NATIVE = ("triton", "torch")
-
-
-@dataclass
-class Op:
-    """What the runtime knows of one op. `check`, `unsupported` and `variant` take the op's own arguments."""
-
-    name: str
-    function: Callable[..., Any]
-    check: Callable[..., Any]  # raises where the arguments are wrong
-    unsupported: Callable[..., Reason]  # why the kernels can't take this call
-    variant: Callable[..., str]  # which kernels would run, with what tiles, and why
-    formula: Callable[..., str] | None = None  # what "torch" does, where that is more than the formula
-    others: dict[str, Backend] = field(default_factory=dict)
-
-
-@dataclass
-class Backend:
-    """Somebody else's kernels for one op: `run` takes the op's own arguments, without `backend`."""
-
-    run: Callable[..., Any]
-    unsupported: Callable[..., Reason]
 
 
 @dataclass
@@ -61,34 +40,6 @@ class Explanation:
         said = {name: "can run this" if reason is None else f"no: {reason}" for name, reason in self.reasons.items()}
         lines += [f"  {name:{width}} {what}" for name, what in said.items()]
         return "\n".join(lines)
-
-
-OPS: dict[str, Op] = {}
-
-
-def register_op(
-    function: Callable[..., Any],
-    check: Callable[..., Any],
-    unsupported: Callable[..., Reason],
-    variant: Callable[..., str],
-    formula: Callable[..., str] | None = None,
-) -> None:
-    """Make an op known to `explain`, to the registry of backends and to the command line."""
-    name = function.__name__
-    OPS[name] = Op(name, function, check, unsupported, variant, formula)
-
-
-def shorthand(name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """An op with some of its options given, under a name of its own."""
-
-    def short(*args: Any, **more: Any) -> Any:
-        return function(*args, **options, **more)
-
-    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    short.__name__ = short.__qualname__ = name
-    short.__doc__ = f"`onepass.{function.__name__}` with ``{given}``: see there for the other arguments."
-    short.__dict__["shorthand_of"] = function, options
-    return short
 
 
 def find_op(op: str | Callable[..., Any]) -> Op:
@@ -140,7 +91,7 @@ def _put(choice: tuple[str, str]) -> None:
     _in_force, _source = choice
 
 
-def use_backend(name: str) -> Switch[tuple[str, str]]:
+def use_backend(name: str) -> ProcessSetting[tuple[str, str]]:
     """Choose the backend for every op, from now on or, as a context manager, within the block.
 
         onepass.use_backend("torch")            # everything from here
@@ -148,7 +99,7 @@ def use_backend(name: str) -> Switch[tuple[str, str]]:
 
     The choice holds for the whole process, all threads.
     """
-    return Switch(_put, (_in_force, _source), (_checked(name, "use_backend's name"), "use_backend"))
+    return ProcessSetting(_put, (_in_force, _source), (_checked(name, "use_backend's name"), "use_backend"))
 
 
 def choose(op: str, backend: str | None, reason: Reason) -> str:
@@ -172,13 +123,22 @@ def choose(op: str, backend: str | None, reason: Reason) -> str:
     return name
 
 
-def run_other(op: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run a registered backend, or say why it can't."""
-    other = OPS[op].others[name]
-    reason = other.unsupported(*args, **kwargs)
+def run_other(op: str, name: str, *args: Any, **options: Any) -> Any:
+    """Run a registered backend, or say why it can't. It is given those options only that are not their defaults."""
+    known = OPS[op]
+    other, defaults = known.others[name], known.defaults
+    options = {option: value for option, value in options.items() if not _is_default(value, defaults.get(option, _NO_DEFAULT))}
+    reason = other.unsupported(*args, **options)
     if reason is not None:
         raise RuntimeError(f"backend {name!r} can't take this call of {op}: {reason}")
-    return other.run(*args, **kwargs)
+    return other.run(*args, **options)
+
+
+_NO_DEFAULT = object()
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and value == default)
 
 
 def _say_once(op: str, reason: str) -> None:
@@ -190,21 +150,22 @@ def _say_once(op: str, reason: str) -> None:
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend and kernel variant a call would take and why, without running it.
 
-        print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
+    print(onepass.explain(onepass.bias_activation, x, bias, "swiglu"))
     """
     if hasattr(op, "shorthand_of"):
         op, options = op.shorthand_of
         kwargs = options | kwargs
     known = find_op(op)
     backend = kwargs.pop("backend", None)
-    known.check(*args, **kwargs)
-    reasons = {"triton": known.unsupported(*args, **kwargs), "torch": None}
+    call = known.call(*args, **kwargs)
+    known.check(call)
+    reasons = {"triton": known.unsupported(call), "torch": None}
     reasons |= {name: other.unsupported(*args, **kwargs) for name, other in known.others.items()}
     chosen = choose(known.name, backend, reasons["triton"])
     if chosen == "triton":
-        variant = known.variant(*args, **kwargs)
+        variant = known.variant(call)
     elif chosen == "torch":
-        variant = known.formula(*args, **kwargs) if known.formula else "the PyTorch formula, its inputs saved and nothing else"
+        variant = known.formula(call) if known.formula else "the PyTorch formula, its inputs saved and nothing else"
     else:
         variant = f"{chosen}'s own kernels"
     asked = backend is not None and backend != "auto"

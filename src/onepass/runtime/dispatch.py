@@ -26,7 +26,7 @@ def registered(schema: str, function: Callable[..., Any], fake: Callable[..., An
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def watched(*tensors: Tensor | None) -> bool:
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether a compiler, a dispatch mode (checkpoint policies, counters, fake tensors) or a subclass must see the registered op.
 
     Nobody does in plain eager mode, and going through the dispatcher there costs 8 us forward and 16 us backward.
@@ -53,21 +53,22 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def checkpointed() -> bool:
+def under_checkpoint() -> bool:
     """Whether this forward is one that torch.utils.checkpoint runs, without reentrance, and will run again."""
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def transformed() -> bool:
+def under_functorch() -> bool:
     """Whether vmap, a functional derivative or forward-mode differentiation is in force: only formulas can follow those."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply without the 2 us that only functorch and setup_context need. Where `transformed`, it must not be called."""
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without the 2 us that only functorch and setup_context need. Where `under_functorch`, it must not be
+    called."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
@@ -76,26 +77,27 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that can't be differentiated again, and says so, also where the incoming gradient is a constant.
+def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a backward raise in a pass that is itself to be differentiated (create_graph=True).
 
-    PyTorch's `once_differentiable` detaches in silence there, and a gradient penalty loses its gradient.
+    PyTorch's `once_differentiable` raises later, in the second pass, and only where that pass comes by: `torch.autograd.grad`
+    of a gradient penalty by its leaves does not, and loses the penalty in silence.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            return last_derivative(backward(ctx, *grads))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotTwiceDifferentiable
+        return backward(ctx, *grads)
 
     return run
 
 
-def last_derivative(grads: Any) -> Any:
-    """The same gradients, which raise when they are differentiated."""
-    raise_later = torch._C._functions.DelayedError(
-        "this is differentiable once; the op's reference, a plain formula, can be differentiated again",
-        len(grads),
-    )
-    return raise_later(*(t if t is None else t.detach().requires_grad_() for t in grads))  # type: ignore[arg-type]
+class NotTwiceDifferentiable(RuntimeError):
+    """Raised in a backward with create_graph=True through an op that is differentiable once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this op is differentiable once, but its backward runs with create_graph=True; the op's reference, a plain formula, "
+            "can be differentiated again"
+        )

@@ -15,31 +15,29 @@ import torch
 from torch import Tensor
 
 from onepass.runtime import saved
-from onepass.runtime.dispatch import last_derivative, needs_grad, transformed
+from onepass.runtime.dispatch import NotTwiceDifferentiable, needs_grad, under_functorch
 
 Formula = Callable[..., Any]  # of x, then the shared tensors, then those with something for each row: a tensor or a tuple of them
 Tensors = tuple[Tensor | None, ...]
 _BLOCK = 1 << 17  # elements: about a MiB of cache with a formula's intermediates
 
 
-def run_formula(
-    formula: Formula, save: str, x: Tensor, *, shared: Tensors = (), per_row: Tensors = (), parts: int = 1
-) -> Any:
+def run_formula(formula: Formula, save: str, x: Tensor, *, shared: Tensors = (), per_row: Tensors = (), parts: int = 1) -> Any:
     """formula(x, *shared, *per_row), whose rows are independent, keeping for backward its arguments only.
 
     `shared` serve every row (a bias); `per_row` have x's leading dimensions (a token's weight). x is kept as `save` says,
     in fp8 with scales that the `parts` of a row do not share.
     """
-    if torch.compiler.is_compiling() or transformed():  # these choose by themselves what to keep and what to compute again
-        return _watched(formula, save, x, (*shared, *per_row), parts)
+    if torch.compiler.is_compiling() or under_functorch():  # these choose by themselves what to keep and what to compute again
+        return _traced_formula(formula, save, x, (*shared, *per_row), parts)
     if not needs_grad(x, *shared, *per_row):
         return _forward(formula, x, shared, per_row)
-    return _Formula.apply(formula, saved.describe(x, save, parts), len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
+    return _FormulaFunction.apply(formula, saved.saved_format(x, save, parts), len(shared), x, *shared, *per_row)  # type: ignore[no-untyped-call]
 
 
-class _Formula(torch.autograd.Function):
+class _FormulaFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, formula: Formula, stored: saved.Stored, split: int, x: Tensor, *rest: Tensor | None) -> Any:
+    def forward(ctx: Any, formula: Formula, stored: saved.SavedFormat, split: int, x: Tensor, *rest: Tensor | None) -> Any:
         kept = saved.pack(x, stored)
         ctx.call = formula, split, len(kept), stored
         ctx.save_for_backward(*kept, *rest)
@@ -53,10 +51,8 @@ class _Formula(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
             return None, None, None, *_backward(formula, dys, x, rest[:split], rest[split:], needs)
-        if x is not tensors[0]:  # create_graph=True: this backward will itself be differentiated, but x is not the x it had
-            with torch.no_grad():
-                grads = _backward(formula, dys, x, rest[:split], rest[split:], needs)
-            return last_derivative((None, None, None, *grads))  # type: ignore[no-any-return]
+        if x is not tensors[0]:  # this backward will itself be differentiated, but x is not the x it had
+            raise NotTwiceDifferentiable
         asked = [t for t, need in zip((x, *rest), needs, strict=True) if need]
         found = iter(_gradients(formula(x, *rest), asked, dys, create_graph=True))
         return None, None, None, *(next(found) if need else None for need in needs)
@@ -69,7 +65,7 @@ def _outputs(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _joined(pieces: list[Tensor], whole: Tensor) -> Tensor:
+def _concat_rows(pieces: list[Tensor], whole: Tensor) -> Tensor:
     """A tensor of its own, of one piece too; a piece may be a number, of a row without leading dimensions."""
     return torch.cat([piece.reshape(1) if piece.dim() == 0 else piece for piece in pieces]).view(whole.shape)
 
@@ -113,7 +109,7 @@ def _backward(
             if leaf is not None and leaf.requires_grad:
                 assert sum_ is not None
                 sum_ += next(grads)
-    whole = [_joined(g, t) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
+    whole = [_concat_rows(g, t) if g and t is not None else None for g, t in zip(own, (x, *per_row), strict=True)]
     rounded = [sum_.to(t.dtype) if sum_ is not None and t is not None else None for sum_, t in zip(total, shared, strict=True)]
     return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
 
@@ -144,7 +140,7 @@ def _blocks(x: Tensor, per_row: Tensors) -> Iterator[list[Any]]:
 # ---- under a compiler or a transform ----
 
 
-def _watched(formula: Formula, save: str, x: Tensor, rest: Tensors, parts: int) -> Any:
+def _traced_formula(formula: Formula, save: str, x: Tensor, rest: Tensors, parts: int) -> Any:
     if save != "fp8" or not needs_grad(x, *rest):
         return formula(x, *rest)
     kept: Tensor = _ThroughFp8.apply(x, parts)  # type: ignore[no-untyped-call]

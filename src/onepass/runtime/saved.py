@@ -1,11 +1,11 @@
-"""How an op keeps its input for backward: as it is ("input"), in eight bits ("fp8"), or in the host's memory ("offload").
+"""How an op keeps its input for backward: unchanged ("input"), in eight bits ("fp8"), or in the host's memory ("offload").
 
 fp8: each run of 64 neighbours in a row shares a power of two, kept as its exponent in one byte, and each value becomes an
 e4m3 number: 65/128 of bf16's bytes, and an error of at most 1/16 of the value or 2**-17 of the run's largest, whatever its
 scale (fp32 subnormals aside). Nothing saturates; NaN and infinities come back as NaN.
 
-offload: a copy on a side stream into pinned memory; in backward the copy back begins one tensor ahead, while the layer before
-it is at work. Both directions share one stream, so a tensor that is still leaving is whole before it returns.
+offload: a side stream copies into pinned memory. In backward the copy back begins one tensor ahead, under the work of the layer
+before. Both directions share one stream, so a tensor is whole before it returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onepass.runtime.dispatch import cast, registered, watched
+from onepass.runtime.dispatch import cast
+from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div
 
 SAVES = ("input", "fp8", "offload")
@@ -26,28 +27,28 @@ FP8_RUN = 64  # neighbours that share a scale
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What unpack must know besides the tensors."""
+class SavedFormat:
+    """What `unpack` needs besides the tensors."""
 
     save: str
     dtype: torch.dtype
     device: torch.device
-    parts: int  # of the last dimension, which share no scale
+    parts: int  # equal parts of the last dimension; a scale belongs to one of them
 
 
-def describe(x: Tensor, save: str, parts: int) -> Stored:
-    return Stored(save, x.dtype, x.device, parts)
+def saved_format(x: Tensor, save: str, parts: int) -> SavedFormat:
+    return SavedFormat(save, x.dtype, x.device, parts)
 
 
-def pack(x: Tensor, stored: Stored) -> tuple[Tensor, ...]:
-    """The tensors to save for backward in place of x."""
+def pack(x: Tensor, stored: SavedFormat) -> tuple[Tensor, ...]:
+    """Return the tensors to save for backward in place of x."""
     save = stored.save
     if save == "fp8":
         return fp8_quantise(x, stored.parts)
     return (offload(x),) if save == "offload" else (x,)
 
 
-def unpack(tensors: tuple[Tensor, ...], stored: Stored) -> Tensor:
+def unpack(tensors: tuple[Tensor, ...], stored: SavedFormat) -> Tensor:
     if stored.save == "fp8":
         codes, exponents = tensors
         return fp8_dequantise(codes, exponents, stored.dtype, stored.parts)
@@ -58,7 +59,7 @@ def unpack(tensors: tuple[Tensor, ...], stored: Stored) -> Tensor:
 
 
 def fp8_quantise(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """x as e4m3 codes (uint8, x's shape) and the exponents of its runs (uint8, [..., parts * runs]).
+    """Return x as e4m3 codes (uint8, x's shape) and the exponents of its runs (uint8, [..., parts * runs]).
 
     Runs do not cross the borders of the `parts` equal parts of the last dimension, nor those of rows.
     """
@@ -76,7 +77,7 @@ def fp8_quantise(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def fp8_empty(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """Room for x's codes and exponents."""
+    """Allocate x's codes and exponents."""
     runs = parts * ceil_div(x.shape[-1] // parts, FP8_RUN)
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     return codes, x.new_empty((*x.shape[:-1], runs), dtype=torch.uint8)
@@ -95,25 +96,25 @@ def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: 
 
 
 @dataclass
-class _Traffic:
-    """One device's side stream, and which tensor was sent before which.
+class _OffloadStream:
+    """One device's side stream, and the order in which tensors were sent.
 
-    Host copies are known by themselves, not by their address: that is given out again when a graph dies.
+    Host copies are keyed by object, not by address: an address is reused when a graph dies.
     """
 
     stream: torch.cuda.Stream
     last: weakref.ref[Tensor] | None = None
-    before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # each, and a weak reference or None
-    ahead: tuple[weakref.ref[Tensor], Tensor, torch.cuda.Event] | None = None  # on its way back before it was asked for
+    before: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # a weak reference or None for each
+    ahead: tuple[weakref.ref[Tensor], Tensor, torch.cuda.Event] | None = None  # a copy back that runs ahead of its request
 
 
-_traffic: dict[int, _Traffic] = {}
+_offload_streams: dict[int, _OffloadStream] = {}
 
 
-def _traffic_of(device: torch.device) -> _Traffic:
-    if device.index not in _traffic:
-        _traffic[device.index] = _Traffic(torch.cuda.Stream(device))
-    return _traffic[device.index]
+def _offload_stream(device: torch.device) -> _OffloadStream:
+    if device.index not in _offload_streams:
+        _offload_streams[device.index] = _OffloadStream(torch.cuda.Stream(device))
+    return _offload_streams[device.index]
 
 
 def _offload(x: Tensor) -> Tensor:
@@ -121,14 +122,14 @@ def _offload(x: Tensor) -> Tensor:
         return x.clone()
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
-    traffic = _traffic_of(x.device)
+    traffic = _offload_stream(x.device)
     host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     traffic.stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(traffic.stream):
         host.copy_(x, non_blocking=True)
     x.record_stream(traffic.stream)
     traffic.before[host], traffic.last = traffic.last, weakref.ref(host)
-    traffic.ahead = None  # a forward has begun: what a backward brought ahead and did not use goes
+    traffic.ahead = None  # a forward has begun: drop what a backward copied back and did not use
     return host
 
 
@@ -137,25 +138,25 @@ def _fetch(host: Tensor, device: torch.device) -> Tensor:
         return host.clone()
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
-    traffic = _traffic_of(device)
+    traffic = _offload_stream(device)
     ahead, traffic.ahead = traffic.ahead, None
     if ahead is not None and ahead[0]() is host:
         _, x, arrived = ahead
     else:
-        x, arrived = _bring(traffic, host, device)
+        x, arrived = _copy_back(traffic, host, device)
     earlier = traffic.before.get(host)
     earlier_host = earlier() if earlier is not None else None
     if earlier_host is not None:
-        traffic.ahead = weakref.ref(earlier_host), *_bring(traffic, earlier_host, device)
+        traffic.ahead = weakref.ref(earlier_host), *_copy_back(traffic, earlier_host, device)
     stream = torch.cuda.current_stream(device)
     stream.wait_event(arrived)
-    x.record_stream(stream)  # which may not be the one it was brought for
+    x.record_stream(stream)  # which may not be the stream that it was copied for
     return x
 
 
-def _bring(traffic: _Traffic, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+def _copy_back(traffic: _OffloadStream, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
     x = torch.empty(host.shape, dtype=host.dtype, device=device)
-    traffic.stream.wait_stream(torch.cuda.current_stream(device))  # x's memory may still be in use by what it held before
+    traffic.stream.wait_stream(torch.cuda.current_stream(device))  # an earlier tensor may still use x's memory
     with torch.cuda.stream(traffic.stream):
         x.copy_(host, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -164,8 +165,10 @@ def _bring(traffic: _Traffic, host: Tensor, device: torch.device) -> tuple[Tenso
     return x, arrived
 
 
-_offload_op = registered("offload(Tensor x) -> Tensor", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu"))
-_fetch_op = registered(
+_registered_offload = Registered(
+    "offload(Tensor x) -> Tensor", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu")
+)
+_registered_fetch = Registered(
     "fetch(Tensor host, Device device) -> Tensor",
     _fetch,
     lambda host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
@@ -173,16 +176,16 @@ _fetch_op = registered(
 
 
 def offload(x: Tensor) -> Tensor:
-    """x's copy in pinned host memory; x itself where it is there already."""
+    """Return x's copy in pinned host memory, or x itself where it is on a CPU."""
     if x.device.type == "cpu":
         return x
-    host: Tensor = (_offload_op if watched(x) else _offload)(x)
+    host: Tensor = _registered_offload(x)
     return host
 
 
 def fetch(host: Tensor, device: torch.device) -> Tensor:
-    """What was offloaded, back on its device."""
+    """Return what was offloaded, on its device."""
     if device.type == "cpu":
         return host
-    x: Tensor = (_fetch_op if watched(host) else _fetch)(host, device)
+    x: Tensor = _registered_fetch(host, device)
     return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onepass.runtime.switch import Switch
+from onepass.runtime.process_setting import ProcessSetting
 
 _on = False
 
@@ -12,7 +12,7 @@ def _put(on: bool) -> None:
     _on = on
 
 
-def validate(on: bool = True) -> Switch[bool]:
+def validate(on: bool = True) -> ProcessSetting[bool]:
     """Turn the costly checks on (or off), from now on or, as a context manager, within the block.
 
         onepass.validate()                 # everything from here
@@ -21,7 +21,7 @@ def validate(on: bool = True) -> Switch[bool]:
     They look at the values of tensors, so each waits for the GPU: for finding a fault, not for training. The switch holds for
     the whole process, all threads; compiled code is not looked into.
     """
-    return Switch(_put, _on, on)
+    return ProcessSetting(_put, _on, on)
 
 
 def validating() -> bool:

@@ -5,7 +5,7 @@
 
 The kernels and their configurations come from the ops themselves. Calls are made as a user makes them, on tensors of the meta
 device, which have shapes and no memory; every launch on the way is recorded instead of done. So nothing here knows about tiles,
-and a kernel that no call launches is an error. CALLS (aot_calls.py) says which calls cover an op.
+and a kernel that no call launches is an error. The calls lie beside the kernels, in their folders' `samples.py`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import onepass.gradients
 import onepass.kernels
 import onepass.ops
 from onepass.bench.options import short
-from onepass.runtime import launch
-from onepass.runtime.extras import install
-from onepass.runtime.lang import INTERPRETED, triton
-from onepass.testing.aot_calls import CALLS, Call
+from onepass.kernels import launch
+from onepass.kernels.language import INTERPRETED, triton
+from onepass.runtime.install_hint import install_hint
+from onepass.runtime.samples import CoveringCall
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
 _SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory that one program may have, on which tiles depend
@@ -58,12 +59,12 @@ class Launch:
     kernel: launch.Kernel
     args: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]  # num_warps and the like
-    call: Call
+    call: CoveringCall
 
     @property
     def name(self) -> str:
         function = self.kernel.jit.fn
-        return f"{function.__module__.rpartition('.')[2]} {function.__name__.strip('_').removesuffix('_kernel')}"
+        return f"{'.'.join(function.__module__.split('.')[-2:])} {function.__name__.strip('_').removesuffix('_kernel')}"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -89,17 +90,21 @@ def _specialisation(parameter: tuple[str, bool], value: Any) -> Any:
 
 
 def _modules() -> Iterator[Any]:
-    for package in (onepass.kernels, onepass.ops):
+    for package in (onepass.kernels, onepass.gradients, onepass.ops):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             yield importlib.import_module(module.name)
+
+
+def _sample_modules() -> list[Any]:
+    return [module for module in _modules() if module.__name__.endswith(".samples")]
 
 
 def launches(only: str = "", arch: int = 90) -> list[Launch]:
     """Every different kernel that the covering calls of every op launch on a GPU of this kind, in a fixed order."""
     found: dict[tuple[Any, ...], Launch] = {}
     with _recording(arch) as recorded:
-        for calls in CALLS.values():
-            for call in calls():
+        for samples in _sample_modules():
+            for call in samples.covering_calls():
                 if only in f"{call.label} {short(call.dtype)}":
                     y = call.run()
                     y.backward(torch.empty_like(y))
@@ -114,7 +119,7 @@ def launches(only: str = "", arch: int = 90) -> list[Launch]:
 def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]]:
     """Every launch is listed, none is done: each kernel with the types of its tensors."""
     found: list[tuple[launch.Bound, tuple[Any, ...]]] = []
-    gpu = {"no_triton": None, "processors": _PROCESSORS, "shared_memory": _SHARED.get(arch, _LEAST_SHARED)}
+    gpu = {"triton_unsupported": None, "processors": _PROCESSORS, "shared_memory": _SHARED.get(arch, _LEAST_SHARED)}
 
     def record(bound: launch.Bound, grid: launch.Grid, *args: Any) -> None:
         found.append((bound, tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)))
@@ -134,11 +139,10 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
 
 
 def uncovered(found: Iterable[Launch]) -> list[str]:
-    """Ops without calls, and kernels that no call launches."""
+    """Kernels that no call launches."""
     launched = {each.kernel for each in found}
-    ops = [f"op {module.name}" for module in pkgutil.iter_modules(onepass.ops.__path__) if module.name not in CALLS]
     kernels = {value for module in _modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
-    return ops + sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
+    return sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
 
 
 # ---- compiling them ----
@@ -147,21 +151,21 @@ def uncovered(found: Iterable[Launch]) -> list[str]:
 # Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007), 3
 # to 12 % where more programs share a multiprocessor (0014); and two instructions where a row is one number.
 ALLOWED_SPILLS = {
-    ("norm_backward rows", "layer_norm 2048x5000", 100): 8,
-    ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised", 100): 4,
-    ("softmax_whole_rows both", "linear_cross_entropy 2048x128256 promised smoothing", 90): 2,
-    ("softmax_whole_rows both", "cross_entropy rows 2048x128256 softcap and smoothing", 80): 6,
-    ("bias_activation backward", "activation_linear gelu 37x1", 100): 2,
-    ("dropout_add dropout_backward", "dropout_add 37x1", 90): 2,
-    ("attention_backward dq", "attention 8/8x64", 90): 24,
-    ("attention_backward dq", "attention 32/8x64", 90): 23,
-    ("attention_backward dk_dv", "attention 32/8x64", 90): 9,
-    ("attention_backward dk_dv", "attention 8/8x128", 90): 12,
+    ("norm.backward rows", "layer_norm 2048x5000", 100): 8,
+    ("loss.whole_row_kernels both", "linear_cross_entropy 2048x128256 known_grad_scale", 100): 4,
+    ("loss.whole_row_kernels both", "linear_cross_entropy 2048x128256 known_grad_scale smoothing", 90): 2,
+    ("loss.whole_row_kernels both", "cross_entropy rows 2048x128256 softcap and smoothing", 80): 6,
+    ("activation.kernels backward", "activation_linear gelu 37x1", 100): 2,
+    ("dropout.kernels dropout_backward", "dropout_add 37x1", 90): 2,
+    ("attention.backward dq", "attention 8/8x64", 90): 24,
+    ("attention.backward dq", "attention 32/8x64", 90): 23,
+    ("attention.backward dk_dv", "attention 32/8x64", 90): 9,
+    ("attention.backward dk_dv", "attention 8/8x128", 90): 12,
     # a few instructions in a loop of hundreds, on GPUs that nobody has measured it on
-    ("attention_backward dq", "attention 8/8x128", 80): 10,
-    ("attention_backward dq", "attention 32/8x128", 80): 10,
-    ("attention_backward dk_dv", "attention 32/8x128", 80): 18,
-    ("attention_backward dq", "attention 8/8x128", 100): 10,
+    ("attention.backward dq", "attention 8/8x128", 80): 10,
+    ("attention.backward dq", "attention 32/8x128", 80): 10,
+    ("attention.backward dk_dv", "attention 32/8x128", 80): 18,
+    ("attention.backward dq", "attention 8/8x128", 100): 10,
 }
 
 
@@ -304,7 +308,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if triton is None:
-        print(f"onepass.testing.aot: triton is not installed: {install('triton')}", file=sys.stderr)
+        print(f"onepass.testing.aot: triton is not installed: {install_hint('triton')}", file=sys.stderr)
         return 2
     from rich.console import Console
 

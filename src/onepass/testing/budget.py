@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class BudgetReport:
     """What was found of every output; true where all of it is within the budget."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -94,12 +94,12 @@ def _fresh(tensor: Tensor | None, dtype: torch.dtype | None, grad: bool) -> Tens
     return converted.requires_grad_(grad)
 
 
-def judge(ours: Function, formula: Function, inputs: Inputs, dy: Gradients = None) -> Report:
+def judge(ours: Function, formula: Function, inputs: Inputs, dy: Gradients = None) -> BudgetReport:
     """Run `ours` on the inputs and the dtype-generic `formula` on them in fp64 and fp32, and compare."""
     return judge_seeds(ours, formula, [(inputs, dy)])
 
 
-def judge_seeds(ours: Function, formula: Function, cases: Iterable[tuple[Inputs, Gradients]]) -> Report:
+def judge_seeds(ours: Function, formula: Function, cases: Iterable[tuple[Inputs, Gradients]]) -> BudgetReport:
     """`judge` over several draws of the inputs, for outputs too small for one draw to say much."""
     trials = []
     dtype = torch.float32
@@ -114,12 +114,12 @@ def judge_seeds(ours: Function, formula: Function, cases: Iterable[tuple[Inputs,
 # ---- comparing ----
 
 
-def compare(trials: Sequence[tuple[Mapping[str, Tensor], ...]], dtype: torch.dtype = torch.float32) -> Report:
+def compare(trials: Sequence[tuple[Mapping[str, Tensor], ...]], dtype: torch.dtype = torch.float32) -> BudgetReport:
     """Compare (ours, baseline, exact) results by name; `dtype` is the storage type, for outputs of few numbers.
 
     The baseline's are rounded here to the types of ours.
     """
-    report = Report()
+    report = BudgetReport()
     for name in trials[0][2]:
         triples = [(ours[name], baseline[name].to(ours[name].dtype), exact[name].double()) for ours, baseline, exact in trials]
         for ours, baseline, exact in triples:

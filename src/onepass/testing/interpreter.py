@@ -13,7 +13,7 @@ As Triton 3.6 ships it, the interpreter fails in silence on these counts, which 
 - Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch; and types
   and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
 - Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
-  (`kernels/meeting.py`), and programs that wait for what never comes raise.
+  (`kernels/grid_sync.py`), and programs that wait for what never comes raise.
 - @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
 
 Not repaired: libdevice, inline assembly, bf16 atomics, `tl.dot_scaled`; reads out of bounds pass unseen, and `tl.maximum` keeps
@@ -35,12 +35,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from onepass.kernels import meeting
-from onepass.runtime.extras import install
-from onepass.runtime.lang import INTERPRETED, tl, triton
+from onepass.kernels import grid_sync as meeting
+from onepass.kernels.language import INTERPRETED, tl, triton
+from onepass.runtime.install_hint import install_hint
 
 if triton is None:
-    raise ImportError(f"onepass.testing.interpreter needs triton: {install('triton,test')}")
+    raise ImportError(f"onepass.testing.interpreter needs triton: {install_hint('triton,test')}")
 if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
     raise ImportError(
         "onepass.testing.interpreter needs TRITON_INTERPRET=1 in the environment before onepass or triton is imported: "
@@ -294,7 +294,7 @@ def _repair() -> None:
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
         interpreter._patch_lang = _patch_once
     interpreter.GridExecutor.__call__ = _launch_quietly
-    meeting.others_go_on = _others_go_on
+    meeting.yield_to_programs = _others_go_on
     if not torch.cuda.is_available():
         triton.runtime.driver.set_active(_NoDriver())
 

@@ -1,6 +1,6 @@
 """Deliberately broken copies of a module: an oracle that does not catch them does not test.
 
-    import onepass.ops.bias_activation as room
+    import onepass.ops.activation.bias_activation as room
     mutant = mutate(room, "(step < ROWS) & ", "")                       # raises if the source has no such text any more
     mutant = mutate(strips, "tl.num_programs(1)", "...", room=room)     # a room whose shared code is broken
     assert not within_budget(mutant.bias_activation, ...)
@@ -26,7 +26,7 @@ from onepass.runtime import dispatch
 
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
-_MEETING = "onepass.kernels.meeting"
+_MEETING = "onepass.kernels.grid_sync"
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
@@ -77,7 +77,7 @@ def mutate(module: ModuleType, old: str, new: str, *, room: ModuleType | None = 
     try:
         copy = importlib.import_module((room or module).__name__)
         if _MEETING in sys.modules and _MEETING in real:  # how the interpreter's programs wait is not the mutant's affair
-            vars(sys.modules[_MEETING])["others_go_on"] = vars(real[_MEETING])["others_go_on"]
+            vars(sys.modules[_MEETING])["yield_to_programs"] = vars(real[_MEETING])["yield_to_programs"]
         return copy
     finally:
         sys.meta_path.remove(finder)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     tokens: Tensor  # [sequences, seq_length]
     labels: Tensor  # the tokens after them
 
@@ -25,7 +25,7 @@ class Batches:
         self.text, self.size, self.seq_length, self.seed = text, size, seq_length, seed
         self.rank, self.ranks, self.device = rank, ranks, device
 
-    def of_step(self, step: int) -> Batch:
+    def of_step(self, step: int) -> TokenBatch:
         """This rank's part of a step's sequences."""
         import numpy
 
@@ -36,4 +36,4 @@ class Batches:
         both = torch.from_numpy(rows)
         if self.device.type == "cuda":
             both = both.pin_memory().to(self.device, non_blocking=True)
-        return Batch(both[:, :-1], both[:, 1:])
+        return TokenBatch(both[:, :-1], both[:, 1:])

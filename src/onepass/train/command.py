@@ -15,14 +15,14 @@ from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
-from onepass.runtime.extras import install
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
+from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
-from onepass.train.layout import Layout, device_of_this_rank, ranks_there, started
-from onepass.train.loop import Diverged, Run
+from onepass.train.layout import ParallelLayout, device_of_this_rank, ranks_there, started
+from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
-from onepass.train.samples import Sample
+from onepass.train.samples import TextSample
 from onepass.train.table import compare, each_off, table, table_of_fusions
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = device_of_this_rank() if args.device != "cpu" else torch.device("cpu")
     if args.device == "cuda" and device.type != "cuda":
-        raise Refused("--device cuda, but there is no GPU that PyTorch sees")
+        raise CommandError("--device cuda, but there is no GPU that PyTorch sees")
     resume = None if args.resume is None else checkpoint.find(args.resume)
     config, options = _settings(args, device, resume)
     _check(config, options, device)
@@ -94,7 +94,7 @@ def _check_packages() -> None:
 
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise Refused(f"training needs {', '.join(missing)}: {install('train')}")
+        raise CommandError(f"training needs {', '.join(missing)}: {install_hint('train')}")
 
 
 # ---- settings ----
@@ -103,7 +103,7 @@ def _check_packages() -> None:
 def _settings(args: argparse.Namespace, device: torch.device, resume: Path | None) -> tuple[Config, Options]:
     """Of a preset, then a file (a resumed run's own, unless one is given), then flags: later ones count."""
     if args.preset is not None and args.preset not in PRESETS:
-        raise Refused(f"--preset must be one of {', '.join(PRESETS)}, but is {args.preset!r}{nearest(args.preset, PRESETS)}")
+        raise CommandError(f"--preset must be one of {', '.join(PRESETS)}, but is {args.preset!r}{nearest(args.preset, PRESETS)}")
     preset = args.preset or "tiny"
     written = args.config if args.config or resume is None else checkpoint.run_of(resume) / "config.yaml"
     names = {*Config.names(), *Options.names()}
@@ -118,19 +118,19 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
     try:
         return tuple(kind.from_dict({k: v for k, v in values.items() if k in kind.names()}) for kind in (Config, Options))  # type: ignore[return-value]
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise CommandError(str(error)) from None
 
 
 def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
     try:
         values = read_yaml(path, (*Config.flags(), *Options.flags()))
     except OSError as error:
-        raise Refused(f"--config {path} can't be read: {error.strerror}") from None
+        raise CommandError(f"--config {path} can't be read: {error.strerror}") from None
     except Exception as error:  # YAML's own, of many kinds
-        raise Refused(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
+        raise CommandError(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
     for key in values:
         if key not in names:
-            raise Refused(f"{path}: {key!r} is no setting{nearest(str(key), names)}")
+            raise CommandError(f"{path}: {key!r} is no setting{nearest(str(key), names)}")
     return values
 
 
@@ -138,22 +138,22 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
     """What model and training settings can't be together, and text that isn't there."""
     text.find_files(options.data)
     if config.vocab_size < text.SMALLEST:
-        raise Refused(
+        raise CommandError(
             f"--vocab-size must be at least {text.SMALLEST}, the bytes and the end of a text, but is {config.vocab_size}"
         )
     if config.params_dtype == "fp16":
-        raise Refused("params_dtype must be bf16 or fp32 in training, but is fp16, whose small gradients would vanish")
+        raise CommandError("params_dtype must be bf16 or fp32 in training, but is fp16, whose small gradients would vanish")
     if options.seq_length > config.max_position_embeddings:
-        raise Refused(
+        raise CommandError(
             f"seq_length must be at most max_position_embeddings, {config.max_position_embeddings}, but is {options.seq_length}"
         )
     model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
     data = max(1, ranks_there() // model)
     stages.check(config, options, data)
     if options.use_fsdp and data == 1:
-        raise Refused("use_fsdp must be false with one data-parallel rank, which shares nothing, but is true")
+        raise CommandError("use_fsdp must be false with one data-parallel rank, which shares nothing, but is true")
     if options.cuda_graphs and device.type != "cuda":
-        raise Refused("cuda_graphs must be false on a CPU, but is true")
+        raise CommandError("cuda_graphs must be false on a CPU, but is true")
 
 
 def _settle(options: Options) -> None:
@@ -168,11 +168,11 @@ def _settle(options: Options) -> None:
 # ---- the run ----
 
 
-def _train(args: argparse.Namespace, config: Config, options: Options, layout: Layout, resume: Path | None) -> int:
+def _train(args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, resume: Path | None) -> int:
     console = Console(highlight=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118)
     folder = _folder(args.folder, layout, resume)
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
-    run = Run(config, options, layout, folder, console, resume=resume)
+    run = TrainRun(config, options, layout, folder, console, resume=resume)
     lines = run.train()
     curves = {"onepass": lines}
     if not run.stopped:
@@ -188,7 +188,7 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: L
     return 0
 
 
-def _folder(named: Path | None, layout: Layout, resume: Path | None) -> Path:
+def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> Path:
     """The first rank's, which all are told of."""
     folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     if layout.ranks > 1:
@@ -196,11 +196,11 @@ def _folder(named: Path | None, layout: Layout, resume: Path | None) -> Path:
         torch.distributed.broadcast_object_list(said, 0, device=torch.device("cpu"))
         folder = Path(said[0])
     if layout.first and resume is None and (folder / "log.csv").exists():
-        raise Refused(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
+        raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
     return folder
 
 
-def _introduction(config: Config, options: Options, layout: Layout, folder: Path) -> str:
+def _introduction(config: Config, options: Options, layout: ParallelLayout, folder: Path) -> str:
     on_gpu = layout.device.type == "cuda"
     device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU, {torch.get_num_threads()} threads"
     size = stages.sequences(config, options, layout.data.size)
@@ -212,36 +212,36 @@ def _introduction(config: Config, options: Options, layout: Layout, folder: Path
     )
 
 
-def _show_samples(samples: list[Sample], console: Console) -> None:
+def _show_samples(samples: list[TextSample], console: Console) -> None:
     for sample in samples:
         console.print(Text.assemble("\n", (sample.prompt, "dim"), sample.written), soft_wrap=True)
 
 
-def _compared(run: Run, folder: Path, console: Console) -> list[Line]:
+def _compared(run: TrainRun, folder: Path, console: Console) -> list[Line]:
     """The same run by PyTorch's operators, into a folder in the folder."""
     other = folder / "reference"
     if run.layout.first:
         other.mkdir(exist_ok=True)
     run.layout.wait_for_all()
     console.print("\nthe same by PyTorch's operators")
-    return Run(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True).train()
+    return TrainRun(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True).train()
 
 
-def _show_table(run: Run, console: Console) -> None:
+def _show_table(run: TrainRun, console: Console) -> None:
     with console.status("measuring this run, fused and by PyTorch's operators"):
         fused, plain = compare(run.config, run.options, run.layout, run.batches())
     console.print()
     console.print(table(fused, plain, run.layout.device.type == "cuda"))
 
 
-def _show_fusions(run: Run, console: Console) -> None:
+def _show_fusions(run: TrainRun, console: Console) -> None:
     with console.status("measuring the run without each of its fusions"):
         runs = list(each_off(run.config, run.options, run.layout, run.batches()))
     console.print()
     console.print(table_of_fusions(runs))
 
 
-def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], console: Console, layout: Layout) -> None:
+def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], console: Console, layout: ParallelLayout) -> None:
     if not lines or not layout.first:
         return
     if len(curves) > 1:

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from onepass.gpt.config import Config
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 _PATIENCE = timedelta(minutes=10)  # with a rank that doesn't come
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks along one dimension that this one is of; `group` is None where it is alone."""
 
     rank: int = 0
@@ -27,11 +27,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     device: torch.device
-    tensor: Group = Group()
-    data: Group = Group()
-    pipeline: Group = Group()
+    tensor: RankGroup = RankGroup()
+    data: RankGroup = RankGroup()
+    pipeline: RankGroup = RankGroup()
     rank: int = 0
     ranks: int = 1
 
@@ -67,18 +67,18 @@ def check(config: Config, ranks: int) -> None:
     )
     if model > ranks:
         how = f": start it by torchrun --nproc-per-node {model} -m onepass train ..." if ranks == 1 else ""
-        raise Refused(f"{sizes} needs {model} ranks, but there are {ranks}{how}")
+        raise CommandError(f"{sizes} needs {model} ranks, but there are {ranks}{how}")
     if ranks % model:
-        raise Refused(f"the {ranks} ranks must be a multiple of {sizes}, {model}")
+        raise CommandError(f"the {ranks} ranks must be a multiple of {sizes}, {model}")
 
 
 @contextmanager
-def started(config: Config, device: torch.device) -> Iterator[Layout]:
+def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
     """The process groups of this rank, for as long as the block runs."""
     ranks = ranks_there()
     check(config, ranks)
     if ranks == 1:
-        yield Layout(device)
+        yield ParallelLayout(device)
         return
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_PATIENCE, device_id=device if on_gpu else None)
@@ -88,12 +88,12 @@ def started(config: Config, device: torch.device) -> Iterator[Layout]:
         dist.destroy_process_group()
 
 
-def _groups(config: Config, device: torch.device) -> Layout:
+def _groups(config: Config, device: torch.device) -> ParallelLayout:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     data = ranks // (tensor * pipeline)
     numbers = torch.arange(ranks).view(pipeline, data, tensor)
-    return Layout(
+    return ParallelLayout(
         device,
         _group(numbers.reshape(-1, tensor), rank),
         _group(numbers.transpose(1, 2).reshape(-1, data), rank),
@@ -103,13 +103,13 @@ def _groups(config: Config, device: torch.device) -> Layout:
     )
 
 
-def _group(rows: torch.Tensor, rank: int) -> Group:
+def _group(rows: torch.Tensor, rank: int) -> RankGroup:
     """Of all rows, which are all made by all ranks, the one that this rank is in."""
-    found = Group()
+    found = RankGroup()
     for row in rows.tolist():
         made = dist.new_group(row) if len(row) > 1 else None
         if rank in row:
-            found = Group(row.index(rank), len(row), made)
+            found = RankGroup(row.index(rank), len(row), made)
     return found
 
 
@@ -119,7 +119,7 @@ def device_of_this_rank() -> torch.device:
         return torch.device("cpu")
     index, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= there:
-        raise Refused(f"rank {index} of this machine has no GPU: there are {there}")
+        raise CommandError(f"rank {index} of this machine has no GPU: there are {there}")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

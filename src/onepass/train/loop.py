@@ -20,12 +20,12 @@ from onepass.gpt import Config
 from onepass.gpt.settings import written_yaml
 from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
 from onepass.train.peak import matrix_peak
 from onepass.train.record import Line, Record
-from onepass.train.samples import Sample, write
+from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
 from onepass.train.updates import learning_rate
 
@@ -43,7 +43,7 @@ class _Ended(NamedTuple):
     lr: float
 
 
-class Run:
+class TrainRun:
     """One training run of this rank.
 
     Args:
@@ -53,7 +53,7 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, options: Options, layout: Layout, folder: Path, console: Console, *,
+        self, config: Config, options: Options, layout: ParallelLayout, folder: Path, console: Console, *,
         tokens: Path | None = None, plain: bool = False, resume: Path | None = None,
     ) -> None:  # fmt: skip
         self.config, self.options, self.layout, self.folder, self.console = config, options, layout, folder, console
@@ -182,7 +182,7 @@ class Run:
         finally:
             self.trained.model.train()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TextSample]:
         options = self.options
         if not options.samples:
             return []

@@ -17,22 +17,22 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from onepass.gpt import Config
 from onepass.parallel import DeferredWgrad
-from onepass.train.batches import Batch
-from onepass.train.layout import Layout
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.stages import Stages, microbatches
-from onepass.train.steps import Steps
+from onepass.train.steps import TrainSteps
 from onepass.train.updates import Update
 
 _OF_SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
-class PipelinedSteps(Steps):
+class PipelinedSteps(TrainSteps):
     """Runs this rank's stages as the pipeline's other ranks run theirs. All of them get the loss."""
 
     model: Stages
 
-    def __init__(self, model: Stages, config: Config, options: Options, layout: Layout, update: Update) -> None:
+    def __init__(self, model: Stages, config: Config, options: Options, layout: ParallelLayout, update: Update) -> None:
         super().__init__(model, config, options, update)
         self._microbatches = microbatches(config, options, layout.data.size)
         # Of one stage the last backward is the step's, and may start the reductions. Another's would come too late.
@@ -40,7 +40,7 @@ class PipelinedSteps(Steps):
         self._head_later = self._deferring_head()
         self._schedule = self._scheduled(layout.device)
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         self.update.begin()
         given = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 wants the example's strides
         labels = {"labels": batch.labels, "target": batch.labels} if self.model.last in self.model.own else {}

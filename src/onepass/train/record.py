@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Record:
                 self._write(line)
             self._events = SummaryWriter(str(folder), purge_step=first or None)
         except OSError as error:
-            raise Refused(f"{folder} can't be written: {error.strerror}") from None
+            raise CommandError(f"{folder} can't be written: {error.strerror}") from None
 
     def add(self, line: Line) -> None:
         self.lines.append(line)

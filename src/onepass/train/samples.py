@@ -14,7 +14,7 @@ _PROMPT = 24  # tokens
 _TEMPERATURE, _BEST = 0.8, 50  # drawn among so many of the likeliest tokens
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     prompt: str
     written: str
 
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def write(
     logits: Callable[[Tensor], Tensor], tokens: Tokens, count: int, length: int, longest: int, seed: int, device: torch.device
-) -> list[Sample]:
+) -> list[TextSample]:
     """logits: of the last of the tokens [count, any], [count, vocabulary]. longest: tokens that it takes at once."""
     generator = torch.Generator().manual_seed(seed)
     text = _prompts(tokens, count, generator).to(device)
@@ -30,7 +30,7 @@ def write(
     for _ in range(length):
         text = torch.cat([text, _drawn(logits(text[:, -longest:]), tokens.vocab_size, generator)], 1)
     decode = tokens.tokenizer.decode
-    return [Sample(decode(row[:start].tolist()), decode(row[start:].tolist())) for row in text]
+    return [TextSample(decode(row[:start].tolist()), decode(row[start:].tolist())) for row in text]
 
 
 def _prompts(tokens: Tokens, count: int, generator: torch.Generator) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from onepass.gpt import Config, Model
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.stages import Stages, check
-from onepass.train.steps import GraphedSteps, Steps
+from onepass.train.steps import GraphedSteps, TrainSteps
 from onepass.train.updates import FsdpUpdate, MainGradUpdate, PlainUpdate, Update
 
 
@@ -20,10 +20,10 @@ from onepass.train.updates import FsdpUpdate, MainGradUpdate, PlainUpdate, Updat
 class Trained:
     model: nn.Module  # a `Model`, or this rank's `Stages` of one
     update: Update
-    steps: Steps
+    steps: TrainSteps
 
 
-def make(config: Config, options: Options, layout: Layout, plain: bool = False) -> Trained:
+def make(config: Config, options: Options, layout: ParallelLayout, plain: bool = False) -> Trained:
     """plain: what is trained without onepass. On one rank fp32 weights and PyTorch's AdamW, under autocast where config's are
     narrower; on several PyTorch's operators in the model, and gradients and AdamW as onepass has them."""
     alone = plain and layout.ranks == 1
@@ -35,11 +35,11 @@ def make(config: Config, options: Options, layout: Layout, plain: bool = False) 
         return _pipelined(used, options, layout)
     model = Model(used, tp_group=layout.tensor.group, device=layout.device, seed=options.seed)
     update = _update(model, options, layout, alone)
-    kind: Any = GraphedSteps if options.cuda_graphs and not plain else Steps
+    kind: Any = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
     return Trained(model, update, kind(model, used, options, update, autocast))
 
 
-def _pipelined(config: Config, options: Options, layout: Layout) -> Trained:
+def _pipelined(config: Config, options: Options, layout: ParallelLayout) -> Trained:
     from onepass.train.pipeline import PipelinedSteps  # torch's takes a second to import
 
     stages = Stages(config, layout, options.seed)
@@ -47,7 +47,7 @@ def _pipelined(config: Config, options: Options, layout: Layout) -> Trained:
     return Trained(stages, update, PipelinedSteps(stages, config, options, layout, update))
 
 
-def _update(model: Model, options: Options, layout: Layout, alone: bool) -> Update:
+def _update(model: Model, options: Options, layout: ParallelLayout, alone: bool) -> Update:
     if alone:
         return PlainUpdate(model, options, layout)
     if options.use_fsdp and layout.data.group is not None:

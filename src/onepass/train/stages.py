@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt import Config, Model
-from onepass.runtime.refused import Refused
-from onepass.train.layout import Layout
+from onepass.runtime.errors import CommandError
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 
 
@@ -23,7 +23,7 @@ class Stages(nn.Module):
     A call is the whole model's without gradients: each rank makes its part, and all get the loss or the logits.
     """
 
-    def __init__(self, config: Config, layout: Layout, seed: int) -> None:
+    def __init__(self, config: Config, layout: ParallelLayout, seed: int) -> None:
         super().__init__()
         self.config, self.pipeline = config, layout.pipeline
         self.division = divided(config)
@@ -35,7 +35,7 @@ class Stages(nn.Module):
         self.layers = nn.ModuleDict({n: block for part in parts for n, block in part.layers.items()})
         self.final_layernorm, self.output_layer = parts[-1].final_layernorm, parts[-1].output_layer
 
-    def _made(self, number: int, layout: Layout, seed: int) -> Model:
+    def _made(self, number: int, layout: ParallelLayout, seed: int) -> Model:
         return Model(
             self.config,
             tp_group=layout.tensor.group,
@@ -112,13 +112,13 @@ def check(config: Config, options: Options, data_ranks: int) -> None:
     ranks, schedule = config.pipeline_model_parallel_size, options.pipeline_schedule
     at_once, size = options.micro_batch_size * data_ranks, sequences(config, options, data_ranks)
     if size % at_once:
-        raise Refused(
+        raise CommandError(
             f"global_batch_size must be a multiple of micro_batch_size {options.micro_batch_size} x {data_ranks} data-parallel "
             f"ranks, but is {size}"
         )
     if ranks == 1:
         if schedule != "1f1b":
-            raise Refused(
+            raise CommandError(
                 f"pipeline_schedule must be '1f1b' with pipeline_model_parallel_size 1, where there is no pipeline, "
                 f"but is {schedule!r}"
             )
@@ -129,7 +129,7 @@ def check(config: Config, options: Options, data_ranks: int) -> None:
         ("cuda_graphs", "a graph's replay would not wait for other stages"),
     ):
         if getattr(options, name):
-            raise Refused(f"{name} must be false with pipeline_model_parallel_size {ranks}, but is true: {why}")
+            raise CommandError(f"{name} must be false with pipeline_model_parallel_size {ranks}, but is true: {why}")
     _check_microbatches(config, options, data_ranks)
 
 
@@ -140,12 +140,12 @@ def _check_schedule(config: Config, schedule: str) -> None:
         name, value = "num_layers_per_virtual_pipeline_stage", each
     several = config.stages_per_rank > 1
     if schedule == "1f1b" and several:
-        raise Refused(
+        raise CommandError(
             f"{name} must be None with pipeline_schedule '1f1b', for which a rank has one stage, but is {value}: "
             "'interleaved' and 'zero-bubble' take several"
         )
     if schedule == "interleaved" and not several:
-        raise Refused(
+        raise CommandError(
             f"{name} must be given with pipeline_schedule 'interleaved', and leave each of {ranks} ranks several stages of "
             f"num_layers {config.num_layers}, but is {value}"
         )
@@ -156,12 +156,12 @@ def _check_microbatches(config: Config, options: Options, data_ranks: int) -> No
     number = microbatches(config, options, data_ranks)
     size = f"but is {options.global_batch_size}: that is {number} of {at_once} sequences, micro_batch_size x data-parallel ranks"
     if number < ranks:
-        raise Refused(
+        raise CommandError(
             f"global_batch_size must have at least {ranks} microbatches with pipeline_model_parallel_size {ranks}, {size}"
         )
     rounds = number // ranks
     if options.pipeline_schedule != "1f1b" and number % rounds:
-        raise Refused(
+        raise CommandError(
             f"global_batch_size must have a multiple of {rounds} microbatches with pipeline_schedule "
             f"{options.pipeline_schedule!r}, which runs them in so many rounds on {ranks} ranks, {size}"
         )

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.gpt import Config
-from onepass.train.batches import Batch
+from onepass.train.batches import TokenBatch
 from onepass.train.options import Options
 from onepass.train.updates import Update
 
 _WARM = 2  # microbatches before a graph is captured
 
 
-class Steps:
+class TrainSteps:
     """Runs a model's microbatches and leaves gradients to an update.
 
     Args:
@@ -30,7 +30,7 @@ class Steps:
         self.model, self.config, self.options, self.update, self.autocast = model, config, options, update, autocast
         self._known = _takes_grad_scale(config)
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """The mean loss of the batch, and the norm of its gradient, which is ready to be stepped by."""
         self.update.begin()
         parts = _parts(batch, self.options.micro_batch_size)
@@ -41,7 +41,7 @@ class Steps:
                 total += self._micro(part, 1.0 / len(parts))
         return total / len(parts), self.update.finish()
 
-    def _micro(self, part: Batch, share: float) -> Tensor:
+    def _micro(self, part: TokenBatch, share: float) -> Tensor:
         """Forward and backward of a microbatch, whose gradient counts as much as share says."""
         options: dict[str, Any] = {"grad_scale": share} if self._known else {}
         with self._wide():
@@ -63,19 +63,19 @@ class Steps:
         return found[:, length - 1]
 
     @torch.no_grad()
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TokenBatch) -> Tensor:
         """The mean loss without training."""
         parts = _parts(batch, self.options.micro_batch_size)
         with self._wide():
             return torch.stack([self.model(part.tokens, part.labels).float() for part in parts]).mean()
 
 
-class GraphedSteps(Steps):
+class GraphedSteps(TrainSteps):
     """The same, each microbatch a replay of one CUDA graph. Shapes are fixed."""
 
     _graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         self.update.begin()
         parts = _parts(batch, self.options.micro_batch_size)
         total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
@@ -90,9 +90,9 @@ class GraphedSteps(Steps):
                 total += self._loss
         return total / len(parts), self.update.finish()
 
-    def _capture(self, part: Batch, share: float) -> None:
+    def _capture(self, part: TokenBatch, share: float) -> None:
         self._tokens, self._labels = part.tokens.clone(), part.labels.clone()
-        static, graph = Batch(self._tokens, self._labels), torch.cuda.CUDAGraph()
+        static, graph = TokenBatch(self._tokens, self._labels), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -111,5 +111,5 @@ def _takes_grad_scale(config: Config) -> bool:
     return linear and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute
 
 
-def _parts(batch: Batch, size: int) -> list[Batch]:
-    return [Batch(*part) for part in zip(batch.tokens.split(size), batch.labels.split(size), strict=True)]
+def _parts(batch: TokenBatch, size: int) -> list[TokenBatch]:
+    return [TokenBatch(*part) for part in zip(batch.tokens.split(size), batch.labels.split(size), strict=True)]

@@ -14,7 +14,7 @@ from onepass.gpt import Config, Model
 from onepass.parallel import MainGrads
 from onepass.profiling.record import profile, run
 from onepass.train.batches import Batches
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.updates import learning_rate
@@ -36,7 +36,7 @@ class Side:
     unrest: float = 1.0  # the longest of its rounds' times over the shortest
 
 
-def compare(config: Config, options: Options, layout: Layout, batches: Batches) -> tuple[Side, Side]:
+def compare(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> tuple[Side, Side]:
     """As the run was, and by PyTorch's operators."""
     fused, plain = (_measured(config, options, layout, batches, plain) for plain in (False, True))
     if _side_by_side(config, layout, 2):
@@ -46,7 +46,7 @@ def compare(config: Config, options: Options, layout: Layout, batches: Batches) 
     return fused, plain
 
 
-def _measured(config: Config, options: Options, layout: Layout, batches: Batches, plain: bool) -> Side:
+def _measured(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
     _forget(layout.device)
     found = _steps(config, options, layout, batches, plain)
     _forget(layout.device)
@@ -54,7 +54,7 @@ def _measured(config: Config, options: Options, layout: Layout, batches: Batches
     return found
 
 
-def _steps(config: Config, options: Options, layout: Layout, batches: Batches, plain: bool) -> Side:
+def _steps(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
     step = _stepper(config, options, layout, batches, plain)
     losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
     memory = _memory_gib(layout)
@@ -63,7 +63,7 @@ def _steps(config: Config, options: Options, layout: Layout, batches: Batches, p
 
 
 def _stepper(
-    config: Config, options: Options, layout: Layout, batches: Batches, plain: bool = False
+    config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool = False
 ) -> Callable[[int, float], torch.Tensor]:
     trained = make(config, options, layout, plain=plain)
 
@@ -75,7 +75,7 @@ def _stepper(
     return step
 
 
-def _side_by_side(config: Config, layout: Layout, ways: int) -> bool:
+def _side_by_side(config: Config, layout: ParallelLayout, ways: int) -> bool:
     """Whether several models are to be there at once, so that their steps can take turns: on a CPU, where whatever else it does
     would slow one more than another. On a GPU each is by itself, as its memory counts."""
     return layout.device.type == "cpu" and ways * _BYTES * config.parameters_count() < 1 << 30
@@ -87,7 +87,7 @@ def _in_turns(steps: list[Callable[[int, float], torch.Tensor]]) -> list[tuple[f
     return [(min(times), max(times) / min(times)) for times in zip(*rounds[1:], strict=True)]
 
 
-def _memory_gib(layout: Layout) -> float | None:
+def _memory_gib(layout: ParallelLayout) -> float | None:
     return torch.cuda.max_memory_allocated(layout.device) / 2**30 if layout.device.type == "cuda" else None
 
 
@@ -134,7 +134,7 @@ def fusions(config: Config) -> list[list[str]]:
     return [[name for name in names if getattr(config, name)] for names in asked]
 
 
-def each_off(config: Config, options: Options, layout: Layout, batches: Batches) -> Iterator[Without]:
+def each_off(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> Iterator[Without]:
     """The run as it was, without each of its fusions, and once more as it was: machines grow slower while they are measured."""
     flags = {flag.field: flag.off for flag in Config.flags()}
     ways = [[], *fusions(config), []]
@@ -173,7 +173,7 @@ def _than(without: float, whole: float) -> str:
 # ---- the memory of the loss ----
 
 
-def _loss_mib(config: Config, options: Options, layout: Layout, plain: bool) -> float:
+def _loss_mib(config: Config, options: Options, layout: ParallelLayout, plain: bool) -> float:
     """Of a last stage without blocks, for one microbatch."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     used = config.reference() if plain else config

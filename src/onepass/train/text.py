@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 END = "<|endoftext|>"  # between documents
 SMALLEST = 257  # vocabulary: the bytes and END
@@ -60,12 +60,12 @@ def find_files(named: Sequence[str]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not _passed_over(p.relative_to(path)))
             if not inside:
-                raise Refused(f"--data {name} has no files in it")
+                raise CommandError(f"--data {name} has no files in it")
             found += inside
         elif path.exists():
             found.append(path)
         else:
-            raise Refused(f"--data {name} is no file and no folder")
+            raise CommandError(f"--data {name} is no file and no folder")
     return found
 
 
@@ -104,7 +104,7 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
     documents = [_read(path) for path in files]
     total = sum(map(len, documents))
     if not total:
-        raise Refused(f"the text is empty: {len(files)} files hold no characters")
+        raise CommandError(f"the text is empty: {len(files)} files hold no characters")
     tokenizer = _trained(documents, vocab_size, told)
     numbers = _encoded(tokenizer, documents, vocab_size, told)
     cut = int(len(numbers) * (1 - _VALID))
@@ -113,7 +113,7 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"{folder} can't be written: {error.strerror}") from None
+        raise CommandError(f"{folder} can't be written: {error.strerror}") from None
     (folder / "tokens.json").unlink(missing_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     train.tofile(folder / "train.bin")
@@ -123,7 +123,7 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
 def _check_length(train: Any, valid: Any, seq_length: int) -> None:
     for part, what in ((train, "training"), (valid, "evaluation, a twentieth,")):
         if len(part) <= seq_length:
-            raise Refused(
+            raise CommandError(
                 f"the text is too short: its part for {what} has {len(part)} tokens, and a sequence is {seq_length} and one; "
                 "give more with --data, or a smaller --seq-length"
             )
@@ -134,7 +134,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise Refused(f"{path} can't be read: {why}") from None
+        raise CommandError(f"{path} can't be read: {why}") from None
 
 
 def _trained(documents: Sequence[str], vocab_size: int, told: Told) -> Any:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
+from onepass.train.masters import drawn, narrow_type
 from onepass.train.options import Options
-from onepass.train.start import drawn, narrow_type
 
 Groups = list[dict[str, Any]]
 
@@ -50,7 +50,7 @@ class Update(ABC):
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         self.model, self.options, self.layout = model, options, layout
 
     def begin(self) -> None:  # noqa: B027  # most have nothing to do
@@ -73,7 +73,7 @@ class Update(ABC):
         self.optimizer.step()
 
 
-def _data_group(layout: Layout) -> dist.ProcessGroup | None:
+def _data_group(layout: ParallelLayout) -> dist.ProcessGroup | None:
     """For MainGrads, which takes None for all ranks: one that is alone needs a group of its own, over which nothing is sent."""
     if layout.ranks == 1 or layout.data.group is not None:
         return layout.data.group
@@ -84,7 +84,7 @@ def _data_group(layout: Layout) -> dist.ProcessGroup | None:
 _RELEASED_FROM = 1 << 29  # parameters: 1B takes less time and memory for it, 124M as much time (docs/notes/0006-main-grads.md)
 
 
-def _releases(model: nn.Module, options: Options, layout: Layout) -> bool:
+def _releases(model: nn.Module, options: Options, layout: ParallelLayout) -> bool:
     """Whether gradients' memory is lent. Unless told, where that was measured: for large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
@@ -98,7 +98,7 @@ class MainGradUpdate(Update):
     optimizer: AdamW
     _norm: Tensor  # of this step's gradient
 
-    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         super().__init__(model, options, layout)
         self.main_grads = MainGrads(
             model,
@@ -132,7 +132,7 @@ class MainGradUpdate(Update):
 class PlainUpdate(Update):
     """torch.optim's AdamW on the parameters, gradients in .grad: one rank, as code is written without onepass."""
 
-    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         super().__init__(model, options, layout)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, options), fused=True, **adamw_options(options))
 
@@ -148,7 +148,7 @@ class PlainUpdate(Update):
 class FsdpUpdate(PlainUpdate):
     """PyTorch's fully_shard: each data-parallel rank has a part of every block's weights, gradients and state."""
 
-    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

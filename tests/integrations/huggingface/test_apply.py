@@ -13,8 +13,8 @@ pytest.importorskip("transformers", minversion="5")
 from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, assert_alike, batch, both, made, step
 
 import onepass
+from onepass.gradients.packed_params import are_packed
 from onepass.integrations import huggingface
-from onepass.runtime.joined import lie_together
 from onepass.testing.poison import bytes_kept, saved_tensors
 
 pytestmark = pytest.mark.filterwarnings(
@@ -376,7 +376,7 @@ def test_weights_that_are_moved_lie_together_again():
     attention = model.model.layers[0].self_attn
 
     def together():
-        return lie_together([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        return are_packed([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
 
     assert not together()
     assert_alike(step(model.double(), **batch()), step(before, **batch()))

@@ -592,19 +592,19 @@ def test_over_ranks(ranks, case, what):
 @pytest.mark.parametrize(
     ("sizes", "memory", "way", "rows"),
     [
-        ((16384, 128256, 2048), 150e9, "forward", 4096),  # an H200; by itself one chunk of 4 GiB
-        ((16384, 151936, 1024), 150e9, "forward", 4096),
-        ((16384, 128256, 4096), 150e9, "forward", 4096),
-        ((8192, 128256, 4096), 150e9, "keep", 8192),  # of as little memory as chunks with their sums
-        ((8192, 128256, 4096), 85e9, "keep", 8192),  # chunks don't fit: as the op has it
-        ((16384, 128256, 2048), 25e9, "again", 16384),
+        ((16384, 128256, 2048), 150e9, "grad_in_forward", 4096),  # an H200; by itself one chunk of 4 GiB
+        ((16384, 151936, 1024), 150e9, "grad_in_forward", 4096),
+        ((16384, 128256, 4096), 150e9, "grad_in_forward", 4096),
+        ((8192, 128256, 4096), 150e9, "keep_logits", 8192),  # of as little memory as chunks with their sums
+        ((8192, 128256, 4096), 85e9, "keep_logits", 8192),  # chunks don't fit: as the op has it
+        ((16384, 128256, 2048), 25e9, "recompute", 16384),
     ],
 )
 def test_the_room_that_the_loss_is_given(sizes, memory, way, rows):
     from onepass.integrations.huggingface.loss import _room_of
-    from onepass.ops.linear_cross_entropy.plan import Asked, Machine, plan_of
+    from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, make_plan
 
     (N, V, D), memory = sizes, int(memory)
-    asked = Asked(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory // 32))
-    plan = plan_of(asked, Machine(7e14, 4e12, memory, memory // 32))
-    assert (plan.way, plan.rows) == (way, rows)
+    asked = PlanInputs(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory // 32))
+    plan = make_plan(asked, MachineSpeed(7e14, 4e12, memory, memory // 32))
+    assert (plan.mode, plan.rows) == (way, rows)

@@ -12,7 +12,7 @@ from integrations.huggingface.families import FAMILIES, assert_alike, batch, bot
 
 import onepass  # noqa: E402
 from onepass.integrations import huggingface  # noqa: E402
-from onepass.integrations.huggingface.layers import Layer  # noqa: E402
+from onepass.integrations.huggingface.layers import LayerMatch  # noqa: E402
 from onepass.integrations.huggingface.masks import Stack  # noqa: E402
 
 # Those whose layers are all known, see everything before a token, and whose stack passes a prepared mask on.
@@ -130,7 +130,7 @@ def test_not_one_whose_attentions_see_both_ways():
 def seen(monkeypatch):
     """The shapes of the masks that a model's layers are given in a call."""
     found = []
-    stock = Layer.__call__
+    stock = LayerMatch.__call__
 
     def called(layer, x, handed_on):
         mask = handed_on["attention_mask"]
@@ -142,7 +142,7 @@ def seen(monkeypatch):
         model(**given)
         return list(found)
 
-    monkeypatch.setattr(Layer, "__call__", called)
+    monkeypatch.setattr(LayerMatch, "__call__", called)
     return call
 
 

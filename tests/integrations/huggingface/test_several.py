@@ -12,11 +12,11 @@ from integrations.huggingface.families import assert_alike, batch, both, step
 from torch._dynamo.backends.common import aot_autograd
 
 import onepass
-from onepass.integrations.huggingface import several as room
-from onepass.integrations.huggingface.linears import Folded, Product
-from onepass.integrations.huggingface.norms import Norm
+from onepass.gradients.packed_params import are_packed
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
+from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
-from onepass.runtime.joined import lie_together
+from onepass.ops.norm import compiled_projections as room
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES, SIZES = ("q", "k", "v"), (12, 4, 8)
@@ -34,15 +34,15 @@ class Layers(nn.Module):
         for parameter in self.norm.parameters():
             nn.init.normal_(parameter, 1.0)
         self.to(DEVICE)
-        self.folds = None if norm is None else Norm(self.norm, norm == "layer_norm", self.norm.eps, False)
-        self.late, self.product = late, Product(self, NAMES)
+        self.folds = None if norm is None else NormMatch(self.norm, norm == "layer_norm", self.norm.eps, False)
+        self.late, self.product = late, LinearsMatch(self, NAMES)
         if together:
             self.product.replace(Patches())
 
     def forward(self, x, late):
         if self.folds is None:
             return self.product(x * 1), x
-        folded = Folded(self.folds, late if self.late else None)
+        folded = FoldedNorm(self.folds, late if self.late else None)
         return self.product(x * 1, folded), folded.h
 
 
@@ -115,8 +115,8 @@ def test_nothing_of_weights_is_copied(options, monkeypatch):
     everything(model, function, x, late)
     assert bool(ways) is not options["together"]
     if options["together"]:
-        model.product.lay_apart()
-        assert not lie_together([model.q.weight, model.k.weight, model.v.weight])
+        model.product.unpack()
+        assert not are_packed([model.q.weight, model.k.weight, model.v.weight])
         found = everything(model, function, x, late)
         assert ways
         assert_close(found, everything(model, model, x, late))

@@ -9,7 +9,7 @@ from torch.fx import Node
 from onepass.fusion.graph import Emitter, NoRule, is_pointwise, is_view, value
 from onepass.fusion.lanes import Flat, Packed, Result
 from onepass.fusion.rules import dimensions, norms, products  # noqa: F401  they say which operators they have rules for
-from onepass.fusion.rules.call import RULES, Call, Rule
+from onepass.fusion.rules.call import RULES, LaneCall, Rule
 from onepass.fusion.rules.packed import PACKED, no_packed_rule
 from onepass.fusion.rules.pointwise import flat_pointwise, packed_pointwise, pointwise
 
@@ -27,7 +27,7 @@ def apply(emit: Emitter, node: Node, args: Any, kwargs: Any, lanes: int) -> list
     rule = rule_of(node)
     if rule is None:
         raise NoRule(f"no rule for {node.target}")
-    call = Call(emit, node, tuple(args), dict(kwargs), lanes)
+    call = LaneCall(emit, node, tuple(args), dict(kwargs), lanes)
     if any(isinstance(operand, Flat) for operand in call.operands()):
         rule = flat_pointwise if is_pointwise(node) else no_packed_rule
     elif any(isinstance(operand, Packed) for operand in call.operands()):

@@ -19,7 +19,7 @@ from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked
 
 
 @dataclass
-class Call:
+class LaneCall:
     """A call of one lane, `node`, with the operands of all lanes in the place of its tensors."""
 
     emit: Emitter
@@ -39,7 +39,7 @@ class Call:
                     yield item
 
 
-Rule = Callable[[Call], list[Result]]
+Rule = Callable[[LaneCall], list[Result]]
 RULES: dict[object, Rule] = {}
 
 
@@ -60,7 +60,7 @@ def mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
     return change(argument)
 
 
-def keepdim(call: Call) -> bool:
+def keepdim(call: LaneCall) -> bool:
     """var_mean and var have it by name only; the others third, or by name."""
     if "keepdim" in call.kwargs:
         return bool(call.kwargs["keepdim"])
@@ -80,7 +80,7 @@ def stacked(operand: Any) -> Stacked:
     return operand
 
 
-def stacked_at(call: Call, operand: Operand, like: Stacked) -> Node:
+def stacked_at(call: LaneCall, operand: Operand, like: Stacked) -> Node:
     """The operand with its lanes counted where `like` counts them; a lane has as many dimensions in both."""
     if isinstance(operand, Shared):
         lone = call.emit(aten.unsqueeze.default, operand.node, like.dim)
@@ -89,7 +89,7 @@ def stacked_at(call: Call, operand: Operand, like: Stacked) -> Node:
     return stacked(operand).moved(call.emit, like.dim).node
 
 
-def laid(call: Call, operand: Operand, like: Stacked) -> Node:
+def laid(call: LaneCall, operand: Operand, like: Stacked) -> Node:
     """`stacked_at`, contiguous: ATen's norm backward takes it to be so without looking, as autograd always makes it so."""
     node = stacked_at(call, operand, like)
     return node if value(node).is_contiguous() else call.emit(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -100,7 +100,7 @@ def beside(dim: int, lane_dim: int) -> int:
     return dim + (dim >= lane_dim)
 
 
-def several(call: Call, result: Node, dim: int) -> list[Result]:
+def several(call: LaneCall, result: Node, dim: int) -> list[Result]:
     outputs = value(result)
     if isinstance(outputs, tuple | list):
         return [Stacked(call.emit.item(result, i), dim) for i in range(len(outputs))]

@@ -6,7 +6,7 @@ from typing import Any
 
 from onepass.fusion.graph import NoRule, aten, shape, size_key, value
 from onepass.fusion.lanes import Result, Stacked
-from onepass.fusion.rules.call import Call, beside, keepdim, product, rule, several, stacked, stacked_at
+from onepass.fusion.rules.call import LaneCall, beside, keepdim, product, rule, several, stacked, stacked_at
 
 
 @rule(
@@ -25,7 +25,7 @@ from onepass.fusion.rules.call import Call, beside, keepdim, product, rule, seve
     aten.sum.default,
     aten.mean.default,
 )
-def _reduction(call: Call) -> list[Result]:
+def _reduction(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
     if dims is None and call.target in (aten.argmax.default, aten.argmin.default):
@@ -53,14 +53,14 @@ def _reduction(call: Call) -> list[Result]:
 
 
 @rule(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default)
-def _along_one(call: Call) -> list[Result]:
+def _along_one(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     dim = beside(call.args[1] % x.rank, x.dim)
     return [Stacked(call.emit(call.target, x.node, dim, *call.args[2:], **call.kwargs), x.dim)]
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def _along_one_backward(call: Call) -> list[Result]:
+def _along_one_backward(call: LaneCall) -> list[Result]:
     output = stacked(call.args[1])
     gradient = stacked_at(call, call.args[0], output)
     dim = beside(call.args[2] % output.rank, output.dim)
@@ -68,7 +68,7 @@ def _along_one_backward(call: Call) -> list[Result]:
 
 
 @rule(aten.cat.default)
-def _cat(call: Call) -> list[Result]:
+def _cat(call: LaneCall) -> list[Result]:
     first = next(operand for operand in call.args[0] if isinstance(operand, Stacked))
     dim = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % first.rank
     nodes = [stacked_at(call, operand, first) for operand in call.args[0]]
@@ -79,7 +79,7 @@ def _cat(call: Call) -> list[Result]:
 
 
 @rule(aten.view.default, aten._unsafe_view.default)
-def _view(call: Call) -> list[Result]:
+def _view(call: LaneCall) -> list[Result]:
     """Where the lanes' dimensions before the counting one keep their product, they stay before it; else it goes to the front."""
     x = stacked(call.args[0])
     sizes = list(value(call.node).shape)
@@ -101,7 +101,7 @@ def _same_product(first: list[Any], second: list[Any]) -> bool:
 
 
 @rule(aten.permute.default, aten.transpose.int, aten.t.default)
-def _permute(call: Call) -> list[Result]:
+def _permute(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     order = list(range(x.rank))
     if call.target is aten.permute.default:
@@ -115,7 +115,7 @@ def _permute(call: Call) -> list[Result]:
 
 
 @rule(aten.expand.default)
-def _expand(call: Call) -> list[Result]:
+def _expand(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0]).moved(call.emit, 0)
     sizes = list(value(call.node).shape)
     node = x.node
@@ -125,7 +125,7 @@ def _expand(call: Call) -> list[Result]:
 
 
 @rule(aten.unsqueeze.default)
-def _unsqueeze(call: Call) -> list[Result]:
+def _unsqueeze(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     place = call.args[1] % (x.rank + 1)
     if place <= x.dim:
@@ -134,7 +134,7 @@ def _unsqueeze(call: Call) -> list[Result]:
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(call: Call) -> list[Result]:
+def _squeeze(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     dims = [call.args[1]] if isinstance(call.args[1], int) else call.args[1]
     moved = sorted(beside(dim % x.rank, x.dim) for dim in dims)
@@ -143,7 +143,7 @@ def _squeeze(call: Call) -> list[Result]:
 
 
 @rule(aten.slice.Tensor, aten.select.int)
-def _slice(call: Call) -> list[Result]:
+def _slice(call: LaneCall) -> list[Result]:
     x = stacked(call.args[0])
     lane_dim = (call.args[1] if len(call.args) > 1 else 0) % x.rank
     dim = beside(lane_dim, x.dim)

@@ -7,13 +7,13 @@ from torch.fx import Node
 
 from onepass.fusion.graph import Emitter, aten, value
 from onepass.fusion.lanes import Operand, Result, Shared, Stacked
-from onepass.fusion.rules.call import Call, laid, rule, several, stacked
+from onepass.fusion.rules.call import LaneCall, laid, rule, several, stacked
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @rule(aten.native_layer_norm.default)
-def _layer_norm(call: Call) -> list[Result]:
+def _layer_norm(call: LaneCall) -> list[Result]:
     x, sizes, weight, bias, eps = call.args
     emit, x = call.emit, _before(call, x, len(sizes))
     if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
@@ -26,7 +26,7 @@ def _layer_norm(call: Call) -> list[Result]:
 
 
 @rule(aten._fused_rms_norm.default)
-def _rms_norm(call: Call) -> list[Result]:
+def _rms_norm(call: LaneCall) -> list[Result]:
     x, sizes, weight, eps = call.args
     emit, x = call.emit, _before(call, x, len(sizes))
     if not isinstance(weight, Stacked):
@@ -36,7 +36,7 @@ def _rms_norm(call: Call) -> list[Result]:
 
 
 @rule(aten.native_layer_norm_backward.default)
-def _layer_norm_backward(call: Call) -> list[Result]:
+def _layer_norm_backward(call: LaneCall) -> list[Result]:
     dy, x, sizes, mean, rstd, weight, _, mask = call.args
     emit, x = call.emit, _before(call, x, len(sizes))
     wide = _wide(emit, x.node)
@@ -49,7 +49,7 @@ def _layer_norm_backward(call: Call) -> list[Result]:
 
 
 @rule(aten._fused_rms_norm_backward.default)
-def _rms_norm_backward(call: Call) -> list[Result]:
+def _rms_norm_backward(call: LaneCall) -> list[Result]:
     dy, x, sizes, rstd, weight, mask = call.args
     emit, x = call.emit, _before(call, x, len(sizes))
     wide = _wide(emit, x.node)
@@ -60,7 +60,7 @@ def _rms_norm_backward(call: Call) -> list[Result]:
     return [Stacked(_narrow(emit, emit.item(back, 0), x.node), x.dim), *_of_weights(call, x, gradient, normed, mask[1:])]
 
 
-def _of_weights(call: Call, x: Stacked, gradient: Node, normed: Node | None, mask: list[bool]) -> list[Result]:
+def _of_weights(call: LaneCall, x: Stacked, gradient: Node, normed: Node | None, mask: list[bool]) -> list[Result]:
     """Each lane's sums over rows: of gradient times the normed rows for the weight, of the gradient for the bias."""
     normalized = len(call.args[2])
     rows = [dim for dim in range(x.rank + 1 - normalized) if dim != x.dim]
@@ -76,14 +76,14 @@ def _of_weights(call: Call, x: Stacked, gradient: Node, normed: Node | None, mas
     return found
 
 
-def _before(call: Call, operand: Operand, normalized: int) -> Stacked:
+def _before(call: LaneCall, operand: Operand, normalized: int) -> Stacked:
     """Stacked, the counting dimension before those that are normalized over."""
     x = stacked(operand)
     last = x.rank - normalized
     return x if x.dim <= last else x.moved(call.emit, last)
 
 
-def _scale(call: Call, weight: Operand, x: Stacked) -> Node:
+def _scale(call: LaneCall, weight: Operand, x: Stacked) -> Node:
     """A weight of each lane (or one for all) in a shape that multiplies the lanes of x."""
     if isinstance(weight, Shared):
         return weight.node
@@ -93,7 +93,7 @@ def _scale(call: Call, weight: Operand, x: Stacked) -> Node:
     return node
 
 
-def _affine(call: Call, normed: Node, x: Stacked, weight: Operand | None, bias: Operand | None) -> Node:
+def _affine(call: LaneCall, normed: Node, x: Stacked, weight: Operand | None, bias: Operand | None) -> Node:
     emit, y = call.emit, normed
     if weight is not None:
         y = emit(aten.mul.Tensor, y, _wide(emit, _scale(call, weight, x)))

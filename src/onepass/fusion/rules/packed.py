@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from onepass.fusion.graph import NoRule, aten
 from onepass.fusion.lanes import Packed, Result
-from onepass.fusion.rules.call import Call, Rule, keepdim
+from onepass.fusion.rules.call import LaneCall, Rule, keepdim
 
 
-def _packed_reduction(call: Call) -> list[Result]:
+def _packed_reduction(call: LaneCall) -> list[Result]:
     x = call.args[0]
     dims = call.args[1] if len(call.args) > 1 else None
     listed = [dims] if isinstance(dims, int) else list(dims or range(x.rank))
@@ -19,13 +19,13 @@ def _packed_reduction(call: Call) -> list[Result]:
     return [Packed(result, dim, x.widths)]
 
 
-def _packed_permute(call: Call) -> list[Result]:
+def _packed_permute(call: LaneCall) -> list[Result]:
     x = call.args[0]
     order = [1, 0] if call.target is aten.t.default else [dim % x.rank for dim in call.args[1]]
     return [Packed(call.emit(aten.permute.default, x.node, order), order.index(x.dim), x.widths)]
 
 
-def no_packed_rule(call: Call) -> list[Result]:
+def no_packed_rule(call: LaneCall) -> list[Result]:
     raise NoRule(f"no rule for {call.target} of lanes that differ in width")
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from onepass.fusion.graph import NoRule, aten, shape, size_key, value
 from onepass.fusion.lanes import Flat, Packed, Result, Shared, Stacked
-from onepass.fusion.rules.call import Call, mapped
+from onepass.fusion.rules.call import LaneCall, mapped
 
 
-def pointwise(call: Call) -> list[Result]:
+def pointwise(call: LaneCall) -> list[Result]:
     """Operands are broadcast from the right, so the dimension that counts lanes must stand equally far from the right in all."""
     rank = int(value(call.node).dim())
     stacked = [operand for operand in call.operands() if isinstance(operand, Stacked)]
@@ -37,7 +37,7 @@ def pointwise(call: Call) -> list[Result]:
     return [Stacked(call.emit(call.target, *args, **kwargs), rank - behind)]
 
 
-def packed_pointwise(call: Call) -> list[Result]:
+def packed_pointwise(call: LaneCall) -> list[Result]:
     rank = int(value(call.node).dim())
     operands = list(call.operands())
     packed = [operand for operand in operands if isinstance(operand, Packed)]
@@ -56,7 +56,7 @@ def packed_pointwise(call: Call) -> list[Result]:
     return [Packed(call.emit(call.target, *args, **kwargs), rank - place, packed[0].widths)]
 
 
-def flat_pointwise(call: Call) -> list[Result]:
+def flat_pointwise(call: LaneCall) -> list[Result]:
     """Element by element it doesn't matter where rows end."""
     operands = list(call.operands())
     flat = [operand for operand in operands if isinstance(operand, Flat)]

@@ -6,16 +6,16 @@ from torch.fx import Node
 
 from onepass.fusion.graph import NoRule, aten, shape
 from onepass.fusion.lanes import Operand, Result, Shared, Stacked
-from onepass.fusion.rules.call import Call, rule, stacked
+from onepass.fusion.rules.call import LaneCall, rule, stacked
 
 
 @rule(aten.mm.default)
-def _mm(call: Call) -> list[Result]:
+def _mm(call: LaneCall) -> list[Result]:
     return [Stacked(_product_of(call, *call.args), 0)]
 
 
 @rule(aten.addmm.default)
-def _addmm(call: Call) -> list[Result]:
+def _addmm(call: LaneCall) -> list[Result]:
     if call.kwargs:
         raise NoRule("addmm with alpha or beta")
     bias, a, b = call.args
@@ -28,14 +28,14 @@ def _addmm(call: Call) -> list[Result]:
 
 
 @rule(aten.bmm.default)
-def _bmm(call: Call) -> list[Result]:
+def _bmm(call: LaneCall) -> list[Result]:
     a, b = (_front(call, operand) for operand in call.args)
     (lanes, batch, m, k), n = shape(a), shape(b)[-1]
     product = call.emit(aten.bmm.default, call.emit.view(a, [lanes * batch, m, k]), call.emit.view(b, [lanes * batch, k, n]))
     return [Stacked(call.emit.view(product, [lanes, batch, m, n]), 0)]
 
 
-def _product_of(call: Call, a: Operand, b: Operand) -> Node:
+def _product_of(call: LaneCall, a: Operand, b: Operand) -> Node:
     """[lanes, M, N]: one product of taller matrices where all lanes have one right operand, else a batch of products."""
     if isinstance(b, Shared):
         left = _front(call, a)
@@ -45,7 +45,7 @@ def _product_of(call: Call, a: Operand, b: Operand) -> Node:
     return call.emit(aten.bmm.default, _front(call, a), _front(call, b))
 
 
-def _front(call: Call, operand: Operand) -> Node:
+def _front(call: LaneCall, operand: Operand) -> Node:
     """The operand with its lanes counted by its first dimension."""
     if isinstance(operand, Shared):
         lone = call.emit(aten.unsqueeze.default, operand.node, 0)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
@@ -19,9 +20,8 @@ from onepass.integrations.huggingface.main_grad import MainGradAdamW, add_in_pla
 from onepass.integrations.huggingface.masks import replace_masks
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import undisturbed
-from onepass.parallel.main_grads import MainGrads
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import isolated_rng
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
 _MARK = "_onepass_applied"
@@ -31,16 +31,16 @@ class Applied:
     """What `apply` has done to a model. `print` shows it, `undo` takes it back. With main_grad it is to be kept: dropped, it lets
     go of the gradients, as `MainGrads` does."""
 
-    def __init__(self, model: nn.Module, patches: Patches, rows: list[Row], main_grads: MainGrads | None = None) -> None:
+    def __init__(self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: MainGrads | None = None) -> None:
         self.model, self.rows, self.main_grads = model, rows, main_grads
         self._patches = patches
 
     @property
-    def replaced(self) -> list[Row]:
+    def replaced(self) -> list[AppliedRow]:
         return [row for row in self.rows if row.by is not None]
 
     @property
-    def left(self) -> list[Row]:
+    def left(self) -> list[AppliedRow]:
         return [row for row in self.rows if row.by is None]
 
     def undo(self) -> None:
@@ -87,9 +87,9 @@ class Applied:
         return made
 
 
-def _grouped(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+def _grouped(rows: Iterable[AppliedRow]) -> Iterator[tuple[str, AppliedRow]]:
     """Rows that differ in a layer's number only, as one."""
-    groups: dict[tuple[str, str, str, str | None, str | None], list[Row]] = {}
+    groups: dict[tuple[str, str, str, str | None, str | None], list[AppliedRow]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\.\d+", ".#", row.name), row.kind, row.part, row.by, row.why), []).append(row)
     for (pattern, *_), group in groups.items():
@@ -146,7 +146,7 @@ def apply(
         raise ValueError("release_main_grad must be False without main_grad, as there is none, but is True")
     patches = Patches()
     try:
-        with undisturbed():
+        with isolated_rng():
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:
@@ -172,7 +172,7 @@ def _refuse_replicas() -> None:
     )
 
 
-def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool) -> list[Row]:
+def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool) -> list[AppliedRow]:
     rows = []
     norms, told = replace_norms(model, patches) if norm else ({}, [])
     rows += told

@@ -15,26 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import Folded, Product, bias_of, is_linear, parts_of, sizes_of, tiny, weight_of
+from onepass.integrations.huggingface.linears import (
+    FoldedNorm,
+    LinearsMatch,
+    bias_of,
+    is_linear,
+    parts_of,
+    sizes_of,
+    tiny,
+    weight_of,
+)
 from onepass.integrations.huggingface.norms import is_norm
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
-from onepass.integrations.huggingface.stand_in import (
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import (
     FP64,
     Function,
+    close,
     own_forward,
     parameters_of,
+    probe,
+    probe_forward,
     randn,
-    run,
-    same,
     shallow,
-    stand_in,
     thread,
 )
-from onepass.kernels.attention_formula import Heads, attention_formula
-from onepass.ops.attention import SIZES, attention
-from onepass.ops.attention import unsupported as attention_unsupported
-from onepass.ops.linear import linear
+from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
+from onepass.ops.attention.attention import SIZES, attention
+from onepass.ops.attention.attention import unsupported as attention_unsupported
+from onepass.ops.attention.formula import Heads, attention_formula
+from onepass.ops.linear.linear import linear
 
 _TOKENS, _HIDDEN = 5, 6
 _HARMLESS = frozenset(  # what models hand down to their attention that changes nothing without a mask and a cache
@@ -50,7 +59,7 @@ def masks_nothing(mask: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FusedAttention:
     """What `onepass.attention` is given for a module that is nothing but projections, rotation and causal attention."""
 
     heads: int
@@ -59,25 +68,25 @@ class Whole:
     rotation: Rotation | None
 
 
-class _Running:
+class _AttentionCall:
     """A call of a module's own code."""
 
-    def __init__(self, folded: Folded | None) -> None:
+    def __init__(self, folded: FoldedNorm | None) -> None:
         self.folded = folded  # for the projections
         self.waiting: dict[str, tuple[Tensor, Tensor]] = {}  # a layer's input, and its part of the product
 
 
 @dataclass
-class Attention:
+class AttentionMatch:
     """A module that is attention, and what is known of it."""
 
     module: nn.Module
-    projections: Product | None  # all that is made of its input, in the order of its calls
+    projections: LinearsMatch | None  # all that is made of its input, in the order of its calls
     out: str  # the layer at its end
     original: Callable[..., Any]  # its class's forward, perhaps with our rotation among its globals
     rotation: Rotation | None
-    whole: Whole | None
-    running: dict[int, _Running] = field(default_factory=dict)  # by thread
+    whole: FusedAttention | None
+    running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None, "running": {}}  # no function of a module's: it can't be pickled
@@ -93,9 +102,9 @@ class Attention:
 
     # ---- by its own code ----
 
-    def by_original(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: Folded | None) -> Any:
+    def by_original(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: FoldedNorm | None) -> Any:
         key = thread()
-        self.running[key] = _Running(folded)
+        self.running[key] = _AttentionCall(folded)
         try:
             return self.original(self.module, x, *args, **options)
         finally:
@@ -115,7 +124,7 @@ class Attention:
 
     # ---- as one op ----
 
-    def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: Folded | None) -> bool:
+    def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: FoldedNorm | None) -> bool:
         """Whether `onepass.attention` does just what is asked for. Who folds a norm in has asked whether it is ready."""
         if self.whole is None or args or x.dim() != 3 or (folded is None and not self.ready()):
             return False
@@ -128,7 +137,7 @@ class Attention:
             return False
         return module.config._attn_implementation == "sdpa" and not (module.training and _drops(module))
 
-    def at_once(self, x: Tensor, options: dict[str, Any], folded: Folded | None) -> tuple[Tensor, None]:
+    def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
         assert whole is not None and self.projections is not None
         qkv = self.projections(x, folded)
@@ -161,7 +170,7 @@ def _drops(module: nn.Module) -> bool:
 # ---- what a module is ----
 
 
-def find_attention(module: nn.Module, rotates: bool) -> Attention | None:
+def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
     """`rotates`: whether the model's tables are such that its rotation may be ours."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
     if "attention" not in type(module).__name__.lower() or len(linears) < 2 or own_forward(module):
@@ -173,7 +182,7 @@ def find_attention(module: nn.Module, rotates: bool) -> Attention | None:
     if projections is None and rotation is None:
         return None
     whole = None if projections is None else _as_whole(module, projections, out, rotation)
-    return Attention(module, projections, out, _original(module, rotation), rotation, whole)
+    return AttentionMatch(module, projections, out, _original(module, rotation), rotation, whole)
 
 
 def _original(module: nn.Module, rotation: Rotation | None) -> Callable[..., Any]:
@@ -181,14 +190,12 @@ def _original(module: nn.Module, rotation: Rotation | None) -> Callable[..., Any
     return forward if rotation is None else with_rotation(forward, rotation)
 
 
-def _roles(module: nn.Module, linears: list[str]) -> tuple[Product | None, str]:
+def _roles(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:
     """The layers that its input goes to, where it goes nowhere else, and the one at its end."""
     if not all(is_norm(module._modules[name]) for name in _norms_in(module)):  # type: ignore[arg-type]
         return None, linears[-1]
     for width, by in product(_widths(module), ("sdpa", "eager")):  # PyTorch's knows no softcap
-        layers = {
-            name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears
-        }
+        layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
         hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
         found = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
         if not isinstance(found, Tensor):
@@ -198,7 +205,7 @@ def _roles(module: nn.Module, linears: list[str]) -> tuple[Product | None, str]:
         if len(asked) == len(set(asked)) == len(linears) - 1 and len(layers[others[0]].calls) == 1:
             made = layers[others[0]].calls[0][0][0]
             if found.isfinite().all() and made.isfinite().all():
-                return Product.found(module, tuple(asked)), others[0]
+                return LinearsMatch.found(module, tuple(asked)), others[0]
         break
     return None, linears[-1]
 
@@ -211,12 +218,12 @@ def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Te
     """What its code makes of these, with this attention, and with norms and the like left out."""
     others = {name: Function(lambda x: x) for name in _norms_in(module)}
     config = shallow(module.config, _attn_implementation=by)
-    made = stand_in(module, {**layers, **others}, config=config, training=training)
+    made = probe(module, {**layers, **others}, config=config, training=training)
     names = parameters_of(module)
     options: dict[str, Any] = {"attention_mask": None} if "attention_mask" in names else {}
     if "position_embeddings" in names:
         options["position_embeddings"] = angles.cos(), angles.sin()
-    found = run(made, hidden, **options)
+    found = probe_forward(made, hidden, **options)
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -238,12 +245,12 @@ def _head_size(module: Any) -> int:
     return int(named or module.config.hidden_size // module.config.num_attention_heads)
 
 
-def _as_whole(module: Any, projections: Product, out: str, rotation: Rotation | None) -> Whole | None:
+def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None) -> FusedAttention | None:
     """Whether it is but projections, rotation and causal attention: small ones of these sizes are compared."""
     size, heads = _head_size(module), module.config.num_attention_heads
     groups = (sum(projections.sizes) // size - heads) // 2
     scale = getattr(module, "scaling", None)
-    whole = Whole(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation)
+    whole = FusedAttention(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation)
     if ("position_embeddings" in parameters_of(module)) != (rotation is not None) or _norms_in(module):
         return None
     if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
@@ -264,7 +271,7 @@ def _as_whole(module: Any, projections: Product, out: str, rotation: Rotation | 
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
         call = Heads(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
         expected = last(attention_formula(qkv, cos, sin, call)).detach()
-        if all(same(each, expected, 1e-6) for each in found):
+        if all(close(each, expected, 1e-6) for each in found):
             return whole
     return None
 
@@ -274,7 +281,7 @@ def _as_whole(module: Any, projections: Product, out: str, rotation: Rotation | 
 
 def replace_attentions(
     model: nn.Module, patches: Patches, *, qkv: bool, rope: bool
-) -> tuple[dict[nn.Module, Attention], list[Row]]:
+) -> tuple[dict[nn.Module, AttentionMatch], list[AppliedRow]]:
     rotates = {how for how in map(Rotation, (False, True)) if tables_are_doubled(model, how)} if rope else set()
     made, rows = {}, []
     for name, module in model.named_modules():
@@ -289,7 +296,7 @@ def replace_attentions(
     return made, rows
 
 
-def _replace(found: Attention, patches: Patches, qkv: bool) -> None:
+def _replace(found: AttentionMatch, patches: Patches, qkv: bool) -> None:
     if not qkv:
         found.projections = found.whole = None
     elif found.projections is not None:
@@ -299,22 +306,22 @@ def _replace(found: Attention, patches: Patches, qkv: bool) -> None:
     patches.set_forward(found.module, _forward, found)
 
 
-def _rows(name: str, module: nn.Module, found: Attention | None, qkv: bool, rope: bool, rotates: bool) -> list[Row]:
+def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool) -> list[AppliedRow]:
     kind, rows = type(module).__name__, []
     if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
         turns = found is not None and found.rotation is not None
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
-        rows.append(Row(name, kind, "rope", by="rope") if turns else Row(name, kind, "rope", why=why))
+        rows.append(AppliedRow(name, kind, "rope", by="rope") if turns else AppliedRow(name, kind, "rope", why=why))
     if qkv:
         one = found is not None and found.projections is not None
         by = None if not one else "attention" if found is not None and found.whole is not None else "linear"
         why = "what its input goes to are not just linear layers"
-        rows.append(Row(name, kind, "qkv", by=by) if one else Row(name, kind, "qkv", why=why))
+        rows.append(AppliedRow(name, kind, "qkv", by=by) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows
 
 
-def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folded | None = None, **options: Any) -> Any:
-    found: Attention = self._onepass
+def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
+    found: AttentionMatch = self._onepass
     if masks_nothing(options.get("attention_mask")):
         options["attention_mask"] = None
     if found.suits(hidden_states, args, options, onepass_folded):

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import own_forward, parameters_of, randn, run, same, shallow, stand_in
-from onepass.kernels.activations import ACTIVATIONS, Activation
-from onepass.nn.grouped import grouped_linear
-from onepass.nn.routing import collect, routes_of, spread
-from onepass.ops.bias_activation import bias_activation
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import close, own_forward, parameters_of, probe, probe_forward, randn, shallow
+from onepass.ops.activation.activations import ACTIVATIONS, Activation
+from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.linear.grouped import grouped_linear
+from onepass.ops.linear.routing import gather_tokens, route, scatter_tokens
 
 _EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
 
 
 @dataclass
-class Experts:
+class ExpertsMatch:
     module: nn.Module
     up: str
     down: str
@@ -32,13 +32,13 @@ class Experts:
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         up, down = self.module._parameters[self.up], self.module._parameters[self.down]
         assert up is not None and down is not None
-        routes = routes_of(weights, chosen, up.shape[0])
-        h = grouped_linear(spread(x, routes), up, routes.ends)
+        routes = route(weights, chosen, up.shape[0])
+        h = grouped_linear(scatter_tokens(x, routes), up, routes.ends)
         a = bias_activation(h, None, self.activation, token_weight=routes.weights)
-        return collect(grouped_linear(a, down, routes.ends), routes)
+        return gather_tokens(grouped_linear(a, down, routes.ends), routes)
 
 
-def find_experts(module: nn.Module) -> Experts | None:
+def find_experts(module: nn.Module) -> ExpertsMatch | None:
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     if len(shapes) != 2 or own_forward(module) or any(len(shape) != 3 for shape in shapes.values()):
         return None
@@ -49,7 +49,7 @@ def find_experts(module: nn.Module) -> Experts | None:
         if shapes[down] == (experts, hidden, inner // 2):
             found = next((name for name, act in ACTIVATIONS.items() if act.gated and _is(module, up, down, act)), None)
             if found is not None:
-                return Experts(module, up, down, found)
+                return ExpertsMatch(module, up, down, found)
     return None
 
 
@@ -61,22 +61,24 @@ def _is(module: Any, up: str, down: str, act: Activation) -> bool:
     config = getattr(module, "config", None)
     attributes = {} if config is None else {"config": shallow(config, _experts_implementation="eager")}
     parameters = {up: nn.Parameter(first), down: nn.Parameter(second)}
-    made = stand_in(module, {}, _parameters=parameters, num_experts=_EXPERTS, **attributes)
+    made = probe(module, {}, _parameters=parameters, num_experts=_EXPERTS, **attributes)
     gate, linear = torch.einsum("th,eih->tei", x, first).chunk(2, -1)
     each = torch.einsum("tei,ehi->teh", act.formula(gate) * linear, second)
     expected = (each.gather(1, chosen[..., None].expand(-1, -1, _HIDDEN)) * weights[..., None]).sum(1)
-    return same(run(made, x, chosen, weights), expected, 1e-6)
+    return close(probe_forward(made, x, chosen, weights), expected, 1e-6)
 
 
-def replace_experts(model: nn.Module, patches: Patches) -> list[Row]:
+def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     for name, module in model.named_modules():
         found = find_experts(module)
         if found is not None:
             patches.set_forward(module, _forward, found)
-            rows.append(Row(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}"))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}"))
         elif "experts" in type(module).__name__.lower():
-            rows.append(Row(name, type(module).__name__, "mlp", why="it computes something else, or by another activation"))
+            rows.append(
+                AppliedRow(name, type(module).__name__, "mlp", why="it computes something else, or by another activation")
+            )
     return rows
 
 

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.attentions import Attention
-from onepass.integrations.huggingface.linears import Folded
-from onepass.integrations.huggingface.mlps import MLP
-from onepass.integrations.huggingface.norms import Norm
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
+from onepass.integrations.huggingface.attentions import AttentionMatch
+from onepass.integrations.huggingface.linears import FoldedNorm
+from onepass.integrations.huggingface.mlps import MLPMatch
+from onepass.integrations.huggingface.norms import NormMatch
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
 
 _OF_NO_USE = frozenset(("use_cache", "cache_position", "position_ids"))  # where a layer doesn't hand them to its attention
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerNames:
     """The names of a layer's children, by what they do in it."""
 
     attention: str
@@ -39,7 +39,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class AttentionArguments:
     """What a layer hands to its attention."""
 
     names: tuple[str, ...]  # of the layer's own arguments, after the hidden states
@@ -59,14 +59,14 @@ class Arguments:
 
 
 @dataclass
-class Layer:
+class LayerMatch:
     module: nn.Module
-    shape: Shape
-    arguments: Arguments
-    attention: Attention
-    mlp: MLP | None  # None is something else in its place: a mixture of experts
-    before_attention: Norm
-    before_mlp: Norm
+    shape: LayerNames
+    arguments: AttentionArguments
+    attention: AttentionMatch
+    mlp: MLPMatch | None  # None is something else in its place: a mixture of experts
+    before_attention: NormMatch
+    before_mlp: NormMatch
 
     def __call__(self, x: Tensor, handed_on: dict[str, Any]) -> Tensor:
         made, h = self._attention(x, handed_on)
@@ -80,7 +80,7 @@ class Layer:
         """What is made of x, and x, to go on with."""
         attention = self._child(self.shape.attention)
         if attention is self.attention.module and self.attention.ready() and self.before_attention.untouched():
-            folded = Folded(self.before_attention)
+            folded = FoldedNorm(self.before_attention)
             made, h = attention(x, onepass_folded=folded, **handed_on)[0], folded.h
             assert h is not None
         else:
@@ -93,7 +93,7 @@ class Layer:
         """What is made of the sum of h and what is late, and the sum."""
         mlp = self._child(self.shape.mlp)
         if self.mlp is not None and mlp is self.mlp.module and self.mlp.ready() and self.before_mlp.untouched():
-            folded = Folded(self.before_mlp, late)
+            folded = FoldedNorm(self.before_mlp, late)
             made, total = mlp(h, onepass_folded=folded), folded.h
             assert total is not None
         elif late is not None and self.before_mlp.untouched():
@@ -115,8 +115,11 @@ class Layer:
 
 
 def find_layer(
-    module: nn.Module, norms: dict[nn.Module, Norm], attentions: dict[nn.Module, Attention], mlps: dict[nn.Module, MLP]
-) -> Layer | None:
+    module: nn.Module,
+    norms: dict[nn.Module, NormMatch],
+    attentions: dict[nn.Module, AttentionMatch],
+    mlps: dict[nn.Module, MLPMatch],
+) -> LayerMatch | None:
     children = {name: child for name, child in module._modules.items() if child is not None}
     own = [name for name, child in children.items() if child in attentions]
     if len(own) != 1 or own_forward(module):
@@ -124,13 +127,13 @@ def find_layer(
     normed = [name for name, child in children.items() if child in norms]
     dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
     rest = [name for name in children if name not in (*own, *normed, *dropouts)]
-    if len(rest) != 1 or len(normed) not in (2, 4) or not isinstance(mlps.get(children[rest[0]]), MLP | None):
+    if len(rest) != 1 or len(normed) not in (2, 4) or not isinstance(mlps.get(children[rest[0]]), MLPMatch | None):
         return None
     shape = _shape_of(module, own[0], rest[0], normed, dropouts)
     if shape is None or _adds_tensors(module, own[0]):
         return None
     first, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
-    return Layer(
+    return LayerMatch(
         module,
         shape,
         _arguments_of(module, own[0]),
@@ -141,15 +144,15 @@ def find_layer(
     )
 
 
-def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> Shape | None:
+def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> LayerNames | None:
     """The one whose formula gives what the layer's code gives, with stand-ins for all children."""
     x = randn(1, 3, 4)
     functions: dict[str, Any] = {attention: torch.sin, mlp: lambda x: torch.cos(1.3 * x)}
     functions |= {name: lambda x, factor=i + 2: factor * x - 0.1 * factor for i, name in enumerate([*norms, *dropouts])}
-    found = [run(_standing(module, functions, attention, training), x) for training in (False, True)]
+    found = [probe_forward(_standing(module, functions, attention, training), x) for training in (False, True)]
     for shape in _shapes(attention, mlp, norms, dropouts):
         expected = _formula(shape, functions, x)
-        if all(same(each, expected) for each in found):
+        if all(close(each, expected) for each in found):
             return shape
     return None
 
@@ -157,7 +160,7 @@ def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dro
 def _standing(module: nn.Module, functions: dict[str, Any], attention: str, training: bool = False) -> nn.Module:
     children: dict[str, nn.Module] = {name: Function(function) for name, function in functions.items()}
     children[attention] = Function(_as_attention(functions[attention]))
-    return stand_in(module, children, training=training)
+    return probe(module, children, training=training)
 
 
 def _as_attention(function: Any) -> Any:
@@ -169,14 +172,14 @@ def _as_attention(function: Any) -> Any:
     return called
 
 
-def _shapes(attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> Iterator[Shape]:
+def _shapes(attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> Iterator[LayerNames]:
     for first, second, *after in permutations(norms):
         for later in [after] if after else product([None, *dropouts], repeat=2):
             for parallel in (False, True):
-                yield Shape(attention, mlp, first, second, later[0], later[1], parallel)
+                yield LayerNames(attention, mlp, first, second, later[0], later[1], parallel)
 
 
-def _formula(shape: Shape, functions: dict[str, Any], x: Tensor) -> Tensor:
+def _formula(shape: LayerNames, functions: dict[str, Any], x: Tensor) -> Tensor:
     def then(name: str | None, y: Tensor) -> Tensor:
         return y if name is None else functions[name](y)
 
@@ -185,13 +188,13 @@ def _formula(shape: Shape, functions: dict[str, Any], x: Tensor) -> Tensor:
     return h + made
 
 
-def _arguments_of(module: nn.Module, attention: str) -> Arguments:
+def _arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
     """By giving each argument alone, and looking whether it arrives."""
     parameters = parameters_of(module)
     names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
     passed = frozenset(name for name in names if _arrives(module, attention, **{name: object()}))
     by_name = any("hidden_states" in options for options in _calls(module, attention))
-    return Arguments(names, passed, _arrives(module, attention, onepass_asks=object()), by_name)
+    return AttentionArguments(names, passed, _arrives(module, attention, onepass_asks=object()), by_name)
 
 
 def _adds_tensors(module: nn.Module, attention: str) -> bool:
@@ -209,7 +212,7 @@ def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str,
     """What the attention is called with by name."""
     functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
     made = _standing(module, functions, attention)
-    run(made, randn(1, 3, 4), **given)
+    probe_forward(made, randn(1, 3, 4), **given)
     stub: Any = made._modules[attention]
     return [options for _, options in stub.calls]
 
@@ -220,24 +223,24 @@ def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str,
 def replace_layers(
     model: nn.Module,
     patches: Patches,
-    norms: dict[nn.Module, Norm],
-    attentions: dict[nn.Module, Attention],
-    mlps: dict[nn.Module, MLP],
-) -> list[Row]:
+    norms: dict[nn.Module, NormMatch],
+    attentions: dict[nn.Module, AttentionMatch],
+    mlps: dict[nn.Module, MLPMatch],
+) -> list[AppliedRow]:
     rows = []
     for name, module in model.named_modules():
         found = find_layer(module, norms, attentions, mlps)
         if found is not None:
             patches.set_forward(module, _forward, found)
-            rows.append(Row(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums"))
+            rows.append(AppliedRow(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums"))
         elif any(child in attentions for child in module._modules.values()):
             why = "its norms stay apart: what it makes of its children is not known"
-            rows.append(Row(name, type(module).__name__, "norm", why=why))
+            rows.append(AppliedRow(name, type(module).__name__, "norm", why=why))
     return rows
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-    layer: Layer = self._onepass
+    layer: LayerMatch = self._onepass
     handed_on = layer.arguments.handed_on(args, options)
     if handed_on is None:
         return type(self).forward(self, hidden_states, *args, **options)

@@ -9,22 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from onepass.integrations.huggingface.norms import Norm
+from onepass.gradients.packed_params import are_packed, concat, pack, unpack
+from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.several import as_several, norm_product_of_several, product_of_several
-from onepass.integrations.huggingface.stand_in import hooked
-from onepass.ops.linear import linear
-from onepass.ops.norm_linear import norm_linear
-from onepass.runtime.dispatch import bare_apply, needs_grad, transformed, watched
-from onepass.runtime.joined import joined, lay_apart, lay_together, lie_together
+from onepass.integrations.huggingface.probe import hooked
+from onepass.ops.linear.linear import linear
+from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
+from onepass.ops.norm.formula import NormOptions
+from onepass.ops.norm.norm_linear import norm_linear
+from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 
 
-class Folded:
+class FoldedNorm:
     """A norm done by the product after it, of the sum of what comes to it and `late`. The product leaves the sum in h.
 
     No dataclass: hooks of FSDP would hand on a copy."""
 
-    def __init__(self, norm: Norm, late: Tensor | None = None) -> None:
+    def __init__(self, norm: NormMatch, late: Tensor | None = None) -> None:
         self.norm, self.late = norm, late
         self.h: Tensor | None = None
 
@@ -55,7 +56,7 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
     return inputs, outputs
 
 
-class Product:
+class LinearsMatch:
     """Children of one module that are linear layers of one input."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
@@ -68,12 +69,12 @@ class Product:
     def replace(self, patches: Patches) -> None:
         """Lays them together, for as long as the patches last."""
         if len(self.linears) > 1:
-            self.lay_together()
+            self.pack()
             patches.on_undo(self.owner.register_state_dict_post_hook(give_own_storages).remove)
-            patches.on_undo(self.lay_apart)
+            patches.on_undo(self.unpack)
 
     @classmethod
-    def found(cls, owner: nn.Module, names: tuple[str, ...]) -> Product | None:
+    def found(cls, owner: nn.Module, names: tuple[str, ...]) -> LinearsMatch | None:
         """Where these are linear layers that can be one."""
         modules = [owner._modules.get(name) for name in names]
         if not all(map(is_linear, modules)) or (len(names) > 1 and any(map(is_conv1d, modules))):
@@ -85,19 +86,19 @@ class Product:
             return None
         return cls(owner, names)
 
-    def lay_apart(self) -> None:
+    def unpack(self) -> None:
         """Storages of their own: who saves a model drops all but one of those that share one."""
-        lay_apart(self._weights())
+        unpack(self._weights())
         if self.biased:
-            lay_apart(self._biases())
+            unpack(self._biases())
 
-    def lay_together(self) -> None:
+    def pack(self) -> None:
         """The weights, and the biases, one after another, so that they are one without a copy."""
         self.kind = self._kind()
         if len(self.linears) > 1:
-            lay_together(self._weights())
+            pack(self._weights())
             if self.biased:
-                lay_together(self._biases())
+                pack(self._biases())
 
     def intact(self) -> bool:
         """Whether these are still the owner's children, unwrapped, and nobody looks at their own calls."""
@@ -116,10 +117,10 @@ class Product:
         if len(self.linears) == 1 or torch.compiler.is_compiling():
             return False
         if self.kind != self._kind():  # moved as a whole since, as by Trainer
-            self.lay_together()
-        return not lie_together(self._weights())
+            self.pack()
+        return not are_packed(self._weights())
 
-    def _one_by_one(self, x: Tensor, folded: Folded | None, biased: bool) -> Tensor:
+    def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool) -> Tensor:
         if folded is not None and folded.late is not None:
             x, folded.h = folded.norm(x, folded.late)
         elif folded is not None:
@@ -128,10 +129,10 @@ class Product:
         return torch.cat(parts, -1)
 
     def weight(self) -> Tensor:
-        return joined(self._weights())
+        return concat(self._weights())
 
     def bias(self) -> Tensor | None:
-        return joined(self._biases()) if self.biased else None
+        return concat(self._biases()) if self.biased else None
 
     def _weights(self) -> list[Tensor]:
         return [weight_of(module) for module in self.linears]
@@ -139,13 +140,13 @@ class Product:
     def _biases(self) -> list[Tensor]:
         return [module.bias for module in self.linears]  # type: ignore[misc]
 
-    def __call__(self, x: Tensor, folded: Folded | None = None, *, biased: bool = True) -> Tensor:
+    def __call__(self, x: Tensor, folded: FoldedNorm | None = None, *, biased: bool = True) -> Tensor:
         """x, or its norm, times the weight; without the bias where that is added later."""
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
         if torch.compiler.is_compiling():
             several = self._weights(), self._biases() if biased and self.biased else []
-            if as_several(x, None if folded is None else folded.late, *several):
+            if use_compiled_projections(x, None if folded is None else folded.late, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
@@ -156,10 +157,12 @@ class Product:
         return y  # type: ignore[no-any-return]
 
 
-def _of_several(x: Tensor, folded: Folded | None, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def _of_several(x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     if folded is None:
-        return product_of_several(x, weights, biases)
-    y, folded.h = norm_product_of_several(x, folded.norm, folded.late, weights, biases)
+        return projections(x, weights, biases)
+    norm = folded.norm
+    options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
+    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases)
     return y
 
 
@@ -180,12 +183,12 @@ class _Parts(torch.autograd.Function):
         return torch.cat(grads, -1), None
 
 
-_apart = bare_apply(_Parts)
+_apart = fast_apply(_Parts)
 
 
 def parts_of(made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """Of which each may be written in place; nobody else may need `made`."""
-    if len(sizes) > 1 and needs_grad(made) and not watched(made) and not transformed():
+    if len(sizes) > 1 and needs_grad(made) and not needs_dispatcher(made) and not under_functorch():
         return _apart(made, sizes)  # type: ignore[no-any-return]
     ends = list(accumulate(sizes))
     return tuple(made.narrow(-1, end - size, size) for end, size in zip(ends, sizes, strict=True))

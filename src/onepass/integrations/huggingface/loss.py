@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, FSDP, hooked, own_forward, parameters_of, thread
-from onepass.ops.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.linear_cross_entropy.plan import machine_of
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import FP64, FSDP, hooked, own_forward, parameters_of, thread
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # the last are looked at for packing where there is no cache
@@ -48,7 +48,7 @@ class _Logits:
 
 
 @dataclass(eq=False)
-class _Call:
+class _HeadCallState:
     """A call of the model that wants no logits."""
 
     labels: Tensor
@@ -57,7 +57,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Shared:
+class _HeadState:
     """What model and head know of each other. It doesn't lead to the model, as a copy of the head alone would copy that too."""
 
     head: nn.Linear
@@ -66,21 +66,21 @@ class _Shared:
     caches: bool  # whether forward takes use_cache
     known: frozenset[str]  # keywords that change nothing of the loss, or that we follow
     original: Callable[..., Any]  # the loss function
-    calls: dict[int, _Call] = field(default_factory=dict)  # by thread
+    calls: dict[int, _HeadCallState] = field(default_factory=dict)  # by thread
 
     @property
-    def call(self) -> _Call | None:
+    def call(self) -> _HeadCallState | None:
         return self.calls.get(thread())
 
     @call.setter
-    def call(self, call: _Call | None) -> None:
+    def call(self, call: _HeadCallState | None) -> None:
         if call is None:
             self.calls.pop(thread(), None)
         else:
             self.calls[thread()] = call
 
 
-def replace_loss(model: nn.Module, patches: Patches) -> list[Row]:
+def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     """Let the model's own head make the loss. A row for the head: by what, or why not, and then nothing was touched."""
     causal: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT has wrapped
     head: Any = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
@@ -88,12 +88,12 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[Row]:
     kind = type(head if name else causal).__name__
     why = _unlike(causal, head)
     if why is not None:
-        return [Row(name, kind, "loss", why=why)]
+        return [AppliedRow(name, kind, "loss", why=why)]
     found = _measured(causal, head)
     if isinstance(found, str):
-        return [Row(name, kind, "loss", why=found)]
+        return [AppliedRow(name, kind, "loss", why=found)]
     _set(causal, head, found, patches)
-    return [Row(name, kind, "loss", by=f"linear_cross_entropy{found}")]
+    return [AppliedRow(name, kind, "loss", by=f"linear_cross_entropy{found}")]
 
 
 def _unlike(model: Any, head: Any) -> str | None:
@@ -124,7 +124,7 @@ def _set(model: Any, head: nn.Linear, logits: _Logits, patches: Patches) -> None
 
     names = list(parameters_of(model))
     known = frozenset((*names, *_OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
-    shared = _Shared(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function)
+    shared = _HeadState(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
     patches.set(model, "forward", MethodType(_forward_like(type(model).forward), model))  # accelerate looks for a method
@@ -139,13 +139,13 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared: _Shared = self._onepass
+        shared: _HeadState = self._onepass
         labels = args[shared.place] if len(args) > shared.place else kwargs.get("labels")
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
             kwargs["use_cache"] = False  # unasked, models would copy keys and values of every layer into one, for nobody
-        shared.call = _Call(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
+        shared.call = _HeadCallState(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:
             return type(self).forward(self, *args, **kwargs)
         finally:
@@ -156,7 +156,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _without_logits(model: Any, shared: _Shared, given: Iterable[str]) -> bool:
+def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> bool:
     """Whether nobody wants this call's logits, and the loss is still ours to make."""
     return (
         model.training
@@ -168,7 +168,7 @@ def _without_logits(model: Any, shared: _Shared, given: Iterable[str]) -> bool:
 
 
 def _head_forward(self: Any, input: Tensor) -> Tensor:
-    shared: _Shared = self._onepass
+    shared: _HeadState = self._onepass
     call = shared.call
     if call is None or not _can_make(self, input, call):
         made: Tensor = type(self).forward(self, input)
@@ -180,14 +180,14 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     return input.detach()[..., :0] + call.loss
 
 
-def _can_make(head: nn.Linear, hidden: Tensor, call: _Call) -> bool:
+def _can_make(head: nn.Linear, hidden: Tensor, call: _HeadCallState) -> bool:
     labels = call.options.get("shift_labels")
     labels = call.labels if labels is None else labels
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
     return plain and labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
 
 
-def _loss(head: nn.Linear, hidden: Tensor, call: _Call, logits: _Logits) -> Tensor:
+def _loss(head: nn.Linear, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
     """ForCausalLMLoss of the head's logits."""
     items = call.options.get("num_items_in_batch")
     ignore = call.options.get("ignore_index", -100)
@@ -211,7 +211,7 @@ def _room(hidden: Tensor, weight: Tensor) -> int | None:
     if torch.compiler.is_compiling() or hidden.device.type != "cuda" or tokens <= _CHUNK:
         return None
     size = hidden.element_size()
-    return _room_of(tokens, weight.shape[0], weight.shape[1], size, machine_of(hidden.device, size).budget)
+    return _room_of(tokens, weight.shape[0], weight.shape[1], size, machine_speed(hidden.device, size).budget)
 
 
 def _room_of(tokens: int, V: int, D: int, size: int, budget: int) -> int | None:
@@ -223,7 +223,7 @@ def _room_of(tokens: int, V: int, D: int, size: int, budget: int) -> int | None:
 
 def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Any:
     """The model's loss_function: what the head has made of these labels, or the original."""
-    shared: _Shared = self._onepass
+    shared: _HeadState = self._onepass
     call = shared.call
     if call is None or call.loss is None:
         return shared.original(logits, labels, vocab_size, **options)
@@ -240,7 +240,7 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
 # ---- what lies between the head and the loss ----
 
 
-class _Trial:
+class _LossTrial:
     """A run of the model's forward in which nothing is computed but what it does itself with logits and loss."""
 
     def __init__(self, head: nn.Linear, logits: Tensor) -> None:
@@ -272,7 +272,7 @@ class _Trial:
         if open_ended or "output_router_logits" in names:
             options["output_router_logits"] = False  # there are no routers
         try:
-            outputs = type(model).forward(_Part(model, self), labels=self.labels, **options)
+            outputs = type(model).forward(_ProbeModule(model, self), labels=self.labels, **options)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         except Exception as error:
             return f"its forward can't be followed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
@@ -292,10 +292,10 @@ class _Trial:
         return None
 
 
-class _Part:
+class _ProbeModule:
     """In place of the model or a module in it: has its attributes, but does nothing when called."""
 
-    def __init__(self, module: nn.Module, trial: _Trial) -> None:
+    def __init__(self, module: nn.Module, trial: _LossTrial) -> None:
         self._module, self._trial = module, trial
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class _Part:
         if name == "loss_function":
             return self._trial.loss_function
         found = getattr(self._module, name)
-        return _Part(found, self._trial) if isinstance(found, nn.Module) else found
+        return _ProbeModule(found, self._trial) if isinstance(found, nn.Module) else found
 
 
 class _Hidden:
@@ -325,7 +325,7 @@ def _measured(model: nn.Module, head: nn.Linear) -> _Logits | str:
     """What the model does with its logits, or why they are needed."""
     given = torch.linspace(-8, 8, 2 * head.out_features, dtype=FP64, device="cpu").view(1, 2, -1)
     given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # the scale, and the cap
-    trials = _Trial(head, given), _Trial(head, given[..., :0])  # the second as it will be
+    trials = _LossTrial(head, given), _LossTrial(head, given[..., :0])  # the second as it will be
     with torch.enable_grad():  # which shows a scale that is learnt
         why = next((why for trial in trials if (why := trial.run(model)) is not None), None)
     return _made_of(given, trials[0].came[0][0].double()) if why is None else why

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.gradients.adamw import AdamW
+from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.linears import bias_of, weight_of
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.stand_in import own_forward
-from onepass.ops.linear import linear
-from onepass.parallel.adamw import AdamW
-from onepass.parallel.main_grads import MainGrads
+from onepass.integrations.huggingface.probe import own_forward
+from onepass.ops.linear.linear import linear
 
 
 class PatientMainGrads(MainGrads):

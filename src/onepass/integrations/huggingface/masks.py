@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import NOTHING
-from onepass.integrations.huggingface.layers import Layer
+from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, run, stand_in
+from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward
 
 _INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # which mask nothing
 _MASK = "attention_mask"
@@ -25,7 +25,7 @@ _MASK = "attention_mask"
 class Stack:
     """A module whose layers are all known, and see all that comes before a token."""
 
-    def __init__(self, layers: list[Layer], names: list[str]) -> None:
+    def __init__(self, layers: list[LayerMatch], names: list[str]) -> None:
         self.layers = layers
         self.names = names  # of its forward's arguments
 
@@ -43,7 +43,7 @@ class Stack:
         return all(map(_as_it_was, self.layers))
 
 
-def _as_it_was(layer: Layer) -> bool:
+def _as_it_was(layer: LayerMatch) -> bool:
     return all(Patches.untouched(each.module, each) for each in (layer, layer.attention))
 
 
@@ -52,14 +52,14 @@ def replace_masks(model: nn.Module, patches: Patches) -> None:
     for stack in model.modules():
         layers = next((child for child in stack.children() if isinstance(child, nn.ModuleList)), None)
         known = [vars(layer).get("_onepass") for layer in layers or ()]
-        found = [layer for layer in known if isinstance(layer, Layer)]
+        found = [layer for layer in known if isinstance(layer, LayerMatch)]
         if stack is model or not found or own_forward(stack):
             continue
         if all(map(_sees_what_it_is_given, found)) and _has_no_windows(stack) and _hands_on(stack, found):
             patches.set_forward(stack, _forward, Stack(found, list(parameters_of(stack))))
 
 
-def _sees_what_it_is_given(layer: Layer) -> bool:
+def _sees_what_it_is_given(layer: LayerMatch) -> bool:
     one_way = getattr(layer.attention.module, "is_causal", False)
     return one_way and (_MASK in layer.arguments.passed or (_MASK not in layer.arguments.names and layer.arguments.others_too))
 
@@ -73,7 +73,7 @@ def _has_no_windows(stack: Any) -> bool:
     return not set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
 
 
-def _hands_on(stack: nn.Module, layers: list[Layer]) -> bool:
+def _hands_on(stack: nn.Module, layers: list[LayerMatch]) -> bool:
     """Whether its layers, these and no others, are given no mask where it is given none, and else the one that it was given;
     and the same otherwise."""
     without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
@@ -99,7 +99,7 @@ def _given_to_layers(stack: Any, mask: Tensor | None) -> list[dict[str, Any]]:
         elif child is not None:
             children[name] = Function(_tables if "rotary" in name else _first)
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    run(stand_in(stack, children), input_ids=ids, use_cache=False, **{_MASK: mask})
+    probe_forward(probe(stack, children), input_ids=ids, use_cache=False, **{_MASK: mask})
     return [{**{str(i): value for i, value in enumerate(args)}, **options} for stub in stubs for args, options in stub.calls]
 
 

@@ -10,36 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import Folded, Product, is_linear, sizes_of, tiny
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import Function, own_forward, parameters_of, randn, run, same, stand_in
-from onepass.kernels.activations import ACTIVATIONS
-from onepass.ops.activation_linear import activation_linear
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.ops.activation.activation_linear import activation_linear
+from onepass.ops.activation.activations import ACTIVATIONS
 
 _HIDDEN, _INNER = 6, 10
 
 
 @dataclass
-class MLP:
+class MLPMatch:
     """A module that goes up by one product, or one of two layers, through an activation and down again."""
 
     module: nn.Module
-    up: Product
-    down: Product
+    up: LinearsMatch
+    down: LinearsMatch
     activation: str
     dropout: nn.Module | None  # of the result
 
     def ready(self) -> bool:
         return self.up.intact() and self.down.intact() and Patches.untouched(self.module, self)
 
-    def __call__(self, x: Tensor, folded: Folded | None = None) -> Tensor:
+    def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
         """Of x, or of the norm that is folded in."""
         up = self.up(x, folded, biased=False)
         y: Tensor = activation_linear(up, self.down.weight(), self.down.bias(), self.activation, activation_bias=self.up.bias())
         return y if self.dropout is None else self.dropout(y)
 
 
-def find_mlp(module: nn.Module) -> MLP | str | None:
+def find_mlp(module: nn.Module) -> MLPMatch | str | None:
     """What this module is, or why it can't be replaced though it looks like one, or None."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
     if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
@@ -51,11 +51,11 @@ def find_mlp(module: nn.Module) -> MLP | str | None:
     if len(dropouts) > 1 or any(list(module._modules[name].parameters()) for name in others):  # type: ignore[union-attr]
         return "it has more than linear layers, an activation and a dropout at its end"
     for up_names, down_name in _roles(linears):
-        up, down = Product.found(module, up_names), Product.found(module, (down_name,))
+        up, down = LinearsMatch.found(module, up_names), LinearsMatch.found(module, (down_name,))
         if up is not None and down is not None:
             activation = _activation_of(module, up, down, dropouts)
             if activation is not None:
-                return MLP(module, up, down, activation, module._modules[dropouts[0]] if dropouts else None)
+                return MLPMatch(module, up, down, activation, module._modules[dropouts[0]] if dropouts else None)
     return "it computes something else, or by an activation that onepass doesn't have"
 
 
@@ -70,7 +70,7 @@ def _roles(names: list[str]) -> Iterator[tuple[tuple[str, ...], str]]:
         yield tuple(up), down
 
 
-def _activation_of(module: nn.Module, up: Product, down: Product, dropouts: list[str]) -> str | None:
+def _activation_of(module: nn.Module, up: LinearsMatch, down: LinearsMatch, dropouts: list[str]) -> str | None:
     """By which of onepass's activations a small one with these roles computes what the module's code makes of it."""
     gated = len(up.names) == 2 or up.sizes[0] == 2 * sizes_of(down.linears[0])[0]
     if sum(up.sizes) != (2 if gated else 1) * sizes_of(down.linears[0])[0]:
@@ -80,29 +80,29 @@ def _activation_of(module: nn.Module, up: Product, down: Product, dropouts: list
     layers[down.names[0]] = last = tiny(down.linears[0], _INNER, _HIDDEN, 20)
     children: dict[str, nn.Module] = {**layers, **{name: Function(lambda y: 3 * y + 1) for name in dropouts}}
     x = 3 * randn(7, _HIDDEN)
-    found = [run(stand_in(module, children, training=training), x) for training in (False, True)]
+    found = [probe_forward(probe(module, children, training=training), x) for training in (False, True)]
     first = torch.cat([layers[name](x) for name in up.names], -1).detach()
     for name, act in ACTIVATIONS.items():
         if act.gated == gated:
             inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
             made = last(inner).detach()
             expected = 3 * made + 1 if dropouts else made
-            if all(same(each, expected, 1e-6) for each in found):
+            if all(close(each, expected, 1e-6) for each in found):
                 return name
     return None
 
 
-def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, MLP], list[Row]]:
+def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, MLPMatch], list[AppliedRow]]:
     made, rows = {}, []
     for name, module in model.named_modules():
         found = find_mlp(module)
-        if isinstance(found, MLP):
+        if isinstance(found, MLPMatch):
             found.up.replace(patches)
             patches.set_forward(module, _forward, found)
             made[module] = found
-            rows.append(Row(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}"))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}"))
         elif found is not None or _looks_like_an_mlp(module):
-            rows.append(Row(name, type(module).__name__, "mlp", why=found or _why(module)))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", why=found or _why(module)))
     return made, rows
 
 
@@ -117,7 +117,7 @@ def _why(module: nn.Module) -> str:
     return "its layers are " + ", ".join(sorted(kinds)) if kinds and kinds != {"Linear"} else "it computes something else"
 
 
-def _forward(self: Any, *args: Tensor, onepass_folded: Folded | None = None, **named: Tensor) -> Any:
+def _forward(self: Any, *args: Tensor, onepass_folded: FoldedNorm | None = None, **named: Tensor) -> Any:
     (x,), mlp = args or named.values(), self._onepass
     if onepass_folded is None and not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, by PEFT say
         return type(self).forward(self, x)

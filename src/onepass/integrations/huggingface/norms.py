@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.patches import Patches, Row
-from onepass.integrations.huggingface.stand_in import FP64, own_forward, parameters_of, randn, run, same, stand_in
-from onepass.ops.norm import layer_norm, rms_norm
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import FP64, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.ops.norm.norm import layer_norm, rms_norm
 
 _SIZE = 16
 _SLACK = 1e-5  # theirs are fp32 inside
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormMatch:
     """A module of the model that normalises, and how."""
 
     module: nn.Module
@@ -54,23 +54,25 @@ class Norm:
         return Patches.untouched(self.module, self)
 
 
-def find_norm(module: nn.Module) -> Norm | None:
+def find_norm(module: nn.Module) -> NormMatch | None:
     """What this module is as a norm over the last dimension, if it is one."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or module._modules or module._buffers or own_forward(module):
         return None
     if type(module).forward is nn.LayerNorm.forward:
         assert isinstance(module, nn.LayerNorm)
-        return Norm(module, True, module.eps, False) if len(module.normalized_shape) == 1 else None
+        return NormMatch(module, True, module.eps, False) if len(module.normalized_shape) == 1 else None
     if type(module).forward is nn.RMSNorm.forward:
         assert isinstance(module, nn.RMSNorm)
-        return Norm(module, False, module.eps, False) if len(module.normalized_shape) == 1 and module.eps is not None else None
+        return (
+            NormMatch(module, False, module.eps, False) if len(module.normalized_shape) == 1 and module.eps is not None else None
+        )
     eps = _eps_of(module) if len(parameters_of(module)) == 1 else None
     return None if eps is None or module._parameters.keys() - {"weight", "bias"} else _by_trial(module, eps)
 
 
 def is_norm(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("_onepass"), Norm) or find_norm(module) is not None
+    return isinstance(vars(module).get("_onepass"), NormMatch) or find_norm(module) is not None
 
 
 def _eps_of(module: nn.Module) -> float | None:
@@ -79,7 +81,7 @@ def _eps_of(module: nn.Module) -> float | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
-def _by_trial(module: nn.Module, eps: float) -> Norm | None:
+def _by_trial(module: nn.Module, eps: float) -> NormMatch | None:
     """Compares what it makes of random numbers with each of the norms that onepass has."""
     weight, bias = randn(_SIZE, seed=2), randn(_SIZE, seed=3)
     parameters = {
@@ -88,13 +90,13 @@ def _by_trial(module: nn.Module, eps: float) -> Norm | None:
     }
     small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # in the last the epsilon shows
     x = randn(2, _SIZE, _SIZE) * small  # as many rows as numbers: another dimension would do as well
-    found = run(stand_in(module, {}, _parameters=parameters), x)
+    found = probe_forward(probe(module, {}, _parameters=parameters), x)
     shift = None if parameters.get("bias") is None else bias
     for layer, centered in product((True,) if shift is not None else (False, True), (False, True)):
         factor, sizes = weight + 1 if centered else weight, (_SIZE,)
         expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
-        if same(found, expected, _SLACK):
-            return Norm(module, layer, eps, centered)
+        if close(found, expected, _SLACK):
+            return NormMatch(module, layer, eps, centered)
     return None
 
 
@@ -102,11 +104,11 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not module._modules and bool(module._parameters)
 
 
-def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, Norm], list[Row]]:
+def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, NormMatch], list[AppliedRow]]:
     made, rows = {}, []
     for name, module in model.named_modules():
         norm = find_norm(module)
-        row = partial(Row, name, type(module).__name__, "norm")
+        row = partial(AppliedRow, name, type(module).__name__, "norm")
         if norm is not None:
             patches.set_forward(module, _forward, norm)
             made[module] = norm

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from onepass.integrations.huggingface.stand_in import hooked
+from onepass.integrations.huggingface.probe import hooked
 
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Row:
+class AppliedRow:
     """A line of what `apply` tells: a part of the model, and by what it was replaced, or why not."""
 
     name: str  # "model.layers.0.mlp"

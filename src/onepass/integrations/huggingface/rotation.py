@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.stand_in import parameters_of, randn, same
-from onepass.kernels.rope_formula import rope_formula
-from onepass.ops.rope import rope
+from onepass.integrations.huggingface.probe import close, parameters_of, randn
+from onepass.ops.attention.rope import rope
+from onepass.ops.attention.rope_formula import rope_formula
 
 ROTATION = "apply_rotary_pos_emb"
 
@@ -74,7 +74,7 @@ def _is(function: Callable[..., Any], how: Rotation) -> bool:
     except Exception:
         return False
     expected = (rope_formula(x.transpose(1, 2), cos, sin, how.interleaved).transpose(1, 2) for x in (q, k))
-    return len(found) == 2 and all(same(y, other, 1e-6) for y, other in zip(found, expected, strict=True))
+    return len(found) == 2 and all(close(y, other, 1e-6) for y, other in zip(found, expected, strict=True))
 
 
 def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., Any]:

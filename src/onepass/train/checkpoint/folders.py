@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 
 INDEX = "checkpoint.json"
 FORMAT = 1
@@ -27,14 +27,14 @@ def find(path: Path) -> Path:
     """The checkpoint that --resume means: this one, or the newest of this run."""
     wanted = f"--resume {path} must be the folder of a run or of a checkpoint"
     if not path.is_dir():
-        raise Refused(f"{wanted}, but is {'a file' if path.exists() else 'not there'}")
+        raise CommandError(f"{wanted}, but is {'a file' if path.exists() else 'not there'}")
     if path.resolve().name.endswith(_PART):
-        raise Refused(f"{wanted}, but is half a checkpoint: writing or removing it was cut short")
+        raise CommandError(f"{wanted}, but is half a checkpoint: writing or removing it was cut short")
     if (path / INDEX).exists():
         return path
     there = _named(path / "checkpoints")
     if not there:
-        raise Refused(f"{wanted}, but has no checkpoint in it")
+        raise CommandError(f"{wanted}, but has no checkpoint in it")
     return max(there, key=_number)
 
 
@@ -42,7 +42,9 @@ def run_of(checkpoint: Path) -> Path:
     """The folder of the run that made it."""
     folder = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint.resolve().parent
     if folder.name != "checkpoints":
-        raise Refused(f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run with a folder")
+        raise CommandError(
+            f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run with a folder"
+        )
     return folder.parent
 
 
@@ -52,12 +54,12 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise Refused(f"{path} can't be read: {why}") from None
+        raise CommandError(f"{path} can't be read: {why}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise Refused(f"{path} must be of format {FORMAT}, but is of another: it may be of another version of onepass")
+        raise CommandError(f"{path} must be of format {FORMAT}, but is of another: it may be of another version of onepass")
     for name, kind in _FIELDS.items():
         if type(index.get(name)) is not kind:
-            raise Refused(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
+            raise CommandError(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
     return index
 
 
@@ -84,7 +86,7 @@ def saved(folder: Path) -> dict[Path, int]:
     """Whole ones with their numbers, the oldest first. One that somebody has damaged is left alone."""
     found = {}
     for checkpoint in _named(folder):
-        with suppress(Refused):
+        with suppress(CommandError):
             found[checkpoint] = _number(checkpoint)
     return dict(sorted(found.items(), key=lambda each: each[1]))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.nn.sharding import Division, range_of, whole_shape
-from onepass.train.layout import Layout
+from onepass.train.layout import ParallelLayout
 from onepass.train.updates import FsdpUpdate, MainGradUpdate, Update
 
 Sizes = tuple[int, ...]
@@ -45,7 +45,7 @@ _PREFIX = {"master": "", "exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}  # 
 
 
 @contextmanager
-def chunks(model: nn.Module, update: Update, layout: Layout) -> Iterator[list[Chunk]]:
+def chunks(model: nn.Module, update: Update, layout: ParallelLayout) -> Iterator[list[Chunk]]:
     """All that this rank has, weights and their moments, to be read and written as long as the block lasts. Gradients are lost:
     their memory is where bf16 weights' masters are put together."""
     _shard(model)
@@ -59,7 +59,7 @@ def chunks(model: nn.Module, update: Update, layout: Layout) -> Iterator[list[Ch
         yield [chunk for each in _of_torch(update, layout) for chunk in _cut(each, *homes[id(each.parameter)], layout)]
 
 
-def _cut(stretch: _Stretch, name: str, division: Division | None, layout: Layout) -> Iterator[Chunk]:
+def _cut(stretch: _Stretch, name: str, division: Division | None, layout: ParallelLayout) -> Iterator[Chunk]:
     """A stretch as rectangles of the whole tensor."""
     own = tuple(stretch.parameter.shape)
     shape = own if division is None else whole_shape(stretch.parameter, division)
@@ -97,7 +97,7 @@ def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | Non
             yield parameter, (f"{path}.{name}" if path else name, divisions.get(name))
 
 
-def _of_torch(update: Update, layout: Layout) -> Iterator[_Stretch]:
+def _of_torch(update: Update, layout: ParallelLayout) -> Iterator[_Stretch]:
     """What torch's own AdamW steps: fp32 weights, whole or fully_shard's rows of them."""
     for weight in _weights(update):
         start = 0

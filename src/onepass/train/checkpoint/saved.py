@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from onepass.gpt import Config
-from onepass.runtime.refused import Refused
+from onepass.runtime.errors import CommandError
 from onepass.train.checkpoint import folders, parts
-from onepass.train.checkpoint.same import check_same, facts_of
-from onepass.train.layout import Layout
+from onepass.train.checkpoint.compatibility import check_compatible, facts_of
+from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.updates import MainGradUpdate
 
@@ -28,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BYTES_A_PARAMETER = 12  # the weight and two moments
 
 
-def save(folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: Layout) -> None:
+def save(folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: ParallelLayout) -> None:
     """A checkpoint of so many steps in folder, of which older ones go. It is there whole, or not at all."""
     from onepass.train.checkpoint import storage  # takes its time to import
 
@@ -41,7 +41,7 @@ def save(folder: Path, step: int, trained: Trained, config: Config, options: Opt
     except OSError as error:
         if layout.first:
             shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)
-        raise Refused(_unwritten(folder, step, config, error)) from None
+        raise CommandError(_unwritten(folder, step, config, error)) from None
 
 
 def _begin(folder: Path, step: int, config: Config, options: Options) -> tuple[dict[str, Any], Path]:
@@ -81,11 +81,11 @@ def _size(count: int) -> str:
 def check(path: Path, config: Config) -> dict[str, Any]:
     """Refuse a checkpoint of another model; otherwise what its index says."""
     index = folders.read_index(path)
-    check_same(path, index["model"], config)
+    check_compatible(path, index["model"], config)
     return index
 
 
-def load(path: Path, trained: Trained, config: Config, layout: Layout) -> int:
+def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout) -> int:
     """Take a checkpoint of the same model, saved under whatever layout; the step to go on from."""
     from onepass.train.checkpoint import storage
 
@@ -95,7 +95,7 @@ def load(path: Path, trained: Trained, config: Config, layout: Layout) -> int:
             storage.read(path, chunks, index, layout.ranks == 1)
     except (OSError, storage.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise Refused(f"the checkpoint {path} is damaged: {why}") from None
+        raise CommandError(f"the checkpoint {path} is damaged: {why}") from None
     step = int(index["step"])
     parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):
@@ -106,7 +106,7 @@ def load(path: Path, trained: Trained, config: Config, layout: Layout) -> int:
 # ---- together ----
 
 
-def _on_first(layout: Layout, act: Callable[[], T]) -> T:
+def _on_first(layout: ParallelLayout, act: Callable[[], T]) -> T:
     """What the first rank's act returns, or raises, on all of them."""
     done: list[Any] = [None, None]
     if layout.first:
@@ -121,7 +121,7 @@ def _on_first(layout: Layout, act: Callable[[], T]) -> T:
     return done[0]  # type: ignore[no-any-return]
 
 
-def _on_all(layout: Layout, act: Callable[[], T]) -> T:
+def _on_all(layout: ParallelLayout, act: Callable[[], T]) -> T:
     """What act returns here; where it raises on any rank, it does on all."""
     done: Any = None
     failed: Exception | None = None

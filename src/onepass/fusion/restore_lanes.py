@@ -1,0 +1,123 @@
+"""The end of a sweep: who still asks for one lane of a group gets its view of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from onepass.fusion import foreach_cat as one_launch
+from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, shape, value
+from onepass.fusion.lanes import Flat, Stacked, lane
+from onepass.fusion.operands import LaneGroup, Listed, ValueLocation
+from onepass.fusion.rules import is_multiple
+from onepass.fusion.strides import settle
+
+
+class RestoreLanes:
+    def __init__(
+        self, graph: Graph, emit: Emitter, places: dict[Node, ValueLocation], order: dict[Node, int], backward: set[Node]
+    ) -> None:
+        self.graph, self.emit, self.places, self.order, self.backward = graph, emit, places, order, backward
+        self.together: set[Node] = set()  # operators of which the compiler makes one a group, and the cats by which it does
+        self.groups = 0
+        self.dissolved: set[Node] = set()  # operators of chains that stay as they were
+        self.left: list[LaneGroup] = []  # which stay as they were after all
+
+    def run(self) -> None:
+        groups = list(dict.fromkeys(place.group for place in self.places.values()))
+        for group in reversed(groups):
+            listed = group.results[0]
+            if isinstance(listed, Listed):
+                if not self._write_together(listed):
+                    self.left.append(group)
+                    continue
+                self.groups += 1
+                self.together |= {*group.nodes, *listed.cats()}
+        for group in groups:
+            if not isinstance(group.results[0], Listed):
+                self._give_back(group)
+        remove_dead(self.graph, reversed(list(self.graph.nodes)))
+
+    def _give_back(self, group: LaneGroup) -> None:
+        output = self.graph.output_node()
+        members = [node for node in group.nodes if not is_multiple(node)]
+        members += [user for node in group.nodes if is_multiple(node) for user in node.users]
+        outside = [node for node in members if any(user not in self.places for user in node.users)]
+        first = self._first(group.nodes)
+        self.emit.before = first
+        self._lanes_first(group, [node for node in outside if leaves(node, output)])
+        for node in outside:
+            self.emit.before = first
+            place = self.places[node]
+            result: Any = place.result
+            own, was, users = lane(self.emit, result, place.lane), value(node), list(node.users)
+            node.replace_all_uses_with(own)
+            settle(self.emit, own, was, [user for user in users if user not in self.places])
+
+    def _first(self, nodes: Iterable[Node]) -> Node:
+        return min(nodes, key=self.order.__getitem__)
+
+    def _write_together(self, listed: Listed) -> bool:
+        """Give who is no part of the chain its view of the whole, unless that is a cat which joins the lanes anyway.
+
+        Where it is something that the compiler makes one kernel of with the lane itself, the lanes are better left alone.
+        """
+        outside = {node: [user for user in node.users if not self._goes_on(node, user, listed)] for node in listed.nodes}
+        everybody = {user for users in outside.values() for user in users}
+        if not everybody:
+            return True
+        user = next(iter(everybody))
+        if len(everybody) == 1 and user.target is aten.cat.default:
+            one_launch.mark(user)
+            listed.mark_parts()
+            return True
+        if listed.made is None and any(self._fuses(node, user) for node, users in outside.items() for user in users):
+            self.dissolved.update(listed.nodes)
+            return False
+        self.emit.before = self._first(listed.nodes)
+        try:
+            whole = listed.whole(self.emit)
+        except NoRule:
+            return False
+        for index, (node, users) in enumerate(outside.items()):
+            if users:
+                own = lane(self.emit, whole, index)
+                node.replace_all_uses_with(own, delete_user_cb=users.__contains__)
+        return True
+
+    def _fuses(self, node: Node, user: Node) -> bool:
+        """Whether a compiler writes no tensor between a lane and this user of it."""
+        if is_view(user):
+            return any(self._fuses(node, behind) for behind in user.users)
+        if (user in self.backward) != (node in self.backward):
+            return False
+        if user in self.places and user not in self.dissolved:
+            return False
+        return is_pointwise(user) or is_reduction(user)
+
+    def _goes_on(self, node: Node, user: Node, listed: Listed) -> bool:
+        """Whether the user is the chain's next step: in the same pass, as what forward keeps for backward is a tensor."""
+        place = self.places.get(user)
+        going = place is not None and isinstance(place.result, Listed) and user not in self.dissolved
+        going = going and (user in self.backward) == (node in self.backward)
+        return going or user in listed.making
+
+    def _lanes_first(self, group: LaneGroup, leaving: list[Node]) -> None:
+        """Results that leave the graph must be contiguous each: then the lanes lie one behind the other from the start.
+
+        In one dimension, where sizes allow it: of more a compiler keeps the order of strides, not the strides.
+        """
+        for output in {self.places[node].output for node in leaving}:
+            result = group.results[output]
+            if isinstance(result, Stacked) and result.dim > 0 and sum(self.places[n].output == output for n in leaving) > 1:
+                moved = result.moved(self.emit, 0).node
+                lanes, *sizes = shape(moved)
+                if all(isinstance(size, int) for size in sizes):
+                    group.results[output] = Flat(self.emit.view(moved, [math.prod([lanes, *sizes])]), (tuple(sizes),) * lanes)
+                else:
+                    clone = self.emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
+                    group.results[output] = Stacked(clone, 0)

@@ -1,0 +1,220 @@
+"""What settings of a model contradict each other: what our ops, or the model's shape, can't do. Nothing else is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onepass.gpt.config import Config
+
+_SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
+    "max_position_embeddings", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "recompute_num_layers",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "rope_scaling_original_max_position_embeddings",
+)  # fmt: skip
+_ABOVE_ZERO = (
+    "layernorm_epsilon", "rotary_base", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+    "final_logit_softcapping", "activation_func_clamp_value",
+)  # fmt: skip
+_NOT_BELOW_ZERO = ("z_loss", "moe_aux_loss_coeff", "init_method_std")
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+
+
+def validate_config(config: Config) -> Iterator[str]:
+    """Each in a line: the field or fields, what they were and what they must be. Later ones hold where earlier ones do not."""
+    for part in (_ranges, _heads, _positions, _norms, _mlp, _experts, _gradients, _tensor_parallel, _pipeline, _recompute):
+        yield from part(config)
+
+
+def _ranges(c: Config) -> Iterator[str]:
+    for name in _SIZES:
+        value = getattr(c, name)
+        if value is not None and value < 1:
+            yield f"{name} must be at least 1, but is {value}"
+    for name in _ABOVE_ZERO:
+        value = getattr(c, name)
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name} must be finite and above 0, but is {value}"
+    for name in _NOT_BELOW_ZERO:
+        if not 0 <= getattr(c, name) < math.inf:
+            yield f"{name} must be finite and at least 0, but is {getattr(c, name)}"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(c, name) < 1:
+            yield f"{name} must be from 0 to below 1, but is {getattr(c, name)}"
+    if not 0 <= c.label_smoothing <= 1:
+        yield f"label_smoothing must be from 0 to 1, but is {c.label_smoothing}"
+    if not math.isfinite(c.glu_linear_offset):
+        yield f"glu_linear_offset must be finite, but is {c.glu_linear_offset}"
+    if c.wgrad_deferral_limit < 0:
+        yield f"wgrad_deferral_limit must be at least 0, where 0 is all microbatches, but is {c.wgrad_deferral_limit}"
+
+
+def _heads(c: Config) -> Iterator[str]:
+    if c.kv_channels is None and c.hidden_size % c.num_attention_heads:
+        yield (
+            f"hidden_size must be a multiple of num_attention_heads, {c.num_attention_heads}, where kv_channels is None, "
+            f"but is {c.hidden_size}"
+        )
+    if c.num_attention_heads % c.query_groups:
+        yield f"num_attention_heads must be a multiple of num_query_groups, {c.query_groups}, but is {c.num_attention_heads}"
+
+
+def _positions(c: Config) -> Iterator[str]:
+    rope = c.position_embedding_type == "rope"
+    if not 0 < c.rotary_percent <= 1:
+        yield f"rotary_percent must be above 0 and at most 1, but is {c.rotary_percent}"
+    elif rope and (c.rotary_size % 2 or not c.rotary_size):
+        yield (
+            f"rotary_percent must leave an even number to rotate of a head's {c.head_size} (kv_channels), at least 2, "
+            f"but is {c.rotary_percent}: that is {c.rotary_size}"
+        )
+    if c.use_rope_scaling and not rope:
+        yield f"use_rope_scaling must be false without position_embedding_type 'rope', but that is {c.position_embedding_type!r}"
+    if c.use_rope_scaling and c.rope_scaling_low_freq_factor >= c.rope_scaling_high_freq_factor:
+        yield (
+            f"rope_scaling_low_freq_factor must be below rope_scaling_high_freq_factor, {c.rope_scaling_high_freq_factor}, "
+            f"but is {c.rope_scaling_low_freq_factor}"
+        )
+
+
+def _norms(c: Config) -> Iterator[str]:
+    if c.memory_efficient_layer_norm and not c.persist_layer_norm:
+        yield "memory_efficient_layer_norm must be false without persist_layer_norm, as PyTorch's norms can't do it, but is true"
+
+
+def _mlp(c: Config) -> Iterator[str]:
+    if c.gated_linear_unit and c.activation_func in ("gelu_exact", "squared_relu"):
+        yield (
+            f"activation_func must be 'gelu', 'silu', 'quick_gelu' or 'relu' with gated_linear_unit, but is {c.activation_func!r}"
+        )
+    if not c.gated_linear_unit and c.activation_func_clamp_value is not None:
+        yield f"activation_func_clamp_value must be None without gated_linear_unit, but is {c.activation_func_clamp_value}"
+    if not c.gated_linear_unit and c.glu_linear_offset:
+        yield f"glu_linear_offset must be 0 without gated_linear_unit, but is {c.glu_linear_offset}"
+    for name in ("activation_func_fp8_input_store", "cpu_offloading"):
+        if getattr(c, name) and not c.bias_activation_fusion:
+            yield f"{name} must be false without bias_activation_fusion, which does it, but is true"
+    if c.activation_func_fp8_input_store and c.cpu_offloading:
+        yield (
+            "activation_func_fp8_input_store and cpu_offloading are both true, but one must be false: the activation's input "
+            "is kept in one way"
+        )
+    if c.cpu_offloading and not c.cpu_offloading_activations:
+        yield "cpu_offloading_activations must be true with cpu_offloading, which moves nothing else, but is false"
+
+
+def _experts(c: Config) -> Iterator[str]:
+    if c.num_moe_experts is None:
+        if c.moe_ffn_hidden_size is not None:
+            yield f"moe_ffn_hidden_size must be None without num_moe_experts, but is {c.moe_ffn_hidden_size}"
+        if c.moe_aux_loss_coeff:
+            yield f"moe_aux_loss_coeff must be 0 without num_moe_experts, but is {c.moe_aux_loss_coeff}"
+        return
+    if c.add_bias_linear:
+        yield "add_bias_linear must be false with num_moe_experts, as one activation of all their rows has one bias, but is true"
+    if c.moe_router_topk > c.num_moe_experts:
+        yield f"moe_router_topk must be at most num_moe_experts, {c.num_moe_experts}, but is {c.moe_router_topk}"
+    if c.moe_aux_loss_coeff and c.pipeline_model_parallel_size > 1:
+        yield (
+            f"moe_aux_loss_coeff must be 0 with pipeline_model_parallel_size {c.pipeline_model_parallel_size}, but is "
+            f"{c.moe_aux_loss_coeff}: a stage hands on hidden states, and no loss"
+        )
+
+
+def _gradients(c: Config) -> Iterator[str]:
+    if not c.defer_embedding_wgrad_compute:
+        if c.wgrad_deferral_limit:
+            yield f"wgrad_deferral_limit must be 0 without defer_embedding_wgrad_compute, but is {c.wgrad_deferral_limit}"
+        return
+    if not c.gradient_accumulation_fusion:
+        yield "gradient_accumulation_fusion must be true with defer_embedding_wgrad_compute, which adds to main_grad, but is not"
+    if c.pipeline_model_parallel_size == 1:
+        yield (
+            "pipeline_model_parallel_size must be above 1 with defer_embedding_wgrad_compute, as there is no flush without a "
+            "pipeline, but is 1"
+        )
+
+
+def _tensor_parallel(c: Config) -> Iterator[str]:
+    ranks = c.tensor_model_parallel_size
+    if c.sequence_parallel and ranks == 1:
+        yield "sequence_parallel must be false with tensor_model_parallel_size 1: there are no ranks to divide a sequence over"
+    sizes = {"num_attention_heads": c.num_attention_heads, "num_query_groups": c.query_groups}
+    sizes |= {"moe_ffn_hidden_size": c.expert_size} if c.num_moe_experts else {"ffn_hidden_size": c.ffn_size}
+    for name, size in sizes.items():
+        if size % ranks:
+            yield f"{name} must be a multiple of tensor_model_parallel_size, {ranks}, but is {size}"
+
+
+def _pipeline(c: Config) -> Iterator[str]:
+    ranks = c.pipeline_model_parallel_size
+    if ranks > c.num_layers:
+        yield f"pipeline_model_parallel_size must be at most num_layers, {c.num_layers}, but is {ranks}"
+    if ranks > 1 and c.tied:
+        yield (
+            "untie_embeddings_and_output_weights must be true with pipeline_model_parallel_size above 1, but is false: the first "
+            "stage and the last would each have the weight, and a part of its gradient"
+        )
+    given = {name: getattr(c, name) for name in (*_ENDS, *_VIRTUAL) if getattr(c, name) is not None}
+    if ranks == 1:
+        for name, value in given.items():
+            yield f"{name} must be None with pipeline_model_parallel_size 1, where there are no stages, but is {value}"
+        return
+    ends = {name: given[name] for name in _ENDS if name in given}
+    yield from _virtual_stages(c, next(iter(ends), None))
+    yield from _uneven_stages(c, ends) if ends else _even_stages(c)
+
+
+def _virtual_stages(c: Config, end: str | None) -> Iterator[str]:
+    each, number = c.num_layers_per_virtual_pipeline_stage, c.virtual_pipeline_model_parallel_size
+    if each is not None and number is not None:
+        yield (
+            f"num_layers_per_virtual_pipeline_stage must be None with virtual_pipeline_model_parallel_size {number}, "
+            f"from which it follows, but is {each}"
+        )
+    if each is not None and end is not None:
+        yield (
+            f"num_layers_per_virtual_pipeline_stage must be None with {end}, but is {each}: ranks with more layers would have "
+            "more stages; virtual_pipeline_model_parallel_size gives all ranks as many"
+        )
+
+
+def _even_stages(c: Config) -> Iterator[str]:
+    for name in _VIRTUAL:
+        multiple = c.pipeline_model_parallel_size * (getattr(c, name) or 0)
+        if multiple and c.num_layers % multiple:
+            yield f"num_layers must be a multiple of {multiple}, pipeline_model_parallel_size times {name}, but is {c.num_layers}"
+
+
+def _uneven_stages(c: Config, ends: dict[str, int]) -> Iterator[str]:
+    """The first rank and the last leave the others as many layers each, and each rank's make as many stages."""
+    others, left = c.pipeline_model_parallel_size - len(ends), c.num_layers - sum(ends.values())
+    said = " and ".join(f"{name} {number}" for name, number in ends.items())
+    if left and not others:
+        yield f"{said} must be num_layers, {c.num_layers}, together: the pipeline has no other ranks"
+    if others and (left < others or left % others):
+        yield (
+            f"{said} must leave each of the pipeline's other ranks, {others}, as many layers, and at least one, "
+            f"but of num_layers {c.num_layers} there are {left} left"
+        )
+    middle = {f"what {said} leaves each of the pipeline's other ranks": left // others} if others else {}
+    for name, number in (ends | middle).items():
+        if number % c.stages_per_rank:
+            yield f"{name} must be a multiple of virtual_pipeline_model_parallel_size, {c.stages_per_rank}, but is {number}"
+
+
+def _recompute(c: Config) -> Iterator[str]:
+    if c.recompute_num_layers is None:
+        return
+    if c.recompute_granularity != "full":
+        yield (
+            f"recompute_num_layers must be None without recompute_granularity 'full', but is {c.recompute_num_layers}, "
+            f"and that is {c.recompute_granularity!r}"
+        )
+    elif c.recompute_num_layers > c.num_layers:
+        yield f"recompute_num_layers must be at most num_layers, {c.num_layers}, but is {c.recompute_num_layers}"

@@ -1,0 +1,1 @@
+"""Where gradients go: main_grad, from the op that computes one to the optimizer that reads it."""

@@ -1,0 +1,130 @@
+"""A step of AdamW in PyTorch's operators, and fp32 masters that are a bf16 weight and 16 bits more.
+
+    weight = the bits of master + 2^15, without the lower 16       low = the lower 16, as a signed number
+    master = the bits of weight, 16 up, + low
+
+The weight is the bf16 nearest to the master; ties go away from zero. So 2^16 masters round to each weight, and low tells them
+apart. With ties to even, every other weight would have 2^16 + 1 masters, and one would be lost. All NaN are stored as one number:
+the NaN that kernels make would round to -0. A carry past the largest bf16 makes the weight inf, as rounding does, and keeps the
+master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_A_THREADS = 1 << 16  # values of a block for each thread: intermediates stay in the cache
+
+
+class AdamWSlice(NamedTuple):
+    """A stretch of a parameter, its gradient and its state. Each tensor is one-dimensional and contiguous."""
+
+    weight: Tensor
+    grad: Tensor  # fp32, as are the moments
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: weight is fp32
+    group: int
+
+    def part(self, start: int, stop: int) -> AdamWSlice:
+        weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
+        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.group)
+
+    @property
+    def split(self) -> bool:
+        """Whether the masters are stored in two parts: the weight, and bits beside it."""
+        return self.rest is not None and self.rest.dtype is torch.int16
+
+
+def joined_master(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Tensor:
+    """Return the fp32 masters of bf16 weights. `into`: int32 memory for them."""
+    bits = weight.new_empty(weight.shape, dtype=torch.int32) if into is None else into
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32)
+
+
+def store_master(stretch: AdamWSlice, master: Tensor) -> None:
+    """Write weights by their fp32 masters, and what is kept beside them."""
+    if stretch.split:
+        _split_(stretch.weight, stretch.rest, master.clone())  # type: ignore[arg-type]
+        return
+    for out in (stretch.weight, stretch.rest):
+        if out is not None and out is not master:
+            out.copy_(master)
+
+
+def _split_(weight: Tensor, low: Tensor, master: Tensor) -> None:
+    """Invert `joined_master`. Overwrites master."""
+    if not master.is_cpu or not master.sum().isfinite():  # masking NaN takes longer than all else
+        master.masked_fill_(master.isnan(), torch.nan)
+    bits = master.view(torch.int32)
+    low.copy_(bits)  # drops the upper bits
+    weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+def master_of(stretch: AdamWSlice) -> Tensor:
+    """Return the fp32 masters: their storage where they are stored whole, else a copy."""
+    if stretch.rest is None:
+        return stretch.weight
+    return stretch.rest if stretch.rest.dtype is torch.float32 else joined_master(stretch.weight, stretch.rest)
+
+
+def master_in_gradient(stretch: AdamWSlice) -> Tensor:
+    """Return the fp32 masters for writing: their storage where they are stored whole, else the gradient's memory."""
+    if not stretch.split:
+        return master_of(stretch)
+    for block in _blocks(stretch):
+        joined_master(block.weight, block.rest, block.grad.view(torch.int32))  # type: ignore[arg-type]
+    return stretch.grad
+
+
+def put_from_gradient(stretch: AdamWSlice) -> None:
+    """Write the weights by what `master_in_gradient` returned. Overwrites the gradient's memory."""
+    if not stretch.split:
+        store_master(stretch, master_of(stretch))
+        return
+    for block in _blocks(stretch):
+        _split_(block.weight, block.rest, block.grad)  # type: ignore[arg-type]
+
+
+def _blocks(stretch: AdamWSlice) -> Iterator[AdamWSlice]:
+    size = _A_THREADS * torch.get_num_threads()
+    for start in range(0, stretch.weight.numel(), size):
+        yield stretch.part(start, start + size)
+
+
+def step_formula(stretches: Iterable[AdamWSlice], step: Tensor, factor: Tensor | None, **options: Any) -> None:
+    """Step all slices of one group by torch's fused AdamW, with gradients times factor. `step` includes this step."""
+    whole: list[AdamWSlice] = []
+    blocks: list[AdamWSlice] = []
+    for stretch in stretches:
+        if stretch.rest is None and factor is None:
+            whole.append(stretch)
+        else:
+            blocks += _blocks(stretch)
+    if whole:
+        _fused(whole, step, options)
+    if not blocks:
+        return
+    # one allocation for all blocks: new pages cost more than the arithmetic
+    most = max(block.weight.numel() for block in blocks)
+    grads, bits = step.new_empty(most), step.new_empty(most, dtype=torch.int32)
+    for block in blocks:
+        size = block.weight.numel()
+        grad = block.grad if factor is None else torch.mul(block.grad, factor, out=grads[:size])
+        master = joined_master(block.weight, block.rest, bits[:size]) if block.split else master_of(block)  # type: ignore[arg-type]
+        _fused([block._replace(weight=master, grad=grad)], step, options)
+        if block.split:
+            _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
+        elif block.rest is not None:
+            block.weight.copy_(master)
+
+
+def _fused(stretches: list[AdamWSlice], step: Tensor, options: dict[str, Any]) -> None:
+    weights, grads, exp_avgs, exp_avg_sqs, _, _ = map(list, zip(*stretches, strict=True))
+    steps = [step] * len(stretches)
+    torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **options)

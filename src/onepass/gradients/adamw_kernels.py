@@ -1,0 +1,234 @@
+"""AdamW's kernels and their launches: one launch over many parameters, of which each program steps a chunk.
+
+A chunk is a row of a table: its offsets in the weights, the gradients and the state, its length and its group. A second table has
+a row for each group, the scalars that follow from its options and the step number. A launch of one program computes it in fp64 at
+each step: nothing depends on the host, and no number is compiled in. `adamw_formula.py` says how masters are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.releasable_storage import storage_id
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.rows import aligned
+from onepass.runtime.sizes import power_of_two
+
+OPTIONS = 5  # of a group: lr, beta1, beta2, eps, weight_decay
+SCALARS = 16  # numbers in a group's row; not all are used
+_CHUNK, _BLOCK, _WARPS = 16384, 512, 4  # four values a thread: 16 bytes of fp32, and all types have one layout
+_MULTIPLE = 8  # 16-bit values in 16 bytes
+_PLACES = 5  # numbers in a chunk's row
+
+
+# ---- kernels ----
+
+
+@kernel
+def _scalars_kernel(options_ptr, step_ptr, norm_ptr, scalars_ptr, GROUPS, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the step, and write a row of scalars for each group: one program of one warp."""
+    step = tl.load(step_ptr) + 1.0
+    tl.debug_barrier()  # all threads have read it
+    tl.store(step_ptr, step)
+    group = tl.arange(0, BLOCK)
+    inside = group < GROUPS
+    lr = tl.load(options_ptr + group, mask=inside, other=0.0)
+    beta1 = tl.load(options_ptr + GROUPS + group, mask=inside, other=0.0)
+    beta2 = tl.load(options_ptr + 2 * GROUPS + group, mask=inside, other=0.0)
+    eps = tl.load(options_ptr + 3 * GROUPS + group, mask=inside, other=0.0)
+    weight_decay = tl.load(options_ptr + 4 * GROUPS + group, mask=inside, other=0.0)
+    factor = 1.0
+    if norm_ptr is not None:
+        max_norm = tl.load(options_ptr + 5 * GROUPS).to(tl.float32)
+        factor = tl.div_rn(max_norm, tl.load(norm_ptr) + 1e-6)
+        factor = tl.where(factor > 1.0, 1.0, factor)  # not a minimum, which loses NaN
+    row = scalars_ptr + group * ROW
+    tl.store(row, tl.zeros([BLOCK], tl.float32) + factor, mask=inside)
+    tl.store(row + 1, (lr * weight_decay).to(tl.float32), mask=inside)
+    tl.store(row + 2, _upper(beta1), mask=inside)
+    tl.store(row + 3, (beta1 - _upper(beta1)).to(tl.float32), mask=inside)
+    tl.store(row + 4, (1.0 - beta1).to(tl.float32), mask=inside)
+    tl.store(row + 5, _upper(beta2), mask=inside)
+    tl.store(row + 6, (beta2 - _upper(beta2)).to(tl.float32), mask=inside)
+    tl.store(row + 7, (1.0 - beta2).to(tl.float32), mask=inside)
+    tl.store(row + 8, (lr / _correction(beta1, step)).to(tl.float32), mask=inside)
+    tl.store(row + 9, (1.0 / tl.sqrt(_correction(beta2, step))).to(tl.float32), mask=inside)
+    tl.store(row + 10, eps.to(tl.float32), mask=inside)
+
+
+@device_function
+def _upper(beta):
+    """Return the upper bits of an fp64 number, an fp32 number. One fp32 alone has 1 - .999 with a relative error of 1.3e-5."""
+    return (beta.to(tl.int64, bitcast=True) >> 29 << 29).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@device_function
+def _correction(beta, step):
+    """1 - beta^step."""
+    return 1.0 - tl.exp(step.to(tl.float64) * tl.log(beta))
+
+
+@kernel
+def _adamw_kernel(
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, rest_ptr, chunks_ptr, scalars_ptr,
+    PLACES: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, SPLIT: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = chunks_ptr + tl.program_id(0).to(tl.int64) * PLACES
+    weight_ptr += aligned(tl.load(chunk), ALIGN)
+    grad_ptr += aligned(tl.load(chunk + 1), ALIGN)
+    state_at = aligned(tl.load(chunk + 2), ALIGN)
+    size = aligned(tl.load(chunk + 3).to(tl.int32), ALIGN)
+    row = scalars_ptr + tl.load(chunk + 4) * ROW
+    factor, decay = tl.load(row), tl.load(row + 1)
+    beta1, beta1_low, weight1 = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    beta2, beta2_low, weight2 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    step_size, correction, eps = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size
+        state = state_at + at
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0) * factor
+        exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0.0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0.0)
+        master = _load_master(weight_ptr + at, rest_ptr, state, inside, SPLIT)
+
+        exp_avg = tl.fma(beta1, exp_avg, tl.fma(beta1_low, exp_avg, weight1 * grad))
+        exp_avg_sq = tl.fma(beta2, exp_avg_sq, tl.fma(beta2_low, exp_avg_sq, weight2 * grad * grad))
+        deviation = tl.sqrt_rn(exp_avg_sq) * correction + eps
+        master = tl.fma(-decay, master, master) - tl.div_rn(step_size * exp_avg, deviation)
+
+        tl.store(exp_avg_ptr + state, exp_avg, mask=inside)
+        tl.store(exp_avg_sq_ptr + state, exp_avg_sq, mask=inside)
+        _store_master(weight_ptr + at, rest_ptr, state, master, inside, SPLIT)
+        if ZERO:
+            tl.store(grad_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
+
+
+@device_function
+def _load_master(weights, rest_ptr, state, inside, SPLIT: tl.constexpr):
+    if SPLIT:
+        low = tl.load(rest_ptr + state, mask=inside, other=0).to(tl.int32)
+        bits = (tl.load(weights, mask=inside, other=0).to(tl.int32) << 16) + low
+        return bits.to(tl.float32, bitcast=True)
+    elif rest_ptr is not None:
+        return tl.load(rest_ptr + state, mask=inside, other=0.0)
+    else:
+        return tl.load(weights, mask=inside, other=0.0)
+
+
+@device_function
+def _store_master(weights, rest_ptr, state, master, inside, SPLIT: tl.constexpr):
+    if SPLIT:
+        bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)
+        tl.store(rest_ptr + state, bits.to(tl.int16), mask=inside)
+        tl.store(weights, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+    else:
+        if rest_ptr is not None:
+            tl.store(rest_ptr + state, master, mask=inside)
+        tl.store(weights, master, mask=inside)
+
+
+# ---- plans ----
+
+
+@dataclass
+class AdamWBatch:
+    """What one launch steps: the tensors from which offsets count, and the table of chunks."""
+
+    tensors: tuple[Tensor | None, ...]  # weight, grad, exp_avg, exp_avg_sq, rest; bf16 weights as int16
+    chunks: Tensor
+    programs: int
+    align: int
+    sources: list[Tensor]  # one gradient in each storage; the first is tensors' own
+    source_of: Tensor  # each chunk's index in sources
+    apart: list[int]  # the sources' distances from the first, as in the table
+
+
+def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
+    """Return a batch for each device, type of weights and alignment: whether slices start and end at multiples of 16 bytes."""
+    found: dict[tuple[torch.device, torch.dtype, bool], list[AdamWSlice]] = {}
+    for stretch in stretches:
+        found.setdefault((stretch.weight.device, stretch.weight.dtype, _is_even(stretch)), []).append(stretch)
+    return [_batch(alike, _MULTIPLE if even else 1) for (_, _, even), alike in found.items()]
+
+
+def _is_even(stretch: AdamWSlice) -> bool:
+    tensors = [t for t in stretch[:5] if t is not None]
+    return not stretch.weight.numel() % _MULTIPLE and not any(t.data_ptr() % (_MULTIPLE * t.element_size()) for t in tensors)
+
+
+def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
+    first = alike[0]
+    chunks, source_of = [], []
+    numbers: dict[int, int] = {}  # storage to its index in sources
+    sources: list[Tensor] = []
+    for stretch in alike:
+        source = numbers.setdefault(storage_id(stretch.grad), len(numbers))
+        if source == len(sources):
+            sources.append(stretch.grad)
+        places = [_distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
+        for start in range(0, stretch.weight.numel(), _CHUNK):
+            size = min(_CHUNK, stretch.weight.numel() - start)
+            chunks.append([*(place + start for place in places), size, stretch.group])
+            source_of.append(source)
+    weight = first.weight.view(torch.int16) if first.weight.dtype is torch.bfloat16 else first.weight
+    table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
+    return AdamWBatch((weight, *first[1:5]), table, len(chunks), align, sources, which, _distances(sources))
+
+
+def _distance(tensor: Tensor, base: Tensor) -> int:
+    """Return the distance in values. exp_avg, exp_avg_sq and rest share one."""
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+
+
+def _distances(sources: list[Tensor]) -> list[int]:
+    return [_distance(each, sources[0]) for each in sources]
+
+
+def _follow(batch: AdamWBatch) -> None:
+    """Update the table where gradients' storages have new memory, as with `MainGrads(release=True)`, on the device."""
+    apart = _distances(batch.sources)
+    if apart != batch.apart:
+        moved = torch.tensor([now - before for now, before in zip(apart, batch.apart, strict=True)])
+        batch.chunks[:, 1].add_(moved.to(batch.chunks.device, non_blocking=True)[batch.source_of])
+        batch.apart = apart
+
+
+@lru_cache(64)
+def _bind_scalars(groups: int) -> Bound:
+    bound: Bound = _scalars_kernel.bind(groups, SCALARS, power_of_two(groups), num_warps=1)
+    return bound
+
+
+@lru_cache(16)
+def _bind_adamw(align: int, split: bool, zero: bool) -> Bound:
+    bound: Bound = _adamw_kernel.bind(_PLACES, SCALARS, align, split, zero, _BLOCK, num_warps=_WARPS)
+    return bound
+
+
+# ---- launches ----
+
+
+def write_scalars(options: Tensor, step: Tensor, norm: Tensor | None, scalars: Tensor) -> None:
+    """Count a step, and write the groups' scalars.
+
+    options, fp64: each of OPTIONS for all groups, then max_norm, which is read where norm is given. scalars, fp32: SCALARS for
+    each group.
+    """
+    _bind_scalars(scalars.numel() // SCALARS)((1, 1, 1), options, step, norm, scalars)
+
+
+def step_batch(batch: AdamWBatch, scalars: Tensor, zero: bool) -> None:
+    """Step the batch's weights. `zero`: clear their gradients."""
+    if len(batch.sources) > 1:
+        _follow(batch)
+    rest = batch.tensors[4]
+    split = rest is not None and rest.dtype is torch.int16
+    _bind_adamw(batch.align, split, zero)((batch.programs, 1, 1), *batch.tensors, batch.chunks, scalars)

@@ -1,0 +1,88 @@
+"""What optimizers over `MainGrads` share: parameter groups, and weights of which each rank steps a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.gradients.main_grads import MainGrads
+
+Groups = list[dict[str, Any]]
+
+
+class GatheredWeights:
+    """With shard: a flat buffer of each bucket's weights, into which the ranks gather each other's parts."""
+
+    def __init__(self, main_grads: MainGrads) -> None:
+        self._main_grads = main_grads
+        self.flat: list[Tensor] = []
+        self.mine: list[Tensor] = []  # the part of each that this rank steps
+        for bucket in main_grads.buckets:
+            flat = torch.zeros_like(bucket.flat, dtype=bucket.places[0].parameter.dtype)
+            for place in bucket.places:
+                flat[place.start : place.stop].view(place.parameter.shape).copy_(place.parameter)
+            self.flat.append(flat)
+            self.mine.append(flat[bucket.first : bucket.first + bucket.mine.numel()])
+
+    def lay(self) -> None:
+        """Make the parameters views of the buffers."""
+        for bucket, flat in zip(self._main_grads.buckets, self.flat, strict=True):
+            for place in bucket.places:
+                place.parameter.data = flat[place.start : place.stop].view(place.parameter.shape)
+
+    def gather(self) -> None:
+        works = []
+        for flat, mine in reversed([*zip(self.flat, self.mine, strict=True)]):  # the model's first weights first
+            # PyTorch 2.13 renames it, and warns at the old name
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            works.append(all_gather(flat, mine, self._main_grads.group, async_op=True))
+        for work in works:
+            work.wait()
+        bump_version(self._main_grads)
+
+
+def bump_version(main_grads: MainGrads) -> None:
+    """Tell autograd that all weights were written."""
+    torch.autograd.graph.increment_version([parameter for _, parameter in main_grads.named])
+
+
+def check_fp32(main_grads: MainGrads) -> None:
+    if main_grads.dtype is not torch.float32:
+        raise TypeError(f"main_grads must have dtype torch.float32, but has {main_grads.dtype}")
+
+
+def shard_of(main_grads: MainGrads) -> list[int]:
+    """Return [rank, ranks], as a state dict has it."""
+    group = main_grads.group
+    return [group.rank(), group.size()] if main_grads.shard and group is not None else [0, 1]
+
+
+def check_shard(state: Mapping[str, Any], main_grads: MainGrads) -> None:
+    mine, theirs = shard_of(main_grads), list(state.get("shard", [0, 1]))
+    if theirs != mine:
+        raise ValueError(f"state must be of [rank, ranks] {mine}, but is of {theirs}")
+
+
+def parameter_groups(main_grads: MainGrads, groups: Iterable[Mapping[str, Any]] | None) -> Groups:
+    """Check the groups, and return them with ids in place of the parameters."""
+    names = {id(parameter): name for name, parameter in main_grads.named}
+    if groups is None:
+        return [{"params": list(names)}]
+    found: Groups = []
+    seen: set[int] = set()
+    for group in groups:
+        keys = [id(parameter) for parameter in group["params"] if parameter.requires_grad]
+        for key in keys:
+            if key not in names or key in seen:
+                which = f"{names[key]} is in two" if key in seen else "one has another"
+                raise ValueError(f"groups must have each parameter of main_grads once, but {which}")
+            seen.add(key)
+        found.append({**group, "params": keys})
+    left = [name for key, name in names.items() if key not in seen]
+    if left:
+        raise ValueError(f"groups must have each parameter of main_grads once, but {left[0]} is in none")
+    return found

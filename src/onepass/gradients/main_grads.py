@@ -1,0 +1,476 @@
+"""Flat gradient buffers over a model's parameters, reduced over the data-parallel ranks while backward still runs.
+
+Every trainable parameter gets `main_grad`, a view of a flat buffer. The last parameters of the model lie first, roughly the order
+in which gradients come, and the buffer is cut into buckets. A bucket's reduction starts when all its gradients of the last
+microbatch have come. Buckets are reduced in the same order on all ranks: a full one waits for those before it. `finish` starts
+the rest, so a parameter without a gradient, on one rank or on all, blocks nobody.
+
+A gradient gets into main_grad in one of three ways:
+- An op of onepass adds it there (`onepass.gradients.main_grad`) and gives autograd None: the parameter's hook still runs.
+- Another op's comes as `.grad`: the parameter's hook adds it in main_grad's type and sets `.grad` to None.
+- A caller puts it in `.grad`, as zero-bubble schedules do: the next hook or `finish` adds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.gradients.buckets import (
+    ALIGNED,
+    TYPES,
+    Bucket,
+    BucketSlice,
+    check_agreement,
+    plan_buckets,
+    plan_buffers,
+    round_up,
+    trainable_of,
+)
+from onepass.gradients.main_grad import add_gradient, is_capturing, is_placeholder, main_grad_of
+from onepass.gradients.module_tree import ModuleTree
+from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_groups
+from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
+from onepass.parallel.collectives import group_of_several, start_all_gather
+from onepass.runtime.validation import validating
+
+_RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
+
+
+class MainGrads:
+    """Gradients of a model's parameters in flat buffers, reduced over data-parallel ranks under backward.
+
+        main_grads = MainGrads(model)
+        for step in range(steps):
+            main_grads.zero_()
+            with main_grads.accumulate():       # every microbatch but the last
+                loss(...).backward()
+            loss(...).backward()                # the last: reductions start as buckets fill
+            main_grads.finish()
+            main_grads.clip_(1.0)
+            optimizer.step()                    # `MasterWeights`, or anything that reads main_grad
+
+    All ranks must start with the same weights; nothing is broadcast. A parameter's gradient comes once in a backward, also where
+    it is tied or its layer is used several times. Reentrant checkpointing runs backwards within the backward: there it comes once
+    for each of them, which raises. Keep a reference to the object: when it is collected, it lets go of the parameters as `close`
+    does.
+
+    Capture a CUDA graph of a whole backward in `accumulate`. Each replay is a microbatch, and must come before the last backward
+    or before `finish`. Modules from torch.cuda.make_graphed_callables need nothing special (`onepass.graphed`).
+
+    Args:
+        parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
+            ones are skipped. Packed parameters (`onepass.gradients.packed_params`), on all ranks or on none, get packed
+            main_grads.
+        group: the data-parallel ranks; None is all of them. With one rank, or torch.distributed not initialised, nothing is sent.
+        dtype: of the buffers, and of the sums over microbatches and over ranks: a 16-bit type rounds each of these sums.
+        bucket_bytes: a bucket's size. A larger parameter, or larger packed parameters, have a bucket of their own.
+        shard: reduce-scatter instead of all-reduce (ZeRO-1). After `finish` main_grad is valid in this rank's part of each
+            bucket (`Bucket.mine`) and undefined elsewhere.
+        average: divide by the number of ranks, before the sum.
+        release: give the buffers' memory to activations between steps. It comes with a step's first gradients and goes with
+            `zero_`, or with a step of `AdamW` with zero=True. Read main_grad after `finish` or `fill_` only. Before that nobody
+            else may read it or add to it: it has no memory, and the access crashes, or the memory holds something else. No CUDA
+            graph that adds to it or steps by it can be captured.
+        tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
+            rank to rank and count on each; the others count on the group's rank 0.
+        pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 32 << 20,
+        shard: bool = False,
+        average: bool = True,
+        release: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        pp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        named = trainable_of(parameters)
+        if dtype not in TYPES:
+            raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, but is {dtype!r}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, but is {bucket_bytes}")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group, self.tp_group = group_of_several(group), group_of_several(tp_group, "tp_group")
+        self.pp_group = group_of_several(pp_group, "pp_group")
+        self.ranks = 1 if self.group is None else self.group.size()
+        self.named, self.dtype, self.shard, self.releases = named, dtype, shard and self.ranks > 1, release
+        self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
+        self._complete: ModuleTree | None = None  # of the module, when it had all parameters
+        planned = plan_buckets(named, bucket_bytes // dtype.itemsize)
+        if validating() and self.group is not None:
+            check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
+
+        self.buffers, self.buckets = self._allocate(planned)
+        self._average = average and self.ranks > 1
+        self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
+        handles = []
+        for bucket in self.buckets:
+            for place in bucket.places:
+                parameter = place.parameter
+                parameter.main_grad = bucket.flat[place.start : place.stop].view(parameter.shape)
+                parameter.main_grads = _Owner(self)
+                hook = partial(_on_gradient, weakref.ref(self))  # a weak reference: without a cycle buffers are freed at once
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._released = self._releasable_buffers() if release else []
+        self._finalizer = weakref.finalize(self, _release_grad, [parameter for _, parameter in named], handles, self._released)
+        self._finalizer.atexit = False
+        self._accumulating = False
+        self._clear: list[int] | None = None  # the buffers' versions when an optimizer left zeros in them
+        self._open()
+        if release:
+            self._give_back()
+
+    def _allocate(self, planned: list[list[BucketSlice]]) -> tuple[list[Tensor], list[Bucket]]:
+        """Allocate one buffer for each device and type of parameters, as weights are gathered in their own type. With `release`
+        there are several, each of which gets its memory by itself."""
+        whole = ALIGNED * self.ranks
+        sizes = [round_up(places[-1].stop, whole) for places in planned]
+        keys = plan_buffers(planned, sizes, _RELEASED_BYTES // self.dtype.itemsize if self.releases else None)
+        totals = dict.fromkeys(keys, 0)
+        for key, size in zip(keys, sizes, strict=True):
+            totals[key] += size
+        buffers = {key: torch.zeros(total, dtype=self.dtype, device=key[0]) for key, total in totals.items()}
+        rest = dict(buffers)
+        buckets = []
+        for index, (places, key, size) in enumerate(zip(planned, keys, sizes, strict=True)):
+            flat, rest[key] = rest[key][:size], rest[key][size:]
+            first, length = 0, size
+            if self.shard:
+                assert self.group is not None
+                length = size // self.ranks
+                first = self.group.rank() * length
+            buckets.append(Bucket(index, places, flat, flat[first : first + length], first))
+        return list(buffers.values()), buckets
+
+    def _releasable_buffers(self) -> list[ReleasableBuffer]:
+        own: dict[int, list[Tensor]] = {storage_id(buffer): [] for buffer in self.buffers}
+        for bucket in self.buckets:
+            own[storage_id(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
+        together: dict[int, list[tuple[list[Any], Tensor]]] = {storage: [] for storage in own}
+        for laid in packed_groups([parameter for _, parameter in self.named]):
+            main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
+            for first, last in combinations(range(len(laid) + 1), 2):
+                if last - first > 1 and are_packed(run := main_grads[first:last]):
+                    together[storage_id(run[0])].append((run, concat_no_grad(run)))
+        return [ReleasableBuffer(buffer, own[storage_id(buffer)], together[storage_id(buffer)]) for buffer in self.buffers]
+
+    # ---- a step ----
+
+    def zero_(self) -> None:
+        """Begin a step: clear buffers, `.grad` and flags. After `cleared` the buffers are not cleared again."""
+        self._check_none_held("zero_()", "or clear() what is deferred")
+        self._wait()
+        if self.releases:
+            self._give_back()
+        elif self._clear != [buffer._version for buffer in self.buffers]:
+            for buffer in self.buffers:
+                buffer.zero_()
+        elif self.shard:
+            torch._foreach_zero_([part for bucket in self.buckets for part in bucket.others()])
+        self._open()
+
+    def cleared(self) -> None:
+        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there; with release, whatever it was."""
+        self._finished = False
+        if self.releases:
+            self._give_back()
+        else:
+            self._clear = [buffer._version for buffer in self.buffers]
+
+    def _give_back(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait_for_gradients()
+        for released in self._released:
+            released.release()
+
+    def fill_(self) -> None:
+        """With `release`, allocate all memory now, with zeros where there is no gradient. Call it before reading main_grad."""
+        for buffer in self.buffers:
+            ensure_written(buffer)
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Have memory in the block, so that views can be made; release what had none before."""
+        empty = [released for released in self._released if not released.has_memory]
+        self.fill_()
+        try:
+            yield
+        finally:
+            for released in empty:
+                released.release()
+
+    def _open(self) -> None:
+        self._next = 0  # the first bucket whose reduction has not begun
+        self._late: list[Tensor] = []  # parameters whose gradients came after their reduction began
+        self._finished = False
+        self._clear = None
+        for bucket in self.buckets:
+            bucket.missing = {id(place.parameter) for place in bucket.places}
+            bucket.held.clear()
+            bucket.streams.clear()
+            for place in bucket.places:
+                place.parameter.grad = None
+                place.parameter.grad_added_to_main_grad = False
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Start no reduction in this block: its backwards are not the last microbatch's (DDP's `no_sync`)."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def finish(self) -> None:
+        """Start the remaining reductions, and wait for all. On a GPU the current stream waits, not the CPU."""
+        self._check_still_there()
+        for parameter in self._late:
+            self.check_open(parameter)
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if place.parameter.grad is not None:
+                    self.check_open(place.parameter)
+        self._check_none_held("finish()")
+        for bucket in self.buckets[self._next :]:
+            for place in bucket.places:
+                self._take(place.parameter)
+            self._start(bucket)
+        self._wait()
+        for bucket in self.buckets:
+            bucket.wait_for_gradients()
+        self.fill_()
+        self._finished = True
+
+    def _check_still_there(self) -> None:
+        """Raise where the module's parameters were replaced, as fully_shard does: the new ones' gradients go elsewhere."""
+        module = self._module()
+        if module is None or (self._complete is not None and self._complete.is_unchanged()):
+            return
+        there = {id(parameter) for parameter in module.parameters()}
+        gone = [name for name, parameter in self.named if id(parameter) not in there]
+        if gone:
+            raise RuntimeError(
+                f"parameters must be the module's as long as MainGrads has them, but {gone[0]} is another one by now: make "
+                "MainGrads after what replaces parameters. Under fully_shard leave it away, gradients come in .grad there"
+            )
+        self._complete = ModuleTree(module, set(self._bucket_of))
+
+    def close(self) -> None:
+        """Remove hooks and main_grad from the parameters."""
+        self._wait()
+        self._finalizer()
+
+    # ---- gradients come ----
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[id(parameter)]
+        # Autograd synchronises its hooks' streams with what follows the backward, but not streams on which ops added gradients.
+        bucket.wait_for_gradients()
+        bucket.note_stream()
+        if self._accumulating:
+            if self._next:
+                self._late.append(parameter)
+                raise RuntimeError(_reject_late(self._name(parameter), "the step's reductions had begun"))
+            self._take(parameter)
+            return
+        if is_capturing(parameter):
+            raise RuntimeError(
+                f"{self._name(parameter)}'s gradient must be captured in `with main_grads.accumulate():`, but was outside of it: "
+                "a CUDA graph's replay calls no hooks, which count gradients and start reductions"
+            )
+        if bucket.index < self._next or id(parameter) not in bucket.missing:
+            self._late.append(parameter)
+            self.check_open(parameter)
+            raise RuntimeError(_reject_late(self._name(parameter), "another one's outside of accumulate()"))
+        self._take(parameter)
+        bucket.missing.discard(id(parameter))
+        if not bucket.missing:
+            self._start_full()
+
+    def _take(self, parameter: Any) -> None:
+        """Add `.grad` to main_grad. The flag does not exclude a `.grad`: another op of a tied weight may have made it."""
+        grad = parameter.grad
+        parameter.grad_added_to_main_grad = False
+        if grad is None:
+            return
+        parameter.grad = None
+        if not is_placeholder(grad):
+            grad = grad.detach()  # create_graph gives it a graph
+            if grad.is_sparse:
+                ensure_written(parameter.main_grad).add_(grad.to(self.dtype))
+            else:
+                add_gradient(parameter.main_grad, grad, None)
+
+    def added_here(self, parameter: Tensor) -> None:
+        """Note that the current stream adds the parameter's gradient: its hook, reductions and `finish` wait for the stream."""
+        self._bucket_of[id(parameter)].note_stream()
+
+    def _start_full(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            if bucket.missing or bucket.held:
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        self._next = bucket.index + 1
+        if self.group is None:
+            return
+        bucket.wait_for_gradients()
+        ensure_written(bucket.flat)
+        op = dist.ReduceOp.SUM
+        if self._average and bucket.flat.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group):
+            op = dist.ReduceOp.AVG  # NCCL divides as it reads, before it adds
+        elif self._average:
+            bucket.flat.div_(self.ranks)
+        if self.shard:
+            # PyTorch 2.13 renames it, and warns at the old name
+            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            bucket.work = reduce_scatter(bucket.mine, bucket.flat, op, self.group, async_op=True)
+        else:
+            bucket.work = dist.all_reduce(bucket.flat, op, self.group, async_op=True)
+
+    def _wait(self) -> None:
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    # ---- deferred gradients ----
+
+    def check_open(self, parameter: Tensor) -> None:
+        """Raise where the reduction of the parameter's bucket has begun: adding to main_grad would lose a gradient."""
+        if self._bucket_of[id(parameter)].index < self._next:
+            raise RuntimeError(_reject_late(self._name(parameter), "the reduction of its bucket had begun"))
+
+    def hold(self, parameter: Tensor) -> None:
+        """Make the parameter's bucket wait for `unhold`, as a gradient is deferred. Raises where its reduction has begun."""
+        self.check_open(parameter)
+        self._bucket_of[id(parameter)].held.add(id(parameter))
+
+    def unhold(self, parameter: Tensor) -> None:
+        """Note that the deferred gradients are in main_grad, and start the bucket's reduction where nothing is missing."""
+        self.added_here(parameter)
+        self.give_up(parameter)
+        self._start_full()
+
+    def give_up(self, parameter: Tensor) -> None:
+        """Note that the parameter's deferred gradients were discarded."""
+        self._bucket_of[id(parameter)].held.discard(id(parameter))
+
+    def _check_none_held(self, what: str, otherwise: str = "") -> None:
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if id(place.parameter) in bucket.held:
+                    said = f"flush them first{', ' + otherwise if otherwise else ''}"
+                    raise RuntimeError(f"{what} must come after all gradients, but {place.name}'s are deferred: {said}")
+
+    def _name(self, parameter: Tensor) -> str:
+        return next(place.name for place in self._bucket_of[id(parameter)].places if place.parameter is parameter)
+
+    # ---- the whole gradient ----
+
+    @torch.no_grad()
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, over shards, tp_group and pp_group, in fp32. The CPU does not wait."""
+        self.check_finished("norm()")
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, but is {norm_type}")
+        device, all_count = self.buffers[0].device, self.tp_group is None or self.tp_group.rank() == 0
+        if all_count and device.type == "cuda" and not self.shard:  # foreach launches a kernel for every 20 million numbers
+            each = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
+        else:
+            parts = [bucket.mine for bucket in self.buckets] if all_count else self._parts_of_this_rank()
+            each = list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
+        total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
+        for group in (self.group if self.shard else None, self.tp_group, self.pp_group):
+            # gathered norms of norms: no square overflows, and a maximum keeps NaN
+            total = start_all_gather(torch.linalg.vector_norm(total, norm_type).view(1), group).wait()
+        whole: Tensor = torch.linalg.vector_norm(total, norm_type)
+        return whole
+
+    def _parts_of_this_rank(self) -> list[Tensor]:
+        """Return the gradients of parameters that differ between tensor-parallel ranks."""
+        return [
+            bucket.flat[start:stop]
+            for bucket in self.buckets
+            for place, start, stop in bucket.parts()
+            if getattr(place.parameter, "tensor_model_parallel", False)
+        ]
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradient to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does. Return its norm before."""
+        self.check_finished("clip_()")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be 0 or more, but is {max_norm}")
+        total = self.norm(norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for bucket in self.buckets:  # not the gaps between parameters, where a NaN factor would leave NaN
+            parts = [bucket.flat[start:stop] for _, start, stop in bucket.parts()]
+            if parts:
+                torch._foreach_mul_(parts, factor.to(bucket.flat.device))
+        return total
+
+    def check_finished(self, what: str) -> None:
+        """Raise where `finish` has not run, or where a CUDA graph would record the addresses of releasable memory."""
+        if not self._finished:
+            raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
+        for buffer in self._released:
+            buffer.check_no_capture()
+
+
+# ---- parameters' attributes and hooks ----
+
+
+class _Owner(weakref.ref["MainGrads"]):
+    """A parameter's reference to its `MainGrads`. It refuses to be pickled with the parameter: the buffer belongs to a step."""
+
+    __slots__ = ()
+
+    def added_here(self, parameter: Tensor) -> None:
+        main_grads = self()
+        if main_grads is not None:
+            main_grads.added_here(parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module can't be saved or sent whole while MainGrads has its parameters: save its state_dict(), or close() before"
+        )
+
+
+def _on_gradient(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
+    main_grads = owner()
+    if main_grads is not None:
+        main_grads._on_gradient(parameter)
+
+
+def _release_grad(parameters: list[Any], handles: list[Any], released: list[ReleasableBuffer]) -> None:
+    for handle in handles:
+        handle.remove()
+    for buffer in released:
+        buffer.detach_views()
+    for parameter in parameters:
+        for name in ("main_grad", "main_grads", "grad_added_to_main_grad"):
+            parameter.__dict__.pop(name, None)
+
+
+def _reject_late(name: str, after: str) -> str:
+    return (
+        f"{name} must get its gradients before the step's reductions, but got one after {after}: run every backward but the "
+        "last in `with main_grads.accumulate():`, flush deferred gradients before finish(), begin the next step with zero_()"
+    )

@@ -1,0 +1,124 @@
+"""Column sums without a second kernel: each program sums its strip of rows, and the last to arrive sum the strips.
+
+Where programs own tiles of columns, the last program of a tile sums its strips (`arrive`, `sum_strips`). Where programs own whole
+rows, the last few to arrive share the columns (`join_helpers`, `share_strips`, `leave_helpers`); where all programs run at the
+same time, all share them. So few programs wait (`helper_count`) that the GPU has room for those they wait for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onepass.kernels import grid_sync as meeting
+from onepass.kernels.language import device_function, tl
+
+
+class ColumnTiles(NamedTuple):
+    """Tiles of block_m rows and block_h columns. In backward a program goes down a strip of rows."""
+
+    block_m: int
+    block_h: int
+    across: int  # column tiles
+    down: int  # blocks of rows in forward, strips of rows in backward
+    rows: int  # rows of a strip, in backward
+    num_warps: int
+    stages: int = 1
+
+
+@device_function
+def arrive(arrived_ptr, tile):
+    """Count this program in after it stored its partials. Return whether it is its tile's last, and sees all partials."""
+    tl.debug_barrier()  # all of this program's partials are written before it counts itself in
+    return tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1
+
+
+@device_function
+def sum_strips(
+    partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """Sum the strips' partials of these columns into out, in the order of strips. Partials are WIDTH apart.
+
+    ADD: add to out, a main_grad, in fp32 and round once.
+    """
+    total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+    for first in range(0, STRIPS, BLOCK_S):
+        strips = first + tl.arange(0, BLOCK_S)
+        mask = (strips < STRIPS)[:, None] & inside[None, :]
+        at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
+        total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
+    result = tl.sum(total, 0)
+    if ADD:
+        result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, result, mask=inside)
+
+
+@device_function
+def helper_count():
+    """Return how many programs share the last sums: at most half, so that two ending kernels leave each other room."""
+    return tl.maximum(1, tl.minimum(128, tl.num_programs(0) // 2))
+
+
+@device_function
+def join_helpers(arrived_ptr, programs, helpers):
+    """Count this program in after it stored its partials.
+
+    The last to arrive are the helpers: they wait for all, and get their number among them. Others get a negative number.
+    """
+    tl.debug_barrier()  # all of this program's partials are written before it counts itself in
+    helper = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") - (programs - helpers)
+    if helper >= 0:
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < programs:
+            meeting.yield_to_programs()
+    return helper
+
+
+@device_function
+def share_strips(
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H,
+    ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """`share_tiles`; with few strips and wide rows in tiles of one strip and many columns, which makes fewer loads in sequence.
+
+    With half as many helpers as strips, a helper has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
+    """
+    if STRIPS * STRIPS * 16 <= H:  # a quarter of what a tile may hold: more of it spills
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, 1, BLOCK_S * BLOCK_H // 4)
+    else:
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def share_tiles(
+    partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H,
+    ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Sum this helper's share of the H columns of out and of other, or of the one that is not None.
+
+    Each column is the sum of its STRIPS partials, in their order. A row of partials has out's columns, then other's. ADD: add to
+    what is there.
+    """
+    WIDTH = H * 2 if out_ptr is not None and other_ptr is not None else H
+    if out_ptr is not None:
+        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
+    if other_ptr is not None:
+        _share(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def _share(
+    partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
+        columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, columns < H, ADD, BLOCK_S, BLOCK_H)
+
+
+@device_function
+def leave_helpers(arrived_ptr, helpers):
+    """Return whether this helper is the last to leave. The last one sets the two counters back to zero."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel") == helpers - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+        tl.store(arrived_ptr + 1, 0)
+    return last

@@ -1,0 +1,43 @@
+"""Strides of a tensor of any shape as rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Groups = tuple[int, int | None, int]  # ROW, GAP, INNER: rows are ROW apart, with a gap after every INNER; None and 0: no gap
+_MOST = 128  # rows of a group. Their number is compiled in, which suits a model's heads but not a sequence's length
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x, or a copy where its rows are not evenly spaced or not contiguous, and the distance from row to row."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    levels = _levels(x)
+    return (x, levels[0][1]) if len(levels) == 1 else (x.contiguous(), x.shape[-1])
+
+
+def as_groups(x: Tensor, heads: bool) -> tuple[Tensor, Groups]:
+    """Like `as_rows`; with `heads`, also accepts a head-split slice of a fused projection, without copying."""
+    if x.is_contiguous():
+        return x, (x.shape[-1], None, 0)
+    levels = _levels(x)
+    if len(levels) == 1:
+        return x, (levels[0][1], None, 0)
+    if heads and len(levels) == 2 and x.dim() > 3 and levels[1][0] <= _MOST:
+        (_, outer), (inner, row) = levels
+        return x, (row, outer - inner * row, inner)
+    return x.contiguous(), (x.shape[-1], None, 0)
+
+
+def _levels(x: Tensor) -> list[tuple[int, int]]:
+    """Return sizes and strides of x's leading dimensions, merged where evenly spaced, or [] where rows must be copied."""
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if x.stride(-1) != 1 or stride < x.shape[-1]:  # rows of an expanded tensor overlap
+            return []
+        if levels and levels[-1][1] == size * stride:
+            size *= levels.pop()[0]
+        levels.append((size, stride))
+    return levels

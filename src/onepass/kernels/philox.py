@@ -1,0 +1,142 @@
+"""Which elements dropout drops: the seed, the number of an element's row and its column decide, and nothing else.
+
+Tiles, strides, the GPU, the rank that has the row, kernels or PyTorch make no difference.
+
+Eight neighbours of a row, from a column divisible by eight on, share one block of Philox 4x32, a bijection of 128-bit counters
+that a 64-bit key selects. The key is the seed, the counter (column / 8, row's low half, row's high half, 0). Each neighbour has a
+half of one of the four 32-bit words, low halves first, and is dropped where that half is below a threshold of 0 to 65536.
+Seven rounds instead of the usual ten: the fewest with which Philox's authors saw no failure in BigCrush. The first two depend on
+either the row or the column, so a block computes them once for each row and each column.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.language import device_function, tl
+from onepass.runtime.checks import check_number
+
+GROUP = 8  # neighbours that share a block
+STEPS = 65536  # of a probability
+Seed = Tensor | int  # [1] int64 on the device, or below 2**63
+
+_ROUNDS = 7
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85  # what the key's halves grow by from round to round
+_LOW = 0xFFFFFFFF
+
+# ---- probabilities ----
+
+
+def threshold_of(name: str, p: float) -> int:
+    """Return the threshold nearest to p. Only p = 1 drops everything: otherwise what is kept must have a scale."""
+    check_number(name, p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name} must be a probability, from 0 to 1, but is {p!r}")
+    return STEPS if p == 1 else min(round(p * STEPS), STEPS - 1)
+
+
+def scale_of(threshold: int) -> float:
+    """Return the scale of kept elements: exactly one over the probability of keeping."""
+    return 0.0 if threshold == STEPS else STEPS / (STEPS - threshold)
+
+
+def probability(threshold: int) -> tuple[int | None, float | None]:
+    """Return the threshold and the scale for a kernel; None where nothing is dropped."""
+    return (threshold, scale_of(threshold)) if threshold else (None, None)
+
+
+def dropout_options(seed: Seed | None, threshold: int) -> dict[str, Any]:
+    """Return a call's keyword arguments for dropout; none where nothing is dropped."""
+    return {} if seed is None else {"seed": seed, "threshold": threshold}
+
+
+def seed_and_sizes(seed: Seed | None, *sizes: int) -> tuple[Any, ...]:
+    """A kernel's last tensor, the sizes and a number: the seed is one of the two."""
+    return (None, *sizes, seed) if isinstance(seed, int) else (seed, *sizes, None)
+
+
+# ---- device functions ----
+
+_ROUNDS_TL = tl.constexpr(_ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(_MULTIPLIERS[0]), tl.constexpr(_MULTIPLIERS[1])
+_WEYL_0, _WEYL_1 = tl.constexpr(_WEYL[0]), tl.constexpr(_WEYL[1])
+_GROUP_TL = tl.constexpr(GROUP)
+
+
+@device_function
+def load_seed(seed_ptr, SEED):
+    """Return the seed as int64: a number, or from memory, where a graph draws another one at each replay."""
+    if seed_ptr is not None:
+        return tl.load(seed_ptr)
+    else:
+        return SEED.to(tl.int64)
+
+
+@device_function
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Return four words. The counter's words may have the shape of rows, columns or both: they broadcast."""
+    for _ in tl.static_range(_ROUNDS_TL):
+        a = c0.to(tl.uint64) * _MULTIPLIER_0
+        b = c2.to(tl.uint64) * _MULTIPLIER_1
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+        k0 += _WEYL_0
+        k1 += _WEYL_1
+    return c0, c1, c2, c3
+
+
+@device_function
+def keep_mask(seed, rows, first, threshold, BLOCK_H: tl.constexpr):
+    """Return which elements of a block are kept. rows: int64 numbers; first: its first column, divisible by eight."""
+    groups = first // _GROUP_TL + tl.arange(0, BLOCK_H // _GROUP_TL)
+    c0, c1 = groups.to(tl.uint32)[None, :], rows.to(tl.uint32)[:, None]
+    c2 = (rows >> 32).to(tl.uint32)[:, None]
+    w0, w1, w2, w3 = _philox(c0, c1, c2, tl.zeros_like(c0), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [rows, groups, word // 2, word % 2]
+    low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
+    return tl.reshape(tl.join(low >= threshold, high >= threshold), (rows.shape[0], BLOCK_H))
+
+
+@device_function
+def apply_dropout(values, seed, rows, first, threshold, scale, BLOCK_H: tl.constexpr):
+    """Return a block's values, scaled where they are kept and 0 elsewhere."""
+    return tl.where(keep_mask(seed, rows, first, threshold, BLOCK_H), values * scale, 0.0)
+
+
+# ---- by PyTorch ----
+
+
+def _philox_formula(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Seed, k1: Seed) -> tuple[Tensor, ...]:
+    """`_philox` with 32-bit words in int64. Products wrap around, and their lower 64 bits are right."""
+    for _ in range(_ROUNDS):
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (b >> 32) & _LOW ^ c1 ^ k0, b & _LOW, (a >> 32) & _LOW ^ c3 ^ k1, a & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def keep_mask_formula(seed: Seed, rows: Tensor, H: int, threshold: int) -> Tensor:
+    """Return which elements of rows of H columns are kept. `rows` has the rows' numbers, in any shape."""
+    groups = torch.arange(-(-H // GROUP), device=rows.device)
+    rows = rows.unsqueeze(-1)
+    counter = groups, rows & _LOW, (rows >> 32) & _LOW, torch.zeros_like(groups)
+    words = _philox_formula(*counter, seed & _LOW, (seed >> 32) & _LOW)
+    halves = [half >= threshold for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, -1).flatten(-2)[..., :H]
+
+
+def row_numbers(x: Tensor) -> Tensor:
+    """Return the numbers of x's rows, in row-major order."""
+    lead = x.shape[:-1]
+    return torch.arange(prod(lead), device=x.device).view(lead)
+
+
+def dropout_formula(values: Tensor, seed: Seed, rows: Tensor, threshold: int) -> Tensor:
+    return torch.where(keep_mask_formula(seed, rows, values.shape[-1], threshold), values * scale_of(threshold), 0.0)

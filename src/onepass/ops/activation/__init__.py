@@ -1,0 +1,1 @@
+"""Bias and activation, alone and before a linear layer."""

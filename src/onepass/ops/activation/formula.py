@@ -1,0 +1,35 @@
+"""The options and the formula of a bias and an activation: what the kernels compute, for every type."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.ops.activation.activations import activation_of
+
+
+class ActivationOptions(NamedTuple):
+    """What a bias and an activation take besides tensors."""
+
+    activation: str  # the key, not the name: a name may be registered again, and existing graphs keep the old activation
+    clamp: float | None
+    linear_offset: float | None  # None for 0: the kernels are then compiled without it
+    threshold: int = 0  # how many of 65536 elements dropout drops
+    seed_number: int | None = None  # dropout's seed where it is no tensor: in plain eager mode on a GPU
+
+
+def activation_formula(x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions) -> Tensor:
+    """Return y without dropout, in the wider of x's type and fp32: the caller rounds it."""
+    act = activation_of(options.activation)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    if act.gated:
+        gate, linear = z.chunk(2, -1)
+        if options.clamp is not None:
+            gate, linear = gate.clamp(max=options.clamp), linear.clamp(-options.clamp, options.clamp)
+        y = act.formula(gate) * (linear + (options.linear_offset or 0.0))
+    else:
+        y = act.formula(z)
+    return y if token_weight is None else y * token_weight.to(wide).reshape(*x.shape[:-1], 1)

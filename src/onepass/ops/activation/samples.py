@@ -1,0 +1,157 @@
+"""Sample calls of bias_activation and activation_linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from onepass.ops.activation import kernels
+from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
+from onepass.ops.activation.activations import ACTIVATIONS
+from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
+from onepass.ops.activation.formula import ActivationOptions
+from onepass.runtime.samples import (
+    LARGE,
+    NARROW,
+    SEED,
+    SHAPES,
+    THRESHOLD,
+    CoveringCall,
+    Sample,
+    give_main_grad,
+    meta,
+    random_tensors,
+)
+
+
+def _tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return x and bias for a swiglu, of odd sizes."""
+    return random_tensors(((37, 2 * 203), (2 * 203,)), device, dtype)
+
+
+SAMPLES = {
+    "activation_linear": Sample(
+        partial(random_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}
+    ),
+    "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}),
+}
+
+
+# `onepass explain`: shapes of optional tensors that are not vectors along x's last dimension, from x and the tensors given.
+SHAPES_OF = {
+    "activation_linear": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]},
+    "bias_activation": {"token_weight": lambda x, given: x.shape[:-1]},
+}
+
+
+# ---- calls that launch every kernel, in every form that is shipped ----
+
+
+def covering_calls() -> Iterator[CoveringCall]:
+    yield from _bias_activation_calls()
+    yield from _activation_linear_calls()
+
+
+def _bias_activation_calls() -> Iterator[CoveringCall]:
+    """Yield every activation at one shape, every shape and type for one of each kind, and every option for swiglu.
+
+    Narrow rows also run with all options at once.
+    """
+    for activation in ACTIVATIONS:
+        yield _bias_activation_call(activation, LARGE)
+    for activation in ("gelu", "swiglu"):
+        for shape in SHAPES:
+            yield _bias_activation_call(activation, shape)
+        for dtype in (torch.float16, torch.float32):
+            yield _bias_activation_call(activation, LARGE, dtype)
+        for shape in NARROW:
+            yield _bias_activation_call(activation, shape, option="everything")
+        for option in ("fp8", "token_weight", "no bias", "frozen x", "main_grad"):
+            yield _bias_activation_call(activation, LARGE, option=option)
+    for option in ("fp32 bias", "clamp", "everything"):
+        yield _bias_activation_call("swiglu", LARGE, option=option)
+    yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
+    for activation in ACTIVATIONS:
+        yield _activation_dropout_call(activation, LARGE)
+    for activation in ("gelu", "swiglu"):
+        for shape in (*SHAPES, *NARROW):
+            yield _activation_dropout_call(activation, shape)
+        for dtype in (torch.float16, torch.float32):
+            yield _activation_dropout_call(activation, LARGE, dtype)
+        for shape in (LARGE, *NARROW):
+            yield _bias_activation_call(activation, shape, option="everything and dropout")
+
+
+def _bias_activation_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
+) -> CoveringCall:
+    rows, width = shape
+    wide = 2 * width if ACTIVATIONS[activation].gated else width
+
+    def run() -> Tensor:
+        x = meta(rows, wide, dtype=dtype, requires_grad=option != "frozen x")
+        bias = None if option == "no bias" else meta(wide, dtype=torch.float32 if option == "fp32 bias" else dtype)
+        if option == "main_grad":
+            give_main_grad(bias)
+        everything = option.startswith("everything")
+        token_weight = meta(rows, dtype=torch.float32) if option == "token_weight" or everything else None
+        clamped = (option == "clamp" or everything) and ACTIVATIONS[activation].gated
+        return bias_activation(
+            x, bias, activation, token_weight=token_weight, clamp=7.0 if clamped else None,
+            linear_offset=1.0 if clamped else 0.0, dropout=0.1 if option.endswith("dropout") else 0.0,
+            save="fp8" if option == "fp8" or everything else "input", backend="triton",
+        )  # fmt: skip
+
+    return CoveringCall(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
+
+
+def _activation_dropout_call(activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> CoveringCall:
+    rows, width = shape
+    options = ActivationOptions(activation, None, None, THRESHOLD, SEED)
+
+    def run() -> Tensor:
+        x = meta(rows, width * ACTIVATIONS[activation].parts, dtype=dtype)
+        bias, dy = meta(x.shape[-1], dtype=dtype), meta(rows, width, dtype=dtype)
+        kernels.activation_forward(x, bias, None, None, options, dtype)
+        kernels.activation_backward(dy, x, None, bias, None, None, options, True, True, False, dtype, None)
+        return x
+
+    return CoveringCall(f"{activation} {rows}x{width} dropout", dtype, run)
+
+
+def _activation_linear_calls() -> Iterator[CoveringCall]:
+    """Yield calls whose backward also rebuilds y; the rest of the kernels is covered by bias_activation's calls."""
+    wide, rest = (16384, 8192), ((777, 5000), (600_000, 64), (37, 1))
+    for activation in ACTIVATIONS:
+        yield _activation_linear_call(activation, wide)
+    for activation in ("gelu", "swiglu"):
+        for shape in rest:
+            yield _activation_linear_call(activation, shape)
+        yield _activation_linear_call(activation, (4096, 96), option="everything")
+        for dtype in (torch.float16, torch.float32):
+            yield _activation_linear_call(activation, wide, dtype)
+        for option in ("no activation_bias", "fp8", "everything"):
+            yield _activation_linear_call(activation, wide, option=option)
+
+
+def _activation_linear_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, option: str = ""
+) -> CoveringCall:
+    rows, inner = shape
+    act = ACTIVATIONS[activation]
+
+    def run() -> Tensor:
+        everything = option == "everything"
+        x = meta(rows, inner * act.parts, dtype=dtype)
+        return activation_linear(
+            x, meta(64, inner, dtype=dtype), None, activation,
+            activation_bias=None if option == "no activation_bias" else meta(x.shape[-1], dtype=dtype),
+            token_weight=meta(rows, dtype=torch.float32) if everything else None,
+            clamp=7.0 if everything and act.gated else None, linear_offset=1.0 if everything and act.gated else 0.0,
+            save="fp8" if option in ("fp8", "everything") else "input", backend="triton",
+        )  # fmt: skip
+
+    return CoveringCall(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)

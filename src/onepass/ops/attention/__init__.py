@@ -1,0 +1,5 @@
+"""Rotary positions and attention."""
+
+from onepass.ops.attention.attention import attention, attention_reference
+
+__all__ = ["attention", "attention_reference"]

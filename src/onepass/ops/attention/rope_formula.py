@@ -1,0 +1,52 @@
+"""The formula of rotary positions for every type, and the same over blocks of tokens, which is the "torch" backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 18  # elements at a time: their fp32 copies stay in the caches
+
+
+def rope_formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return x's heads turned, contiguous."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    R = 2 * cos.shape[-1]
+    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)  # the same for all heads
+    x1, x2 = (half.to(wide) for half in _pairs(x, R, interleaved))
+    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rest = x.narrow(-1, R, x.shape[-1] - R)
+    return torch.cat([y.to(x.dtype), rest], -1).contiguous()
+
+
+def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, ...]:
+    """Return views of the first and the second element of each pair."""
+    x = x.narrow(-1, 0, R)
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+
+
+@torch.no_grad()
+def rope_blocks(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, out: Tensor | None = None) -> Tensor:
+    """Return x's heads turned, or turned back, in `out` where it is given: that may be x itself.
+
+    Nothing of x's size is allocated except the result.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    R = 2 * cos.shape[-1]
+    y = x.new_empty(x.shape) if out is None else out
+    S = x.shape[-3] if x.numel() else 0
+    step = max(1, _BLOCK * S // x.numel()) if S and x.device.type == "cpu" else max(1, S)
+    for first in range(0, S, step):
+        count = min(step, S - first)
+        block, turned = x.narrow(-3, first, count), y.narrow(-3, first, count)
+        c, s = (table.narrow(-2, first, count).to(wide).unsqueeze(-2) for table in (cos, sin))
+        x1, x2 = (half.to(wide) for half in _pairs(block, R, interleaved))
+        y1, y2 = _pairs(turned, R, interleaved)
+        first_of_each = (x1 * c).addcmul_(x2, s, value=1 if back else -1)
+        y2.copy_((x2 * c).addcmul_(x1, s, value=-1 if back else 1))
+        y1.copy_(first_of_each)  # last: x1 may be the same memory, and is read twice
+        rest = x.shape[-1] - R
+        if rest and y is not x:
+            turned.narrow(-1, R, rest).copy_(block.narrow(-1, R, rest))
+    return y

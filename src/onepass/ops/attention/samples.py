@@ -1,0 +1,101 @@
+"""Sample calls of attention and rope."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.attention.attention import SIZES, attention, attention_reference
+from onepass.ops.attention.rope import rope, rope_reference
+from onepass.runtime.samples import (
+    CoveringCall,
+    Sample,
+    meta,
+    random_tensors,
+)
+
+SAMPLES = {
+    "attention": Sample(
+        partial(random_tensors, ((3, 37, (4 + 2 * 2) * 16),)),
+        attention_reference,
+        {"heads": 4, "groups": 2},
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
+    "rope": Sample(
+        partial(random_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, frozen=2
+    ),
+}
+
+
+def _table_shape(x: Tensor, given: dict[str, Any]) -> tuple[int, ...]:
+    """A number a token and pair of a head's numbers."""
+    heads, groups = given["heads"], given["groups"]
+    every = heads + 2 * (heads if groups is None else groups)
+    return *x.shape[1:2], x.shape[-1] // max(1, every) // 2
+
+
+SHAPES_OF = {"attention": {"cos": _table_shape, "sin": _table_shape}}
+
+
+# ---- calls that launch every kernel, in every form that is shipped ----
+
+
+def covering_calls() -> Iterator[CoveringCall]:
+    yield from _attention_calls()
+    yield from _rope_calls()
+
+
+_HEADS = (  # of q, of k, their width, and how much of it is turned: grouped, alone, one k for all, odd and partly turned ones
+    (32, 8, 128, 128), (12, 12, 64, 64), (71, 1, 64, 64), (40, 40, 128, 128), (16, 16, 80, 32), (32, 32, 80, 80), (24, 8, 96, 96),
+    (8, 4, 256, 256), (64, 8, 256, 64), (3, 1, 10, 6), (1, 1, 4096, 4096),
+)  # fmt: skip
+
+
+def _rope_calls() -> Iterator[CoveringCall]:
+    """All heads, in halves and interleaved; types, tables and what is frozen at one of them."""
+    for heads in _HEADS:
+        for option in ("", "interleaved"):
+            yield _rope_call(heads, option=option)
+    for dtype in (torch.float16, torch.float32):
+        for option in ("", "interleaved"):
+            yield _rope_call(_HEADS[0], dtype, option)
+    for option in ("bf16 tables", "frozen q", "frozen k"):
+        yield _rope_call(_HEADS[0], option=option)
+
+
+def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    HQ, HK, D, R = heads
+
+    def run() -> Tensor:
+        q, k = (meta(4, 512, H, D, dtype=dtype, requires_grad=option != f"frozen {name}") for name, H in (("q", HQ), ("k", HK)))
+        table = dtype if option == "bf16 tables" else torch.float32
+        cos, sin = (meta(512, R // 2, dtype=table, requires_grad=False) for _ in range(2))
+        turned = rope(q, k, cos, sin, interleaved=option == "interleaved", backend="triton")
+        return torch.cat([y.flatten() for y in turned])
+
+    return CoveringCall(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} turned" if R < D else "", option))), dtype, run)
+
+
+def _attention_calls() -> Iterator[CoveringCall]:
+    """All sizes of heads, alone and grouped; the other type, and what is not turned or a part of something, at one of them."""
+    for D in SIZES:
+        yield _attention_call(8, 8, D)
+        yield _attention_call(32, 8, D)
+    yield _attention_call(32, 8, 64, torch.float16)
+    for option in ("not turned", "odd strides"):
+        yield _attention_call(32, 8, 64, option=option)
+
+
+def _attention_call(heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    def run() -> Tensor:
+        columns = (heads + 2 * groups) * D
+        qkv = meta(4, 512, columns + 1, dtype=dtype)[..., 1:] if option else meta(4, 512, columns, dtype=dtype)
+        cos = None if option == "not turned" else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
+        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton")
+
+    return CoveringCall(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)

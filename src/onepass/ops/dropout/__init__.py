@@ -1,0 +1,1 @@
+"""Dropout before a residual connection."""

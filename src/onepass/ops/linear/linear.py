@@ -1,0 +1,130 @@
+"""linear: x @ weight.T + bias, whose gradients go into main_grad and over the ranks of a group.
+
+Formula  y = x @ weight.T + bias.
+Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: parallel/tensor_parallel.py.
+Saves    x where the weight needs a gradient, and the weight where x does; nothing that is made here.
+Bytes    the product adds into main_grad, which it reads and writes once. Nothing of the gradient's size is allocated, and no
+         pass adds it afterwards (read, read, write).
+Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.main_grad import accumulates_elsewhere
+from onepass.gradients.product import linear_product
+from onepass.parallel.collectives import group_of_several
+from onepass.parallel.tensor_parallel import check_divisible, tp_layout
+from onepass.runtime.autocast import product_type
+from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.checks import check_floating, check_linear
+from onepass.runtime.dispatch import cast, under_functorch
+from onepass.runtime.op import Call, define_op
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return y by the formula, for every type."""
+    return F.linear(x, weight, bias)
+
+
+# ---- the public function: say what is wrong, choose who does it, return ----
+
+
+def _variant(call: Call) -> str:
+    """What a call does besides its products."""
+    own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
+    said = ["products by PyTorch", "gradients into main_grad" if own else "gradients to autograd"]
+    if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
+        said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
+        said += ["divided along the first dimension"] if call.sequence_parallel else []
+    said += ["the weight's product in flush()"] if call.deferred is not None else []
+    return ", ".join(said)
+
+
+def _check(call: Call) -> None:
+    _check_tensors(call.x, call.weight, call.bias)
+    check_deferred(call.deferred, call.weight)
+    _check_layout(call.x, call.tp_group, call.allreduce_dgrad, call.sequence_parallel, call.reduce_output)
+
+
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_floating("x", x)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, but is a scalar")
+    check_linear(x, x.shape[-1], weight, bias)
+
+
+def _check_layout(
+    x: Tensor, tp_group: dist.ProcessGroup | None, allreduce_dgrad: bool, sequence_parallel: bool, reduce_output: bool
+) -> None:
+    if allreduce_dgrad and sequence_parallel:
+        raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: under sequence_parallel dx is summed already")
+    if allreduce_dgrad and reduce_output:
+        raise ValueError("allreduce_dgrad and reduce_output exclude each other: where y is summed, each rank has its own dx")
+    if sequence_parallel and x.dim() < 2:
+        raise ValueError(f"x must have a first dimension for sequence_parallel to divide, but has shape {tuple(x.shape)}")
+    if sequence_parallel and reduce_output:
+        check_divisible(x, tp_group)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+    reduce_output: bool = False,
+    deferred: DeferredWgrad | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A linear layer. Its products add the gradients of parameters that carry ``main_grad`` there.
+
+    Without a ``tp_group``, or in one of a single rank, nothing is sent, and the options that need a group change nothing.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, of x's type.
+        bias: ``[N]``, of x's type, or None.
+        tp_group: the ranks that have parts of one weight. Forward and backward are collective.
+        allreduce_dgrad: each rank has some of the weight's rows (column parallel). x's gradient is summed over the group, under
+            the product for the weight's gradient.
+        sequence_parallel: the tensor that all ranks would otherwise hold alike is divided along the first dimension: y with
+            `reduce_output`, else x, which is gathered and whose gradient is summed.
+        reduce_output: each rank has some of the weight's columns and of x's (row parallel). y is summed over the group before the
+            bias is added. Under sequence_parallel the bias's gradient is a part of a sum over the group.
+        deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
+            first three are the same here: PyTorch's products.
+
+    Returns:
+        ``[..., N]`` in x's type, or autocast's.
+    """
+    _check_tensors(x, weight, bias)
+    deferred = check_deferred(deferred, weight)
+    chosen = choose("linear", backend, None)
+    layout = None
+    if allreduce_dgrad or sequence_parallel or reduce_output:
+        _check_layout(x, tp_group, allreduce_dgrad, sequence_parallel, reduce_output)
+        layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
+    if chosen not in NATIVE:
+        return run_other(  # type: ignore[no-any-return]
+            "linear", chosen, x, weight, bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred,
+        )  # fmt: skip
+    if layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
+        return F.linear(x, weight, bias)  # PyTorch's own does all that remains
+    return linear_product(cast(x, product_type(x)), weight, bias, layout, deferred)
+
+
+define_op(
+    linear,
+    check=_check,
+    unsupported=lambda call: None,  # PyTorch's products run everywhere
+    variant=_variant,
+)

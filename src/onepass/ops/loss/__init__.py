@@ -1,0 +1,1 @@
+"""Cross-entropy, of logits and of what they are made of."""

@@ -1,0 +1,116 @@
+"""Cross-entropy of given logits: the formula, for every type, and the options of both ops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class LossTerms(NamedTuple):
+    """The terms of a row's loss, for which the rows' kernels are bound: all that cross_entropy takes but its reduction."""
+
+    ignore_index: int = -100
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0  # 0: none
+    scale: float = 1.0
+
+
+class LossOptions(NamedTuple):
+    """What linear_cross_entropy takes besides tensors: `LossTerms`, written out for registered ops, and the rest."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+    scale: float
+    reduction: str
+    wide: bool  # keep logits in fp32
+    use_triton: bool
+    product: torch.dtype  # type of the products' operands
+    group: str  # name of a process group of several ranks, or ""
+    sequence: bool
+    grad_scale: float | None
+    chunk_bytes: int | None
+    full: bool  # compute the stats too
+
+    @property
+    def terms(self) -> LossTerms:
+        return LossTerms(*self[:5])
+
+
+class RowLosses(NamedTuple):
+    """Each row's loss and statistics, in fp32 or wider; `correct` is bool. Statistics that are not needed are None.
+
+    A logsumexp that gradients are made of has `lse_type`.
+    """
+
+    loss: Tensor
+    logsumexp: Tensor
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+
+
+def lse_type(logits: torch.dtype) -> torch.dtype:
+    """Type of the logsumexp of such logits. Near several hundred, fp32 would round away digits that fp32 logits have."""
+    return torch.float32 if logits.itemsize < 4 else torch.float64
+
+
+def finished_logits(product: Tensor, terms: LossTerms) -> Tensor:
+    """Scale the product, and cap it if there is a softcap: the softmax is of the result."""
+    z = product * terms.scale
+    return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+
+
+def row_losses(product: Tensor, labels: Tensor, terms: LossTerms) -> RowLosses:
+    """Losses and statistics of rows [..., V].
+
+    Ignored rows have a loss and a log_prob of 0; rows whose label is out of range have NaN in both. Neither is ever correct.
+    """
+    z = finished_logits(product.to(torch.promote_types(product.dtype, torch.float32)), terms)
+    size = z.shape[-1]
+    kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
+    here = torch.where(sound, labels, 0).long().unsqueeze(-1)
+    lse = z.logsumexp(-1)
+    log_prob = z.gather(-1, here).squeeze(-1) - lse if size else torch.zeros_like(lse)
+    loss = -(1 - terms.smoothing) * log_prob
+    if terms.smoothing:
+        loss = loss + terms.smoothing * (lse - z.mean(-1))
+    if terms.z_loss:
+        loss = loss + terms.z_loss * lse.square()
+    p = z.softmax(-1)
+    entropy = lse - torch.where(p > 0, p * z, 0.0).sum(-1)
+    correct = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
+    return RowLosses(as_row_losses(loss, kept, sound), lse, as_row_losses(log_prob, kept, sound), entropy, correct)
+
+
+def as_row_losses(value: Tensor, kept: Tensor, sound: Tensor) -> Tensor:
+    """Put 0 in ignored rows and NaN, never a plausible number, in rows whose label is out of range."""
+    return torch.where(kept, torch.where(sound, value, torch.nan), 0.0)
+
+
+def kept_weight(labels: Tensor, ignore_index: int, token_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The divisor of a mean: the number of rows that are kept, or the sum of their weights."""
+    kept = labels != ignore_index
+    return kept.sum().to(dtype) if token_weight is None else torch.where(kept, token_weight.to(dtype), 0.0).sum()
+
+
+def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, token_weight: Tensor | None, reduction: str) -> Tensor:
+    """Weight the rows' losses, then return them, their sum, or their mean, which is 0 if no row is kept."""
+    if token_weight is not None:
+        losses = torch.where(labels != ignore_index, losses * token_weight.to(losses.dtype), 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() * inverse_count(kept_weight(labels, ignore_index, token_weight, losses.dtype))
+
+
+def inverse_count(weight: Tensor) -> Tensor:
+    """Return 1 / weight, and 0 for a weight of 0: the mean of no rows."""
+    return torch.where(weight == 0, 0.0, 1 / weight)

@@ -1,0 +1,257 @@
+"""linear_cross_entropy: the loss of hidden states under a language model's head, without a tensor of all logits.
+
+Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap); a row's
+         loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
+         or the rows' own.
+Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
+Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
+Bytes    N V elements of logits are written by the product, read for the statistics, and read and written as their own gradient,
+         a chunk at a time; the weight's gradient is read and written once more a chunk.
+Files    plan.py decides how a call is divided; steps.py has the registered ops, autograd.py the gradients' times, passes.py the
+         loops over chunks and blocks, head.py the products. cross_entropy shares the kernels: ops/loss/row_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.kernels.language import triton_unsupported
+from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.linear_cross_entropy.autograd import apply
+from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
+from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms, validate_labels
+from onepass.parallel.collectives import group_of_several
+from onepass.runtime.autocast import product_type
+from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
+from onepass.runtime.dispatch import cast, needs_grad, under_functorch
+from onepass.runtime.op import Call, define_op
+
+_STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
+
+
+class Stats(NamedTuple):
+    """Statistics of each token, of labels' shape, in fp32."""
+
+    logsumexp: Tensor
+    log_prob: Tensor  # of the label; 0 if it is ignored
+    entropy: Tensor
+    correct: Tensor  # bool: the label has the largest logit, the first of equals
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    *,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """Return the loss, or (loss, stats), by the formula, for every type."""
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale)
+    return _formula(hidden, weight, labels, bias, token_weight, terms, reduction, return_stats)
+
+
+def _formula(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, terms: LossTerms,
+    reduction: str, full: bool,
+) -> Any:  # fmt: skip
+    rows = row_losses(F.linear(hidden, weight, bias), labels, terms)
+    weights = None if token_weight is None else token_weight.reshape(labels.shape)
+    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
+    return (loss, Stats(*rows[1:])) if full else loss  # type: ignore[arg-type]
+
+
+# ---- the public function: check, choose a backend, run ----
+
+
+def _unsupported(hidden: Tensor) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    reason = triton_unsupported(hidden)
+    if reason is None and product_type(hidden) is torch.float64:
+        reason = "the kernels compute in fp32, and hidden is fp64"
+    return None if reason is None else reason.replace("x is", "hidden is")
+
+
+def _variant(call: Call) -> str:
+    """How the call is divided, by either backend, and the time and memory that this is expected to take."""
+    options, _ = _checked(**vars(call))
+    needs = Needs(needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias))
+    main_grad = getattr(call.weight, "main_grad", None)
+    main_grad = main_grad if isinstance(main_grad, Tensor) else None
+    return str(plan_call(call.hidden, call.weight, call.labels, options, needs, main_grad))
+
+
+def _check(call: Call) -> None:
+    _checked(**vars(call))
+    check_deferred(call.deferred, call.weight)
+
+
+def _checked(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
+    sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None, grad_scale: float | None,
+    chunk_bytes: int | None, return_stats: bool, deferred: DeferredWgrad | None,
+) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
+    """Raise where an argument is wrong; return the options, and the group if there are others in it."""
+    check_floating("hidden", hidden)
+    check_reduction(reduction)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    product = product_type(hidden)
+    if logits_dtype is not None and logits_dtype not in (product, _wide_type(product)):
+        narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
+        raise ValueError(f"logits_dtype must be {_wide_type(product)}{narrow}, or None, but is {logits_dtype}")
+    if grad_scale is not None:
+        check_number("grad_scale", grad_scale, optional=True)
+        if not -math.inf < grad_scale < math.inf:  # isfinite would break a compiled graph
+            raise ValueError(f"grad_scale must be finite, but is {grad_scale!r}")
+        if deferred is not None:
+            raise ValueError("grad_scale and deferred exclude each other: the gradient is made in forward, or in flush()")
+    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
+        raise ValueError(f"chunk_bytes must be a number of bytes of at least 1, or None, but is {chunk_bytes!r}")
+    group = group_of_several(tp_group, "tp_group")
+    if hidden.dim() == 0:
+        raise ValueError("hidden must have at least one dimension, but is a scalar")
+    check_linear(hidden, hidden.shape[-1], weight, bias, "hidden")
+    if weight.shape[0] == 0 and group is None:
+        raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
+    if return_stats and weight.shape[0] > _STATS_COLUMNS:
+        raise ValueError(f"return_stats knows columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
+    tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
+    if sequence:
+        assert group is not None
+        if not tokens:
+            raise ValueError(f"hidden must have a first dimension that the ranks share, but has shape {tuple(hidden.shape)}")
+        tokens = torch.Size([tokens[0] * group.size(), *tokens[1:]])
+    check_labels(labels, tokens, hidden.device, ignore_index, "hidden")
+    if token_weight is not None:
+        check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
+    wide = logits_dtype is not None and logits_dtype != product
+    name = "" if group is None else group.group_name
+    return LossOptions(
+        *terms, reduction, wide, True, product, name, sequence,
+        None if grad_scale is None else float(grad_scale), chunk_bytes, return_stats,
+    ), group  # fmt: skip
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    sequence_parallel: bool = False,
+    *,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    grad_scale: float | None = None,
+    chunk_bytes: int | None = None,
+    return_stats: bool = False,
+    deferred: DeferredWgrad | None = None,
+    backend: str | None = None,
+) -> Any:
+    """The cross-entropy of a language model's head: of ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``.
+    It makes a tensor of all logits only if there is memory for it.
+
+    Args:
+        hidden: ``[..., D]``. With sequence_parallel, this rank's part of the first dimension.
+        weight: ``[V, D]``, of hidden's type. With a tp_group, this rank's rows, any number of them.
+        labels: ``[...]``, int32 or int64, of the whole sequence and the whole vocabulary. A label out of range raises on a CPU
+            and under `validate`; on a GPU its row's loss is NaN, and it contributes no gradient.
+        tp_group: the ranks that share the vocabulary. hidden's gradient is summed over them.
+        reduction: ``none``, ``sum`` or ``mean``. The mean divides by the number of rows that are kept, or by the sum of their
+            token weights, and is 0 if there are none.
+        ignore_index: rows with this label have no loss.
+        sequence_parallel: hidden and its gradient are divided along the first dimension; labels and the loss are whole.
+        bias: ``[V]``, of hidden's type, or None.
+        label_smoothing: as in F.cross_entropy, over the whole vocabulary.
+        z_loss: this times logsumexp squared is added to a row's loss, before its weight and the reduction.
+        softcap: bounds the logits' size; None leaves them.
+        logit_scale: multiplies the products.
+        token_weight: ``[...]`` or ``[..., 1]``: multiplies each row's loss.
+        logits_dtype: ``torch.float32`` never rounds a logit; None keeps them in the operands' type, as eager code does.
+        grad_scale: the caller's promise that the loss's incoming gradient will be this number. Gradients are then finished in
+            forward, the weight's straight in ``weight.main_grad`` if there is one. If the promise is broken, a CPU raises and a
+            GPU returns NaN in hidden's gradient.
+        chunk_bytes: a budget for logits and fp32 sums; None takes a part of the GPU's memory. vmap and functional derivatives
+            follow the plain formula, which makes all logits at once.
+        return_stats: also return (logsumexp, log_prob, entropy, correct) of each token, the first three differentiable.
+        deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats).
+    """
+    given = {
+        "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
+        "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale, "chunk_bytes": chunk_bytes,
+        "return_stats": return_stats, "deferred": deferred,
+    }  # fmt: skip
+    args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
+    options, group = _checked(*args, **given)  # type: ignore[arg-type]
+    deferred = check_deferred(deferred, weight)
+    chosen = choose("linear_cross_entropy", backend, _unsupported(hidden))
+    if chosen not in NATIVE:
+        return run_other("linear_cross_entropy", chosen, *args, **given | {"deferred": deferred})
+    if group is None:
+        validate_labels(labels, weight.shape[0], ignore_index)
+    if chosen != "triton":
+        options = options._replace(use_triton=False)
+    if under_functorch():
+        for name, value in (("tp_group", group), ("grad_scale", grad_scale), ("deferred", deferred)):
+            if value is not None:
+                raise RuntimeError(
+                    f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
+                )
+        return _by_formula(hidden, weight, labels, bias, token_weight, options)
+    if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
+        hidden, weight = hidden.detach(), weight.detach()
+        bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
+    found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred)
+    return (found[0], Stats(*found[1:])) if return_stats else found
+
+
+def _by_formula(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: LossOptions
+) -> Any:
+    """Run the plain formula for transforms, which have to see every step."""
+    product = options.product
+    dtype = _wide_type(product) if options.wide else product
+    hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
+    bias = None if bias is None else cast(cast(bias, product), dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _formula(hidden, weight, labels, bias, token_weight, options.terms, options.reduction, options.full)
+
+
+define_op(
+    linear_cross_entropy,
+    check=_check,
+    unsupported=lambda call: _unsupported(call.hidden),
+    variant=_variant,
+    formula=_variant,
+    samples_module="onepass.ops.loss.samples",
+)

@@ -1,0 +1,338 @@
+"""The gradients of linear_cross_entropy: made in forward, where they wait or are finished, in backward, or in flush()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.gradients.deferred import DeferredWgrad
+from onepass.gradients.main_grad import (
+    GradRequest,
+    accumulates_elsewhere,
+    grad_requests,
+    main_grads_of,
+    mark_accumulated,
+    vector_gradient,
+)
+from onepass.gradients.product import graph_break_if_deferred, is_deferred
+from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
+from onepass.ops.loss.formula import LossOptions, RowLosses
+from onepass.ops.loss.linear_cross_entropy import steps
+from onepass.ops.loss.linear_cross_entropy.head import wide_type
+from onepass.ops.loss.linear_cross_entropy.passes import Gradients, recompute_gradients
+from onepass.ops.loss.linear_cross_entropy.steps import Needs
+from onepass.ops.loss.reduction import can_validate_labels, mean_scale, reduce_rows, row_gradient, validate_labels
+from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.scale import scale_into
+from onepass.parallel.vocab_shards import vocab_range
+from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable, under_checkpoint
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Outputs: the loss, and with `full` logsumexp, log_prob, entropy and correct."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, labels: Tensor,
+        options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
+    ) -> Any:  # fmt: skip
+        graph_break_if_deferred(deferred)
+        need_hidden, need_weight, need_bias, need_token_weight = ctx.needs_input_grad[:4]
+        main_grads = main_grads_of((need_weight, need_bias), weight, bias)
+        needs = Needs(need_hidden, need_weight and deferred is None, need_bias)
+        if options.grad_scale is not None and under_checkpoint():
+            raise RuntimeError("grad_scale can't be used under activation checkpointing, which runs forward twice: leave it away")
+        # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
+        by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
+        rows = _rows_of(hidden, weight, labels, token_weight, options, group, by_kernel)
+        losses, lse, log_prob, entropy, correct, dhidden, dweight, dbias, logits = steps.forward(
+            hidden, weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
+            accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
+        )  # fmt: skip
+        loss, _ = reduce_rows(
+            losses, rows.labels, options.ignore_index, options.reduction, rows.token_weight, by_kernel, rows.scale
+        )
+        if options.reduction == "none":
+            loss = _shaped(loss, labels.shape)
+        ctx.options, ctx.deferred, ctx.used = options, deferred, False
+        ctx.promised = options.grad_scale is not None and any(needs)
+        ctx.added = ctx.promised and needs.need_weight and dweight is None
+        # A graph's op returns an empty dbias for none. A rank without columns has no other: backward makes it again.
+        ctx.made = dhidden is not None or dweight is not None or (dbias is not None and dbias.shape[0] > 0)
+        ctx.held, ctx.main_grads = (_retained(weight), _retained(bias)), main_grads
+        ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            hidden, weight, bias, *rows, lse, entropy if options.full else None, losses if need_token_weight else None,
+            logits, dhidden, dweight, dbias if need_bias and (ctx.made or ctx.promised) else None,
+        )  # fmt: skip
+        if not options.full:
+            return loss
+        # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
+        stats = tuple(_shaped(t.clone(), labels.shape) for t in (lse.to(losses.dtype), log_prob, entropy, correct))
+        ctx.mark_non_differentiable(stats[-1])
+        return loss, *stats
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *dstats: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = _detached(_Saved(*ctx.saved_tensors))
+        fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
+        requests = grad_requests(ctx, True, True, saved.bias is not None, saved.token_weight is not None)
+        stats = [t for t in dstats if t is not None]
+        if ctx.promised:
+            grads = _promised_gradients(ctx, saved, dloss, stats, requests, fresh)
+        elif dloss is None and not stats:
+            grads = None, None, None
+        elif ctx.made and fresh and not stats:
+            assert dloss is not None
+            grads = _made_gradients(ctx, saved, dloss, requests)
+        else:
+            grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
+        dhidden = None if grads[0] is None else cast(grads[0], saved.hidden.dtype).view(saved.hidden.shape)
+        return dhidden, grads[1], grads[2], _token_weight_gradient(ctx, saved, dloss, requests[3]), None, None, None, None
+
+
+class TokenRows(NamedTuple):
+    """What both passes need to know of the tokens."""
+
+    labels: Tensor  # [N]
+    token_weight: Tensor | None  # [N], fp32
+    scale: Tensor | None  # the factor of a mean
+    place: Tensor | None  # this rank's, in a vocabulary that several share
+
+
+class _Saved(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    token_weight: Tensor | None
+    scale: Tensor | None
+    place: Tensor | None
+    logsumexp: Tensor
+    entropy: Tensor | None
+    losses: Tensor | None
+    logits: Tensor | None
+    hidden_made: Tensor | None
+    weight_made: Tensor | None
+    bias_made: Tensor | None
+
+
+def _retained(t: Tensor | None) -> Tensor | None:
+    """A parameter itself, whose attributes backward reads. For a computed weight, as with LoRA, the saved tensor will do: it is
+    freed when backward has run, or before under checkpointing."""
+    return t if t is not None and (t.is_leaf or accumulates_elsewhere(t)) else None
+
+
+def _parameters(ctx: Any, saved: _Saved) -> tuple[Tensor, Any]:
+    weight, bias = ctx.held
+    return saved.weight if weight is None else weight, saved.bias if bias is None else bias
+
+
+def _detached(saved: _Saved) -> _Saved:
+    """Give the tensors that this op made, and may write to, version counters of their own: a second backward reads none of
+    them."""
+    if torch.compiler.is_compiling():
+        return saved
+    made = [None if t is None else t.data for t in saved[-4:]]  # logits too
+    return _Saved(*saved[:-4], *made)
+
+
+def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Not a view, as autograd sees it: what a Function returns as a view can't be written to."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(rows, shape)
+    return shaped
+
+
+def _rows_of(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, options: LossOptions,
+    group: dist.ProcessGroup | None, by_kernel: bool,
+) -> TokenRows:  # fmt: skip
+    labels = labels.reshape(-1).contiguous()
+    weights = None if token_weight is None else token_weight.reshape(-1).to(wide_type(hidden))
+    scale = mean_scale(labels, options.ignore_index, options.reduction, wide_type(hidden), weights, by_kernel)
+    place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
+    if place is not None and can_validate_labels(labels):
+        validate_labels(labels, int(place[1]), options.ignore_index)
+    return TokenRows(labels, weights, scale, place)
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden [N, D], the weight and the bias
+
+
+# ---- gradients that forward has made ----
+
+
+def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradRequest]) -> Grads:
+    """Multiply what forward made by the loss's incoming gradient; it is rounded once."""
+    factor = dloss if saved.scale is None else dloss * saved.scale
+    weight, bias = _parameters(ctx, saved)
+    hidden = dweight = dbias = None
+    if requests[0] is not GradRequest.SKIP and saved.hidden_made is not None:
+        hidden = _times(ctx.options, saved.hidden_made, factor, ctx.options.product)
+    if requests[1] is not GradRequest.SKIP:
+        if saved.weight_made is None:  # deferred, now or by an earlier pass
+            only = [GradRequest.SKIP, requests[1], GradRequest.SKIP, GradRequest.SKIP]
+            dweight = _backward_gradients(ctx, saved, dloss, (), only, False)[1]
+        else:
+            moved = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
+            kind = saved.weight_made.dtype if moved else weight.dtype
+            sums = _times(ctx.options, saved.weight_made, factor, kind)
+            dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+    if requests[2] is not GradRequest.SKIP and saved.bias_made is not None:
+        dbias = vector_gradient(saved.bias_made * factor, bias, ctx.main_grads[1], requests[2])
+    return hidden, dweight, dbias
+
+
+def _times(options: LossOptions, made: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply, in place unless another type is asked for: `made` is not needed again."""
+    dtype = dtype or made.dtype
+    if torch.compiler.is_compiling():
+        return cast(made * factor, dtype)
+    into = made if made.dtype == dtype else torch.empty_like(made, dtype=dtype)
+    if options.use_triton and not needs_dispatcher(made, factor):  # a mode sees PyTorch's product, as in a graph
+        return scale_into(made, factor, into)
+    return torch.mul(made, factor, out=into)
+
+
+def _promised_gradients(
+    ctx: Any, saved: _Saved, dloss: Tensor | None, dstats: list[Tensor], requests: list[GradRequest], fresh: bool
+) -> Grads:  # fmt: skip
+    """Return finished gradients if grad_scale's promise was kept. If not, a CPU raises and a GPU returns NaN, as checking would
+    make it wait."""
+    if not fresh:
+        raise RuntimeError("with grad_scale the gradients are made in forward, once: a second backward needs a call without it")
+    if dloss is None or (dstats and not torch.compiler.is_compiling()):  # a graph sends zeros to all that leaves it
+        raise RuntimeError("with grad_scale only the loss can be differentiated, but a gradient came for one of the stats")
+    weight, bias = _parameters(ctx, saved)
+    if ctx.added and requests[1] not in (GradRequest.ACCUMULATE, GradRequest.CAPTURE):
+        raise RuntimeError(
+            "with grad_scale the weight's gradient is in main_grad already, but this pass is torch.autograd.grad's, which leaves "
+            "main_grad alone: leave grad_scale away for it"
+        )
+    truth = _true_scale(ctx, dloss, dstats)
+    hidden = None if saved.hidden_made is None else _times(ctx.options, saved.hidden_made, truth)
+    dweight = dbias = None
+    if ctx.added:
+        dweight = mark_accumulated(weight, requests[1])
+        if hidden is None:  # the NaN has to be somewhere
+            ensure_written(ctx.main_grads[0])[:1].mul_(truth)
+    elif saved.weight_made is not None:
+        sums = _times(ctx.options, saved.weight_made, truth)
+        dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+    if saved.bias_made is not None:
+        dbias = vector_gradient(saved.bias_made * truth, bias, ctx.main_grads[1], requests[2])
+    return hidden, dweight, dbias
+
+
+_AS_PROMISED = 1e-6  # relative: loss * 0.1 / 5 sends back 0.02 but for an fp32 rounding or two
+
+
+def _true_scale(ctx: Any, dloss: Tensor, dstats: list[Tensor]) -> Tensor:
+    """Return 1 if the incoming gradient is the promised one and the stats' are 0; else NaN."""
+    promised: float = ctx.options.grad_scale
+    off = (dloss - promised).abs()
+    kept = (off <= _AS_PROMISED * abs(promised)).all()
+    for t in dstats:
+        kept = kept & (t == 0).all()
+    if dloss.device.type == "cpu" and not torch.compiler.is_compiling() and not kept:
+        came = dloss.flatten()[off.argmax()].item()
+        raise RuntimeError(
+            f"grad_scale promised that the loss's incoming gradient would be {promised}, but it is {came}"
+            + (": what this call has added to main_grad is wrong, clear it" if ctx.added else "")
+        )
+    return torch.where(kept, 1.0, torch.nan)
+
+
+# ---- gradients that backward makes ----
+
+
+def _backward_gradients(
+    ctx: Any, saved: _Saved, dloss: Tensor | None, dstats: Sequence[Tensor | None], requests: list[GradRequest], fresh: bool
+) -> Grads:
+    """Make gradients from the logits that waited, unless an earlier pass has used them; else from recomputed logits."""
+    weight, bias = _parameters(ctx, saved)
+    incoming = _incoming(saved, ctx.options, dloss, dstats)
+    dweight = dbias = hidden = None
+    if is_deferred(ctx.deferred, weight, requests[1]):
+        dweight = ctx.deferred.keep_work(_HeadWork(ctx, saved, incoming), weight, ctx.main_grads[0])
+        requests = [requests[0], GradRequest.SKIP, *requests[2:]]
+    skip = GradRequest.SKIP
+    needs = Needs(requests[0] is not skip, requests[1] is not skip, requests[2] is not skip)
+    if not any(needs):
+        return None, dweight, None
+    separate_sum = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
+    hidden, sums, bias_sums = steps.backward(
+        saved.hidden, saved.weight, saved.bias, saved.labels, saved.place, saved.logsumexp, saved.entropy, *incoming,
+        ctx.options, needs, separate_sum,
+        accumulate=(weight, ctx.main_grads[0], requests[1]), logits=saved.logits if fresh else None,
+    )  # fmt: skip
+    if sums is not None:
+        dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+    elif needs.need_weight:
+        dweight = mark_accumulated(weight, requests[1])
+    if needs.need_bias:
+        dbias = vector_gradient(bias_sums, bias, ctx.main_grads[1], requests[2])
+    return hidden, dweight, dbias
+
+
+def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats: Sequence[Tensor | None]) -> RowGradients:
+    """Incoming gradients of each row's loss and stats, in fp32."""
+    N, wide = saved.labels.shape[0], wide_type(saved.hidden)
+    if dloss is None:
+        g = saved.logsumexp.new_zeros(N, dtype=wide)
+    else:
+        g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
+    rows = [None if t is None else t.reshape(N).to(wide).contiguous() for t in dstats[:3]]
+    return RowGradients(g, *rows)
+
+
+class _HeadWork:
+    """A head's deferred gradient: it keeps hidden states and a few numbers a token, and recomputes logits in flush()."""
+
+    def __init__(self, ctx: Any, saved: _Saved, incoming: RowGradients) -> None:
+        self.weight, self.bias, self.options = saved.weight, saved.bias, ctx.options._replace(grad_scale=None)
+        self.made_with = [t._version for t in (saved.weight, saved.bias) if t is not None]
+        kept = {
+            "hidden": saved.hidden, "labels": saved.labels, "place": saved.place, "logsumexp": saved.logsumexp,
+            "entropy": saved.entropy, **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
+        }  # fmt: skip
+        self.tensors = {name: t.detach() for name, t in kept.items() if t is not None}
+
+    def check(self) -> None:
+        if self.made_with != [t._version for t in (self.weight, self.bias) if t is not None]:
+            raise RuntimeError("a head whose gradient is deferred was written to since: flush() before the optimizer's step")
+
+    def start(self) -> None:
+        pass
+
+    def add(self, coming: Any, main_grad: Tensor) -> None:
+        kept = self.tensors.get
+        hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
+        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), self.options)
+        only = Needs(False, True, False)
+        plan = steps.plan_call(hidden, self.weight, labels, self.options, only, main_grad, "recompute")
+        incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))
+        found = RowLosses(lse, lse, None, kept("entropy"))
+        recompute_gradients(head, plan, found, incoming, Gradients(None, ensure_allocated(main_grad), None), True)
+
+
+def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, request: GradRequest) -> Tensor | None:
+    """A mean divides by the weights, so there it is how much more a row's loss is than the mean."""
+    if request is GradRequest.SKIP or dloss is None or saved.losses is None or saved.token_weight is None:
+        return None
+    losses = saved.losses
+    if saved.scale is not None:
+        kept = saved.labels != ctx.options.ignore_index
+        mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.scale
+        losses = torch.where(kept, losses - mean, 0.0) * saved.scale
+    dtype, shape = ctx.token_weight
+    return (losses * dloss.reshape(-1)).to(dtype).view(shape)
+
+
+apply = fast_apply(_LinearCrossEntropy)

@@ -1,0 +1,216 @@
+"""The pieces of linear_cross_entropy's passes: operands, chunks of tokens, and products with the logits between them.
+
+Logits are [tokens, columns] in a buffer whose rows are a multiple of 64 columns apart. A vocabulary of an odd size gets a copy of
+its weight with zeros after the last row. Products of odd sizes are several times slower.
+
+Under sequence parallelism a chunk has tokens of every rank's part. They are gathered under the product of the chunk before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.ops.loss import row_formula, row_kernels, whole_row_kernels
+from onepass.ops.loss.formula import LossOptions
+from onepass.parallel.collectives import Pending, start_all_gather
+from onepass.runtime.sizes import ceil_div
+
+_APART = 64  # rows of logits are a multiple of this many columns apart
+_EVEN = 8  # products whose sizes are multiples of this run at full speed
+_CPU_COLUMNS = 4096  # columns widened at a time: a CPU can't sum 16-bit products in fp32
+
+
+def wide_type(t: Tensor) -> torch.dtype:
+    """Type of sums over elements of `t`."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+class VocabShard(NamedTuple):
+    """This rank's part of a vocabulary that several ranks share."""
+
+    group: dist.ProcessGroup
+    sequence: bool  # each rank has its part of the tokens
+    place: Tensor  # [2] on the device: this rank's first column, and the size of the whole vocabulary
+
+
+@dataclass
+class Head:
+    """The operands and the options of all passes."""
+
+    hidden: Tensor  # [tokens, D], of this rank's part of the sequence
+    weight: Tensor  # [V, D] in the same type, V of this rank
+    bias: Tensor | None
+    labels: Tensor  # [N] of the whole sequence
+    options: LossOptions
+    shard: VocabShard | None = None
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.terms, self.full, self.use_triton = options.terms, options.full, options.use_triton
+        self.columns = self.weight.shape[0]
+        self.rows: Any = row_kernels if self.use_triton else row_formula
+        whole: Any = whole_row_kernels if self.use_triton else row_formula
+        self.row_statistics_and_gradients = whole.row_statistics_and_gradients
+        self.place = None if self.shard is None else self.shard.place
+        self.logits = wide_type(self.hidden) if options.wide else self.hidden.dtype
+        self.ranks = self.shard.group.size() if self.shard is not None and self.shard.sequence else 1
+        if padded_rows(self.weight, self.use_triton):
+            self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
+
+    @property
+    def tokens(self) -> int:
+        return self.labels.shape[0]
+
+
+def padded_rows(weight: Tensor, use_triton: bool) -> int:
+    """Rows of a padded copy of the weight, whose products are faster; 0 if the weight needs none."""
+    V = weight.shape[0]
+    return ceil_div(V, _APART) * _APART if use_triton and V % _EVEN and weight.is_cuda else 0
+
+
+def _padded(t: Tensor) -> Tensor:
+    """Copy `t` with zeros after its last row."""
+    V = t.shape[0]
+    padded = t.new_empty(ceil_div(V, _APART) * _APART, *t.shape[1:])
+    padded[:V] = t
+    padded[V:] = 0
+    return padded
+
+
+# ---- chunks of tokens ----
+
+
+class Chunks:
+    """The chunks of a sequence. Each has as many tokens of every rank's part, one rank's after the other's."""
+
+    def __init__(self, head: Head, rows: int) -> None:
+        self.head, self.ranks = head, head.ranks
+        own = head.hidden.shape[0]
+        step = max(1, ceil_div(rows, self.ranks))
+        self.slices = [slice(first, min(first + step, own)) for first in range(0, own, step)] or [slice(0, 0)]
+        self.most = min(step, own) * self.ranks
+        self._coming: tuple[slice, Pending] | None = None
+
+    def __iter__(self) -> Iterator[slice]:
+        return iter(self.slices)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def hidden(self, chunk: slice, following: slice | None = None) -> Tensor:
+        """Return the chunk's hidden states, and start gathering those of `following`."""
+        if self.ranks == 1:
+            return self.head.hidden[chunk]
+        coming = self._coming[1] if self._coming is not None and self._coming[0] is chunk else self.start(chunk)
+        whole = coming.wait()
+        self._coming = None if following is None else (following, self.start(following))
+        return whole
+
+    def start(self, chunk: slice) -> Pending:
+        hidden = self.head.hidden[chunk]
+        return Pending(hidden) if self.ranks == 1 else start_all_gather(hidden, self.head.shard.group)  # type: ignore[union-attr]
+
+    def take(self, chunk: slice, values: Tensor) -> Tensor:
+        """Return the chunk's part of `values`, one a token."""
+        return values[chunk] if self.ranks == 1 else values.view(self.ranks, -1)[:, chunk].reshape(-1)
+
+    def put(self, chunk: slice, values: Tensor, into: Tensor) -> None:
+        if self.ranks == 1:
+            into[chunk] = values
+        else:
+            into.view(self.ranks, -1)[:, chunk] = values.view(self.ranks, -1)
+
+    def places(self, chunk: slice) -> slice:
+        """Where the chunk's tokens are when chunks lie one after the other."""
+        return slice(chunk.start * self.ranks, chunk.stop * self.ranks)
+
+    def after(self, at: int) -> slice | None:
+        return self.slices[at + 1] if at + 1 < len(self.slices) else None
+
+
+# ---- products ----
+
+
+class LogitsBlock(NamedTuple):
+    """Logits of some rows and some columns."""
+
+    x: Tensor
+    out: Tensor  # where their gradient is written, which may be x
+    room: int  # columns that may be written: those after the last are zeros in the gradient
+    first: int  # number of the first column
+
+
+def to_global_rows(logits: LogitsBlock) -> Tensor:
+    """The logits with the columns after the last, for `to_local_rows`."""
+    return logits.x if logits.room == logits.x.shape[1] else logits.x.as_strided((len(logits.x), logits.room), logits.x.stride())
+
+
+def to_local_rows(x: Tensor, columns: int) -> LogitsBlock:
+    """The logits that `to_global_rows` gave."""
+    return LogitsBlock(x[:, :columns], x[:, :columns], x.shape[1], 0)
+
+
+def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    """Allocate logits, and their gradient if it has another type."""
+    width = ceil_div(columns, _APART) * _APART
+    x = head.hidden.new_empty(rows, width, dtype=head.logits)
+    return x, None if head.logits == head.hidden.dtype else head.hidden.new_empty(rows, width)
+
+
+def make_logits(head: Head, hidden: Tensor, first: int, columns: int, buffer: tuple[Tensor, Tensor | None]) -> LogitsBlock:
+    """Multiply some rows by some columns, into the buffer."""
+    n = hidden.shape[0]
+    last = min(first + columns, head.columns)
+    whole = last == head.columns and head.weight.shape[0] > head.columns  # includes the rows of zeros
+    weight = head.weight[first:] if whole else head.weight[first:last]
+    bias = None if head.bias is None else head.bias[first : first + weight.shape[0]]
+    room = weight.shape[0]
+    _product(hidden, weight, bias, buffer[0][:n, :room])
+    x = buffer[0][:n, : last - first]
+    return LogitsBlock(x, x if buffer[1] is None else buffer[1][:n, : last - first], room, first)
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out += bias
+    else:
+        rows = hidden.to(out.dtype)
+        for at in range(0, weight.shape[0], _CPU_COLUMNS):
+            part = slice(at, at + _CPU_COLUMNS)
+            torch.mm(rows, weight[part].to(out.dtype).t(), out=out[:, part])
+        if bias is not None:
+            out += bias
+
+
+def hidden_gradient(head: Head, logits: LogitsBlock, into: Tensor, add: bool = False) -> None:
+    """Multiply the gradient of logits by the weight, into or onto `into`; sums are fp32 if `into` is."""
+    d = _gradient_and_padding(logits)
+    weight = head.weight[logits.first : logits.first + d.shape[1]]
+    if into.dtype == d.dtype:
+        torch.addmm(into, d, weight, beta=float(add), out=into) if add else torch.mm(d, weight, out=into)
+    elif d.is_cuda:
+        if add:
+            torch.addmm(into, d, weight, out_dtype=into.dtype, out=into)
+        else:
+            torch.mm(d, weight, out_dtype=into.dtype, out=into)
+    else:
+        for at in range(0, d.shape[1], _CPU_COLUMNS):
+            part = slice(at, at + _CPU_COLUMNS)
+            # in place: autocast would round the result of addmm
+            into.addmm_(d[:, part].to(into.dtype), weight[part].to(into.dtype), beta=float(add or at > 0))
+
+
+def _gradient_and_padding(logits: LogitsBlock) -> Tensor:
+    """The gradient with the columns of zeros after its last."""
+    n, columns = logits.out.shape
+    return logits.out if logits.room == columns else logits.out.as_strided((n, logits.room), logits.out.stride())

@@ -1,0 +1,334 @@
+"""The passes of linear_cross_entropy: products, and what is done to the logits between them, chunk by chunk.
+
+The results do not depend on how a call is divided, with two exceptions: the last bits of fp32 sums, and the scale at which the
+gradient of 16-bit logits is rounded (it includes the incoming gradient only where that is known by then). Ranks that share the
+vocabulary exchange their statistics in one message a chunk, under the next chunk's product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.main_grad import add_gradient
+from onepass.ops.loss.formula import RowLosses, lse_type
+from onepass.ops.loss.linear_cross_entropy.head import (
+    Chunks,
+    Head,
+    LogitsBlock,
+    hidden_gradient,
+    make_logits,
+    new_buffer,
+    wide_type,
+)
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
+from onepass.ops.loss.row_kernels import RowGradients
+from onepass.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
+from onepass.parallel.vocab_shards import start_gather_parts
+from onepass.runtime.sizes import ceil_div
+
+# ---- losses ----
+
+
+class RowStatistics:
+    """Losses and statistics of all rows."""
+
+    def __init__(self, head: Head) -> None:
+        kind = wide_type(head.hidden)
+        kinds = (kind, lse_type(head.logits), kind, kind, torch.bool)[: 5 if head.full else 2]
+        self.rows = RowLosses(*(head.hidden.new_empty(head.tokens, dtype=each) for each in kinds))
+
+    def put(self, chunks: Chunks, chunk: slice, found: RowLosses) -> None:
+        for into, values in zip(self.rows, found, strict=True):
+            if into is not None and values is not None:
+                chunks.put(chunk, values, into)
+
+
+def losses(head: Head, plan: HeadPlan) -> tuple[RowLosses, LogitsBlock | None]:
+    """Return all rows' losses, and the last block of logits."""
+    chunks, found = Chunks(head, plan.rows), RowStatistics(head)
+    buffer = new_buffer(head, chunks.most, plan.columns)
+    logits, before = None, None
+    for at, chunk in enumerate(chunks):
+        hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
+        for first in range(0, max(head.columns, 1), plan.columns or 1):
+            logits = make_logits(head, hidden, first, plan.columns, buffer)
+            parts.append(_statistics(head, logits, labels))
+        exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
+        if before is not None:
+            _finish(head, chunks, found, *before)
+        before = chunk, labels, exchange
+    assert before is not None
+    _finish(head, chunks, found, *before)
+    return found.rows, logits
+
+
+def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
+    """The kernels' last argument, which the formula has not."""
+    return (logits.room,) if head.use_triton else ()
+
+
+def _statistics(head: Head, logits: LogitsBlock, labels: Tensor) -> Tensor:
+    found: Tensor = head.rows.row_statistics(
+        logits.x, labels, head.terms, head.full, logits.first, head.columns, head.place, *_room(head, logits)
+    )
+    return found
+
+
+def _gradient(
+    head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients
+) -> None:  # fmt: skip
+    head.rows.row_gradients(
+        logits.x, logits.out, labels, head.terms, lse, entropy, incoming, logits.first, head.columns, head.place,
+        *_room(head, logits),
+    )  # fmt: skip
+
+
+def _start_exchange(head: Head, parts: Tensor) -> Pending:
+    """Gather all ranks' statistics of each row."""
+    if head.shard is None:
+        return Pending(parts)
+    return start_gather_parts(head.rows.merge_statistics(parts, head.terms, head.full), head.shard.group)
+
+
+def _finish(head: Head, chunks: Chunks, found: RowStatistics, chunk: slice, labels: Tensor, exchange: Pending) -> RowLosses:
+    """Compute a chunk's losses from all parts' statistics."""
+    done: RowLosses = head.rows.finish_losses(
+        exchange.wait(), labels, head.terms, head.full, head.columns, head.logits, head.place
+    )
+    found.put(chunks, chunk, done)
+    return done
+
+
+# ---- sums of products ----
+
+
+class Gradients(NamedTuple):
+    """The gradients of hidden (this rank's part), weight (which may be main_grad) and bias; None where they are not needed.
+
+    A tensor narrower than fp32 gets whole sums only.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class _HiddenSum:
+    """hidden's gradient, summed over blocks and ranks. Ranks communicate under the product for the weight's gradient."""
+
+    def __init__(self, head: Head, chunks: Chunks, into: Tensor | None, blocks: int) -> None:
+        self.head, self.chunks, self.into, self.blocks = head, chunks, into, blocks
+        self.sums = None
+        self.under_way: list[tuple[slice, Pending]] = []
+        if into is not None and blocks > 1 and (head.shard is not None or into.dtype != wide_type(into)):
+            self.sums = into.new_empty(head.tokens, into.shape[1], dtype=wide_type(into))
+
+    def add(self, chunk: slice, logits: LogitsBlock, block: int) -> None:
+        if self.into is None:
+            return
+        if self.sums is not None:
+            hidden_gradient(self.head, logits, self.sums[self.chunks.places(chunk)], block > 0)
+            if block == self.blocks - 1:
+                self._put(chunk, self.sums[self.chunks.places(chunk)].to(self.into.dtype))
+        elif self.head.shard is None:
+            hidden_gradient(self.head, logits, self.into[chunk], block > 0)
+        else:
+            product = self.into.new_empty(logits.out.shape[0], self.into.shape[1])
+            hidden_gradient(self.head, logits, product)
+            self._put(chunk, product)
+
+    def _put(self, chunk: slice, product: Tensor) -> None:
+        shard = self.head.shard
+        if shard is None:
+            assert self.into is not None
+            self.into[chunk] = product
+        else:
+            start = start_reduce_scatter if shard.sequence else start_all_reduce
+            self.under_way.append((chunk, start(product, shard.group)))
+
+    def finish(self) -> None:
+        for chunk, pending in self.under_way:
+            assert self.into is not None
+            self.into[chunk] = pending.wait()
+
+
+class _WeightSum:
+    """The weight's and the bias's gradients of one block or all, summed over chunks."""
+
+    def __init__(self, into: Gradients, chunks: Chunks, keep: bool, first: int, columns: int) -> None:
+        """keep: add to the weight's gradient that is there already."""
+        self.part = slice(first, first + columns)
+        self.weight = None if into.weight is None else into.weight[self.part]
+        self.bias = None if into.bias is None else into.bias[self.part]
+        self.keep, self.begun = keep, False
+        self.sums = self.weight
+        if self.weight is not None and len(chunks) > 1 and self.weight.dtype != wide_type(self.weight):
+            self.sums, self.keep = torch.empty_like(self.weight, dtype=wide_type(self.weight)), False  # 16 bits are rounded once
+        self.add_at_end = keep
+
+    def add(self, d: Tensor, hidden: Tensor) -> None:
+        if self.sums is not None:
+            keep = self.begun or self.keep
+            if self.sums.dtype == d.dtype and not keep:
+                torch.mm(d.t(), hidden, out=self.sums)
+            else:
+                add_gradient(self.sums, d, hidden, keep)
+        if self.bias is not None:
+            sums = d.sum(0, dtype=self.bias.dtype)
+            self.bias.add_(sums) if self.begun else self.bias.copy_(sums)
+        self.begun = True
+
+    def finish(self) -> None:
+        if self.sums is not self.weight:
+            assert self.sums is not None and self.weight is not None
+            add_gradient(self.weight, self.sums, None, self.add_at_end)
+
+
+@contextmanager
+def _describe_partial(keep: bool) -> Iterator[None]:
+    """Say so where memory runs out between two additions to main_grad: it has part of a gradient then, which can't be undone."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if keep:
+            raise torch.OutOfMemoryError(
+                f"{error}\nweight.main_grad may have a part of this call's gradient: clear it before the next step. A smaller "
+                "chunk_bytes needs less memory"
+            ) from error
+        raise
+
+
+# ---- gradients in forward ----
+
+
+class _GradInForward:
+    """Each chunk's gradients, as soon as all ranks' statistics of it are there."""
+
+    def __init__(self, head: Head, chunks: Chunks, into: Gradients, keep: bool) -> None:
+        self.head, self.chunks, self.found = head, chunks, RowStatistics(head)
+        self.hidden, self.weight = _HiddenSum(head, chunks, into.hidden, 1), _WeightSum(into, chunks, keep, 0, head.columns)
+
+    def add_whole_rows(self, chunk: slice, labels: Tensor, hidden: Tensor, logits: LogitsBlock, g: Tensor) -> None:
+        """One rank has whole rows: one kernel computes statistics and gradients."""
+        head = self.head
+        parts = head.row_statistics_and_gradients(logits.x, logits.out, labels, head.terms, head.full, g, *_room(head, logits))
+        _finish(head, self.chunks, self.found, chunk, labels, Pending(parts))
+        self._add(chunk, hidden, logits)
+
+    def add_partial_rows(
+        self, chunk: slice, labels: Tensor, hidden: Tensor, logits: LogitsBlock, g: Tensor, exchange: Pending
+    ) -> None:
+        head = self.head
+        done = _finish(head, self.chunks, self.found, chunk, labels, exchange)
+        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g))
+        self._add(chunk, hidden, logits)
+
+    def _add(self, chunk: slice, hidden: Tensor, logits: LogitsBlock) -> None:
+        self.hidden.add(chunk, logits, 0)
+        self.weight.add(logits.out, hidden)
+
+    def finish(self) -> RowLosses:
+        self.weight.finish()
+        self.hidden.finish()
+        return self.found.rows
+
+
+def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gradients, keep: bool) -> RowLosses:
+    """Return all rows' losses, and write their gradients, given the incoming gradient of each row's loss.
+
+    keep: add to the weight's gradient that is there already.
+    """
+    with _describe_partial(keep):
+        chunks = Chunks(head, plan.rows)
+        grads = _GradInForward(head, chunks, into, keep)
+        buffers = [new_buffer(head, chunks.most, head.columns) for _ in range(1 if head.shard is None else min(2, len(chunks)))]
+        before: tuple[Any, ...] | None = None
+        for at, chunk in enumerate(chunks):
+            hidden, labels = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels)
+            g = chunks.take(chunk, incoming)
+            logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
+            if head.shard is None:
+                grads.add_whole_rows(chunk, labels, hidden, logits, g)
+                continue
+            exchange = _start_exchange(head, _statistics(head, logits, labels))
+            if before is not None:
+                grads.add_partial_rows(*before)
+            before = chunk, labels, hidden, logits, g, exchange
+        if before is not None:
+            grads.add_partial_rows(*before)
+        return grads.finish()
+
+
+# ---- gradients in backward ----
+
+
+def gradients_of_kept_logits(
+    head: Head, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
+) -> None:
+    """Write the gradients from logits that waited, which become their own gradient."""
+    chunks = Chunks(head, head.tokens)
+    (chunk,) = chunks
+    _gradient(head, logits, head.labels, found.logsumexp, found.entropy, incoming)
+    hidden, weight = _HiddenSum(head, chunks, into.hidden, 1), _WeightSum(into, chunks, keep, 0, head.columns)
+    rows = chunks.start(chunk) if into.weight is not None else None
+    hidden.add(chunk, logits, 0)
+    weight.add(logits.out, head.hidden if rows is None else rows.wait())
+    weight.finish()
+    hidden.finish()
+
+
+def recompute_gradients(
+    head: Head, plan: HeadPlan, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
+) -> None:
+    """Write the gradients from recomputed logits. keep: add to the weight's gradient that is there already."""
+    with _describe_partial(keep):
+        chunks = Chunks(head, plan.rows)
+        recompute = _Recompute(head, plan, chunks, found, incoming, into)
+        parts = [(block, first) for block, first in enumerate(range(0, max(head.columns, 1), max(1, plan.columns)))]
+        if head.shard is None:  # block by block: each block's gradient is written once
+            for block, first in parts:
+                recompute.add_block(block, first, keep)
+        else:  # chunk by chunk: all ranks have as many chunks, but not as many blocks
+            all_sums = [recompute.sums_of(first, keep) for _, first in parts]
+            for at, chunk in enumerate(chunks):
+                hidden = chunks.hidden(chunk, chunks.after(at))
+                for (block, first), sums in zip(parts, all_sums, strict=True):
+                    recompute.add(chunk, hidden, block, first, sums)
+            for sums in all_sums:
+                sums.finish()
+        recompute.hidden_sum.finish()
+
+
+class _Recompute:
+    """One block of one chunk at a time."""
+
+    def __init__(
+        self, head: Head, plan: HeadPlan, chunks: Chunks, found: RowLosses, incoming: RowGradients, into: Gradients
+    ) -> None:  # fmt: skip
+        self.head, self.plan, self.chunks, self.into = head, plan, chunks, into
+        self.rows = (head.labels, found.logsumexp, found.entropy, *incoming)
+        blocks = max(1, ceil_div(head.columns, max(1, plan.columns)))
+        self.buffer, self.hidden_sum = new_buffer(head, chunks.most, plan.columns), _HiddenSum(head, chunks, into.hidden, blocks)
+
+    def sums_of(self, first: int, keep: bool) -> _WeightSum:
+        return _WeightSum(self.into, self.chunks, keep, first, min(self.plan.columns, self.head.columns - first))
+
+    def add_block(self, block: int, first: int, keep: bool) -> None:
+        """Add one block of all chunks: its sum is freed before the next block's is allocated."""
+        sums = self.sums_of(first, keep)
+        for at, chunk in enumerate(self.chunks):
+            self.add(chunk, self.chunks.hidden(chunk, self.chunks.after(at)), block, first, sums)
+        sums.finish()
+
+    def add(self, chunk: slice, hidden: Tensor, block: int, first: int, sums: _WeightSum) -> None:
+        logits = make_logits(self.head, hidden, first, self.plan.columns, self.buffer)
+        labels, lse, entropy, *each = (None if t is None else self.chunks.take(chunk, t) for t in self.rows)
+        assert labels is not None and lse is not None
+        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each))  # type: ignore[arg-type]
+        self.hidden_sum.add(chunk, logits, block)
+        sums.add(logits.out, hidden)

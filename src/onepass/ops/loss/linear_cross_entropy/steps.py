@@ -1,0 +1,230 @@
+"""The forward and the backward of linear_cross_entropy as registered ops, which plan a call and run its passes.
+
+Called directly, forward runs whichever mode the planner finds cheapest. A graph has to know what its ops return before sizes are
+known, so there the mode follows from the options alone (`_graph_mode`); the planner still divides the call when the op runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from onepass.gradients.main_grad import GradRequest, accumulation_target
+from onepass.ops.loss.formula import LossOptions, RowLosses, lse_type
+from onepass.ops.loss.linear_cross_entropy.head import (
+    Head,
+    VocabShard,
+    padded_rows,
+    to_global_rows,
+    to_local_rows,
+    wide_type,
+)
+from onepass.ops.loss.linear_cross_entropy.passes import (
+    Gradients,
+    gradients_of_kept_logits,
+    losses,
+    losses_and_gradients,
+    recompute_gradients,
+)
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, machine_speed, make_plan
+from onepass.ops.loss.reduction import row_gradient
+from onepass.ops.loss.row_kernels import RowGradients
+from onepass.runtime.dispatch import cast
+from onepass.runtime.op import Registered
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    need_hidden: bool
+    need_weight: bool
+    need_bias: bool
+
+
+Accumulate = tuple[Tensor, Tensor | None, GradRequest]  # the weight, its main_grad and how the pass asks for its gradient
+
+
+def plan_call(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    needs: Needs,
+    main_grad: Tensor | None,
+    mode: str | None = None,
+) -> HeadPlan:
+    size = options.product.itemsize
+    inputs = PlanInputs(
+        labels.numel(), weight.shape[1], weight.shape[0], size, options.wide and size < 4, needs[0], needs[1] or needs[2],
+        options.reduction != "none", main_grad is not None and main_grad.dtype is torch.float32, options.grad_scale is not None,
+        mode, options.group != "", options.chunk_bytes,
+    )  # fmt: skip
+    plan = make_plan(inputs, machine_speed(hidden.device, size))
+    padded = padded_rows(weight, options.use_triton)
+    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * size) if padded else plan
+
+
+def head_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, options: LossOptions
+) -> Head:
+    """Cast the operands to the products' type."""
+    product = options.product
+    group: Any = options.group  # to type checkers a name is of a type of its own
+    tokens = cast(hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), product)
+    shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
+    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard)
+
+
+# ---- forward ----
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
+    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
+    accumulate: Accumulate | None = None, mode: str | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the five of `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
+
+    Args:
+        separate_sum: the weight's gradient goes to main_grad, and is rounded there only.
+        accumulate: finished gradients of the weight are added to main_grad at once, and dweight is None.
+        mode: the only one that will do, or None.
+    """
+    plan = plan_call(hidden, weight, labels, options, needs, None if accumulate is None else accumulate[1], mode)
+    head = head_of(hidden, weight, bias, labels, place, options)
+    if plan.mode not in ("grad_in_forward", "known_grad_scale"):
+        found, logits = losses(head, plan)
+        return *found, None, None, None, None if logits is None or plan.mode != "keep_logits" else to_global_rows(logits)
+    known, wide = plan.mode == "known_grad_scale", wide_type(head.hidden)
+    target = accumulation_target(*accumulate) if known and needs.need_weight and accumulate is not None else None
+    kind = weight.dtype if known and not separate_sum else wide_type(weight)
+    made = Gradients(
+        torch.empty_like(head.hidden, dtype=options.product if known else wide) if needs.need_hidden else None,
+        torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
+        head.hidden.new_empty(head.columns, dtype=wide) if needs.need_bias else None,
+    )
+    incoming = options.grad_scale if known and options.grad_scale is not None else 1.0
+    one = torch.full((), incoming, dtype=wide, device=hidden.device)
+    g = row_gradient(one, "sum", head.tokens, mean_scale if known else None, token_weight)
+    sums = made if target is None else made._replace(weight=target)
+    return *losses_and_gradients(head, plan, g, sums, target is not None), *made, None
+
+
+def _graph_mode(options: LossOptions, needs: Needs) -> str:
+    if not any(needs):
+        return "loss_only"
+    if options.grad_scale is not None:
+        return "known_grad_scale"
+    return "recompute" if options.reduction == "none" or options.full else "grad_in_forward"  # a graph sends zeros to all stats
+
+
+def _forward_in_graph(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
+    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return _forward(
+        hidden, weight, bias, labels, token_weight, mean_scale, place, options, needs, separate_sum,
+        mode=_graph_mode(options, needs),
+    )  # fmt: skip
+
+
+def _tokens_like(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tokens, D], with the strides of the op's."""
+    return torch.empty_like(hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1]), dtype=dtype)
+
+
+def _forward_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
+    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    N, wide, product = labels.numel(), wide_type(hidden), options.product
+    logits = torch.promote_types(product, torch.float32) if options.wide else product
+    kinds = wide, lse_type(logits), wide, wide, torch.bool
+    rows = [hidden.new_empty(N, dtype=kind) if options.full or i < 2 else None for i, kind in enumerate(kinds)]
+    mode = _graph_mode(options, needs)
+    known = mode == "known_grad_scale"
+    if mode not in ("grad_in_forward", "known_grad_scale"):
+        needs = Needs(False, False, False)
+    return (
+        *rows,
+        _tokens_like(hidden, product if known else wide) if needs.need_hidden else None,
+        torch.empty_like(weight, dtype=weight.dtype if known and not separate_sum else wide_type(weight))
+        if needs.need_weight
+        else None,
+        hidden.new_empty(weight.shape[0], dtype=wide) if needs.need_bias else None,
+        None,
+    )
+
+
+# `Registered` takes an empty vector in the place of a `Tensor?` for None. So results that may have no rows are declared `Tensor`;
+# callers know by `full` and `needs` whether there are such.
+forward = Registered(
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? token_weight, "
+    "Tensor? mean_scale, Tensor? place, LossOptions options, Needs needs, bool separate_sum) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
+    _forward,
+    _forward_fake,
+    LossOptions,
+    Needs,
+    dispatched=_forward_in_graph,
+)
+
+
+# ---- backward ----
+
+
+def _backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
+    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    options: LossOptions, needs: Needs, separate_sum: bool, *,
+    accumulate: Accumulate | None = None, logits: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients of hidden [tokens, D], weight and bias, from `logits` that waited or from recomputed ones.
+
+    With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None.
+    """
+    head = head_of(hidden, weight, bias, labels, place, options)
+    target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
+    kind = wide_type(weight) if separate_sum else weight.dtype
+    made = Gradients(
+        torch.empty_like(head.hidden) if needs.need_hidden else None,
+        torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
+        head.hidden.new_empty(head.columns, dtype=wide_type(head.hidden)) if needs.need_bias else None,
+    )
+    sums = made if target is None else made._replace(weight=target)
+    incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
+    found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
+    if logits is not None:
+        gradients_of_kept_logits(head, to_local_rows(logits, head.columns), found, incoming, sums, target is not None)
+    else:
+        plan = plan_call(hidden, weight, labels, options._replace(grad_scale=None), needs, target, "recompute")
+        recompute_gradients(head, plan, found, incoming, sums, target is not None)
+    return made
+
+
+def _backward_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
+    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    options: LossOptions, needs: Needs, separate_sum: bool,
+) -> Gradients:  # fmt: skip
+    return Gradients(
+        _tokens_like(hidden, options.product) if needs.need_hidden else None,
+        torch.empty_like(weight, dtype=wide_type(weight) if separate_sum else weight.dtype) if needs.need_weight else None,
+        hidden.new_empty(weight.shape[0], dtype=wide_type(hidden)) if needs.need_bias else None,
+    )
+
+
+backward = Registered(
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor lse, "
+    "Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, Needs needs, "
+    "bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
+    _backward,
+    _backward_fake,
+    LossOptions,
+    Needs,
+)

@@ -1,0 +1,171 @@
+"""The functions of ops/loss/row_kernels.py by PyTorch, for machines without the kernels.
+
+Statistics and gradients are fp32, or fp64 of fp64 logits. Gradients overwrite logits of that type; others are widened first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
+from onepass.ops.loss.row_functions import PLANES
+from onepass.ops.loss.row_kernels import RowGradients
+
+
+def _finished(x: Tensor, terms: LossTerms) -> Tensor:
+    """Finished logits in fp32 or wider: x itself if they are just that."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    return finished_logits(z, terms) if terms.softcap or terms.scale != 1 else z
+
+
+def _places(labels: Tensor, terms: LossTerms, first: int, V: int, place: Tensor | None, W: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's label as a column of these logits or 0, whether it is one of them, and whether it counts at all."""
+    begin, size = (first, V) if place is None else (first + place[0], place[1])
+    counts = (labels != terms.ignore_index) & (labels >= 0) & (labels < size)
+    column = labels.long() - begin
+    mine = counts & (column >= 0) & (column < W)
+    return torch.where(mine, column, 0), mine, counts
+
+
+_BLOCK, _LARGE_BLOCK = 1 << 19, 1 << 26  # logits at a time: on a CPU, whose caches hold them, and elsewhere
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of rows, so that intermediate results are never of the logits' size."""
+    rows, columns = x.shape
+    step = max(1, (_BLOCK if x.device.type == "cpu" else _LARGE_BLOCK) // max(1, columns))
+    yield from (slice(at, at + step) for at in range(0, max(rows, 1), step))
+
+
+def row_statistics(
+    x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: int, V: int, place: Tensor | None = None
+) -> Tensor:
+    """[1, PLANES, rows]."""
+    parts = [_statistics(x[rows], labels[rows], terms, full, first, V, place) for rows in _blocks(x)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _statistics(x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: int, V: int, place: Tensor | None) -> Tensor:
+    M, W = x.shape
+    z = _finished(x, terms)
+    parts = z.new_zeros(1, PLANES, M)
+    part = parts[0]
+    if W == 0:
+        part[0] = -torch.inf
+        return parts
+    column, mine, _ = _places(labels, terms, first, V, place, W)
+    part[0] = z.amax(-1)
+    base = torch.where(part[0] == -torch.inf, 0.0, part[0]).unsqueeze(-1)
+    part[2] = torch.where(mine, z.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
+    if terms.smoothing:
+        part[3] = z.sum(-1)
+    under = z - base
+    e = under.exp() if full else under.exp_()
+    part[1] = e.sum(-1)
+    if not full:
+        return parts
+    part[4] = torch.where(e > 0, e * under, 0.0).sum(-1)
+    best = z.argmax(-1) + first  # not together with the maximum, which takes ten times as long on a CPU
+    part[5] = best if place is None else best + place[0]
+    return parts
+
+
+def merge_statistics(parts: Tensor, terms: LossTerms, full: bool) -> Tensor:
+    """[1, PLANES, rows]."""
+    m, sums, target, logits, surprise, first = parts.unbind(1)
+    largest = m.amax(0)
+    worth = torch.where(m == -torch.inf, 0.0, (m - largest).exp())
+    moved = torch.where(worth > 0, worth * (surprise + (m - largest) * sums), 0.0).sum(0)
+    where = torch.where(m == largest, first, torch.inf).amin(0)
+    return torch.stack([largest, (worth * sums).sum(0), target.sum(0), logits.sum(0), moved, where]).unsqueeze(0)
+
+
+def finish_losses(
+    parts: Tensor, labels: Tensor, terms: LossTerms, full: bool, V: int, logits: torch.dtype, place: Tensor | None = None
+) -> RowLosses:
+    """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
+    largest, total, target, sum_of_logits, surprise, first = (merge_statistics(parts, terms, full) if len(parts) > 1 else parts)[
+        0
+    ]
+    size = V if place is None else place[1]
+    kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
+    log_total = total.log()
+    log_prob = (target - largest) - log_total  # no bit lost to the size of logits
+    loss = -(1 - terms.smoothing) * log_prob
+    if terms.smoothing:
+        loss = loss + terms.smoothing * ((largest - sum_of_logits / size) + log_total)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (largest + log_total).square()
+    lse = largest.to(lse_type(logits)) + log_total
+    if not full:
+        return RowLosses(as_row_losses(loss, kept, sound), lse)
+    correct = kept & sound & (first == labels.to(first.dtype))
+    return RowLosses(
+        as_row_losses(loss, kept, sound), lse, as_row_losses(log_prob, kept, sound), log_total - surprise / total, correct
+    )
+
+
+def row_gradients(
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
+    first: int, V: int, place: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the gradient of the logits x to out, which may be x."""
+    if x.shape[1]:
+        for rows in _blocks(x):
+            some = (None if t is None else t[rows] for t in incoming)
+            part = None if entropy is None else entropy[rows]
+            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, RowGradients(*some), first, V, place)  # type: ignore[arg-type]
+
+
+def _gradient(
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
+    first: int, V: int, place: Tensor | None,
+) -> None:  # fmt: skip
+    W = x.shape[1]
+    column, mine, counts = _places(labels, terms, first, V, place, W)
+    g = torch.where(counts, incoming.loss, 0.0)
+    kept, lse = lse, lse.to(g.dtype)
+    a, t = g * (1 + 2 * terms.z_loss * lse), g * (terms.smoothing - 1)
+    needed = counts
+    if incoming.log_prob is not None:
+        more = torch.where(counts, incoming.log_prob, 0.0)
+        a, t = a - more, t + more
+    if incoming.logsumexp is not None:
+        a, needed = a + incoming.logsumexp, torch.ones_like(counts)
+    if incoming.entropy is not None:
+        assert entropy is not None
+        a, needed = a - incoming.entropy * entropy, torch.ones_like(counts)
+    z = _finished(x, terms)
+    ours = z.data_ptr() != x.data_ptr() or x.data_ptr() == out.data_ptr()
+    d = z.sub_(lse.unsqueeze(-1)) if ours and not terms.softcap else z - lse.unsqueeze(-1)
+    less = (lse - kept).exp().to(g.dtype)  # corrects for the logsumexp's rounding
+    if incoming.entropy is not None:
+        each = (a.unsqueeze(-1) - incoming.entropy.unsqueeze(-1) * d) * less.unsqueeze(-1)
+        p = d.exp_()
+        d = torch.where(p > 0, p * each, 0.0)
+    else:
+        d.exp_().mul_((a * less).unsqueeze(-1))
+    if terms.smoothing:
+        d -= (g * terms.smoothing / (V if place is None else place[1])).unsqueeze(-1)
+    d.scatter_add_(-1, column.unsqueeze(-1), torch.where(mine, t, 0.0).unsqueeze(-1).to(d.dtype))
+    if terms.softcap:
+        d *= 1 - torch.tanh(x.to(z.dtype) * (terms.scale / terms.softcap)).square()  # of z / softcap it would be less exact
+    if terms.scale != 1:
+        d *= terms.scale
+    if d.data_ptr() != out.data_ptr():
+        out.copy_(d)
+    out.masked_fill_(~needed.unsqueeze(-1), 0.0)
+
+
+def row_statistics_and_gradients(
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, full: bool, incoming: Tensor, keep_scratch: bool = True
+) -> Tensor:
+    """Return the statistics of whole rows, and write their gradient to out, which may be x."""
+    W = x.shape[1]
+    parts = row_statistics(x, labels, terms, full, 0, W)
+    lse = parts[0, 0].to(lse_type(x.dtype)) + parts[0, 1].log()
+    row_gradients(x, out, labels, terms, lse, None, RowGradients(incoming), 0, W)
+    return parts

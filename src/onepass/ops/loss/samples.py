@@ -1,0 +1,172 @@
+"""Sample calls of cross_entropy and linear_cross_entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.loss import row_kernels, whole_row_kernels
+from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
+from onepass.ops.loss.formula import LossTerms
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from onepass.runtime.samples import (
+    CoveringCall,
+    Sample,
+    give_main_grad,
+    meta,
+    random_tensors,
+)
+from onepass.runtime.sizes import ceil_div
+
+
+def _with_labels(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Logits, or what they are made of, and labels of which one is ignored."""
+    labels = torch.arange(37).mul(7).remainder(203)
+    labels[5] = -100
+    return *random_tensors(shapes, device, dtype), labels.to(device)
+
+
+SAMPLES = {
+    "cross_entropy": Sample(
+        partial(_with_labels, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
+    ),
+    "linear_cross_entropy": Sample(
+        partial(_with_labels, ((37, 61), (203, 61))),
+        linear_cross_entropy_reference,
+        {"reduction": "none", "logit_scale": 0.2},
+    ),
+}
+
+
+SHAPES_OF = {
+    "linear_cross_entropy": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]}
+}
+
+
+# ---- calls that launch every kernel, in every form that is shipped ----
+
+
+def covering_calls() -> Iterator[CoveringCall]:
+    yield from _cross_entropy_calls()
+    yield from _linear_cross_entropy_calls()
+
+
+def _cross_entropy_calls() -> Iterator[CoveringCall]:
+    """Vocabularies of all alignments, types and options at one; what ranks merge; statistics and gradient at once."""
+    for width in (32000, 50257, 128256):
+        yield _cross_entropy_call(width)
+    for dtype in (torch.float16, torch.float32):
+        yield _cross_entropy_call(128256, dtype)
+    for option in ("smoothing", "over the logits", "sum"):
+        yield _cross_entropy_call(128256, option=option)
+    for width in (1000, 50257, 128256):
+        for dtype in (torch.bfloat16, torch.float32):
+            for terms in (LossTerms(), LossTerms(smoothing=0.1, softcap=30.0)):
+                yield _both_call(width, dtype, terms)
+
+
+def _cross_entropy_call(width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    def run() -> Tensor:
+        logits, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        over, smoothing = option == "over the logits", 0.1 if option == "smoothing" else 0.0
+        given = logits * 1 if over else logits
+        reduction = "sum" if option == "sum" else "mean"
+        loss: Tensor = cross_entropy(
+            given, labels, reduction=reduction, label_smoothing=smoothing, inplace_backward=over, backend="triton"
+        )
+        return loss
+
+    return CoveringCall(" ".join(filter(None, (f"cross_entropy 2048x{width}", option))), dtype, run)
+
+
+def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall:
+    """Of whole rows whose incoming gradient is known, and of their statistics as one rank of several sends them."""
+
+    def run() -> Tensor:
+        x, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        incoming, place = meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
+        whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, True, incoming)
+        parts = row_kernels.merge_statistics(row_kernels.row_statistics(x, labels, terms, True, 0, 0, place), terms, True)
+        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, True, 0, dtype, place)
+        each = row_kernels.RowGradients(*[incoming] * 4)
+        row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, 0, 0, place)
+        return x
+
+    said = "softcap and smoothing" if terms.softcap else ""
+    return CoveringCall(" ".join(filter(None, (f"cross_entropy rows 2048x{width}", said))), dtype, run)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "all terms": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5},
+}
+
+
+_WHOLE_ROWS = 1 << 40  # bytes
+
+
+_MODES: dict[str, dict[str, Any]] = {  # with options that leave the planner no other
+    "known_grad_scale": {"grad_scale": 1.0},
+    "keep_logits": {"reduction": "none", "chunk_bytes": _WHOLE_ROWS},
+    "grad_in_forward": {"logits_dtype": torch.float32, "chunk_bytes": _WHOLE_ROWS},
+    "recompute": {"reduction": "none", "logits_dtype": torch.float32, "chunk_bytes": _WHOLE_ROWS},
+    "blocks": {"reduction": "none", "chunk_bytes": 1 << 20},
+}
+
+
+def _linear_cross_entropy_calls() -> Iterator[CoveringCall]:
+    """Vocabularies that take each kind of tile of whole rows; every mode, all terms, types, statistics and main_grad at one; odd
+    vocabularies, whose weight gets rows of zeros on a GPU."""
+    for width in (1000, 32000, 50304, 128256):
+        for mode in _MODES if width == 128256 else ("known_grad_scale", "grad_in_forward"):
+            yield _linear_cross_entropy_call(width, mode)
+        for option in ("smoothing", "all terms"):
+            yield _linear_cross_entropy_call(width, "known_grad_scale", option=option)
+    for mode in _MODES:
+        yield _linear_cross_entropy_call(128256, mode, option="all terms")
+    for mode in ("known_grad_scale", "keep_logits", "blocks"):
+        for dtype in (torch.float16, torch.float32):
+            yield _linear_cross_entropy_call(128256, mode, dtype)
+        yield _linear_cross_entropy_call(128256, mode, option="main_grad")
+    for mode in ("keep_logits", "recompute", "blocks"):
+        yield _linear_cross_entropy_call(128256, mode, option="stats")
+    for width in (1001, 50257):
+        for dtype in (torch.bfloat16, torch.float32):
+            for terms in (LossTerms(), LossTerms(smoothing=0.1, z_loss=1e-3, softcap=30.0)):
+                yield _padded_call(width, dtype, terms)
+
+
+def _linear_cross_entropy_call(width: int, mode: str, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    options = _MODES[mode] | _OPTIONS.get(option, {})
+
+    def run() -> Tensor:
+        hidden, weight = meta(2048, 64, dtype=dtype), meta(width, 64, dtype=dtype)
+        labels = torch.empty(2048, dtype=torch.int64, device="meta")
+        if option == "main_grad":
+            give_main_grad(weight)
+        found = linear_cross_entropy(hidden, weight, labels, return_stats=option == "stats", backend="triton", **options)
+        result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
+        return result
+
+    return CoveringCall(" ".join(filter(None, (f"linear_cross_entropy 2048x{width}", mode, option))), dtype, run)
+
+
+def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall:
+    """Of the logits that a weight with rows of zeros after its last gives; where they are fp32, their gradient lies beside."""
+
+    def run() -> Tensor:
+        room = ceil_div(width, 64) * 64
+        buffer, labels = meta(2048, room, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
+        x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
+        out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
+        whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, False, incoming, room)
+        row_kernels.row_statistics(x, labels, terms, False, 0, width, None, room)
+        row_kernels.row_gradients(x, out, labels, terms, incoming, None, row_kernels.RowGradients(incoming), 0, width, None, room)
+        return buffer
+
+    said = "all terms" if terms.softcap else ""
+    return CoveringCall(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", said))), dtype, run)

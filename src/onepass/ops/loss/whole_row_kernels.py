@@ -1,0 +1,192 @@
+"""Whole rows of logits: their statistics and their gradient in one kernel, which reads memory about once.
+
+One program a row. It holds the last piece in registers and reads the others again, backwards: those read last come from the
+multiprocessor's own cache, the rest from the L2.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.rows import aligned, known_align, still_packed
+from onepass.ops.loss.formula import LossTerms
+from onepass.ops.loss.row_functions import (
+    LOG2_E,
+    PLANES,
+    exp_above,
+    finished_logit,
+    flags_of,
+    gradient_of,
+    label_of,
+    numbers_of,
+    probability_under,
+    rounded_lse,
+    store_statistics,
+)
+from onepass.runtime.sizes import power_of_two
+
+
+@device_function
+def _piece(x_ptr, columns, ROOM, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """A piece of a row's logits, as stored."""
+    if MASKED:
+        return tl.load(x_ptr + columns, mask=columns < ROOM, other=0.0, eviction_policy=POLICY)
+    else:
+        return tl.load(x_ptr + columns, eviction_policy=POLICY)
+
+
+@device_function
+def _groups(
+    x, columns, scale, cap, W: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """A piece's finished logits in groups of neighbours, one thread's each; -inf past the row's end."""
+    z = finished_logit(x, scale, cap, SCALED, CAPPED)
+    if MASKED:
+        z = tl.where(columns < W, z, float("-inf"))
+    return tl.reshape(z, [x.shape[0] // GROUP, GROUP])
+
+
+@device_function
+def _add_groups(
+    z, columns, largest, total, logits, surprise, first,
+    MASKED: tl.constexpr, SMOOTHED: tl.constexpr, FULL: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Add one more piece to the groups' statistics."""
+    most = tl.maximum(largest, tl.max(z, 1))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    before = tl.exp2((largest - base) * LOG2_E)
+    e = exp_above(z, base[:, None], EXACT)
+    if FULL:
+        at = tl.reshape(columns, [columns.shape[0] // GROUP, GROUP])
+        surprise = tl.where(before > 0, before * (surprise + (largest - base) * total), 0.0)
+        surprise += tl.sum(tl.where(e > 0, e * (z - base[:, None]), 0.0), 1)
+        first = tl.where(most > largest, tl.min(tl.where(z == most[:, None], at, 2147483647), 1), first)
+    if SMOOTHED:
+        logits += tl.sum(tl.where(z == float("-inf"), 0.0, z) if MASKED else z, 1)
+    return most, total * before + tl.sum(e, 1), logits, surprise, first
+
+
+@device_function
+def _store_gradient(
+    out_ptr, x, columns, a, s, lse, scale, cap, W: tl.constexpr, ROOM: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    z = finished_logit(x, scale, cap, SCALED, CAPPED)
+    d = gradient_of(x, z - lse, exp_above(z, lse, EXACT), a, 0.0, s, scale, cap, SCALED, CAPPED, False, SMOOTHED)
+    if MASKED:
+        tl.store(out_ptr + columns, tl.where(columns < W, d, 0.0), mask=columns < ROOM, cache_modifier=".cs")
+    else:
+        tl.store(out_ptr + columns, d, cache_modifier=".cs")
+
+
+@kernel
+def _both_kernel(
+    x_ptr, out_ptr, labels_ptr, g_ptr, parts_ptr,
+    M, X_ROW, OUT_ROW, scale, cap, smoothing, z_loss, ignore,
+    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
+    X_ROW, OUT_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN)
+    AGAIN: tl.constexpr = (W - 1) // BLOCK * BLOCK  # columns that are read again
+    RAGGED: tl.constexpr = AGAIN + BLOCK > W
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * X_ROW
+    out_ptr += row * OUT_ROW
+    lanes = tl.arange(0, BLOCK)
+    label, counts = label_of(labels_ptr, row, True, ignore, 0, W)
+    own = tl.load(x_ptr + label, mask=counts, other=0.0)
+    target = finished_logit(own, scale, cap, SCALED, CAPPED)
+    g = tl.load(g_ptr + row, mask=counts, other=0.0)
+    largest = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK // GROUP], tl.float32)
+    logits = tl.zeros([BLOCK // GROUP], tl.float32)
+    surprise = tl.zeros([BLOCK // GROUP], tl.float32)
+    first = tl.full([BLOCK // GROUP], 2147483647, tl.int32)
+    again = tl.where(counts | FULL, AGAIN, 0)  # a row that doesn't count needs no statistics
+    for begin in range(0, again, BLOCK):
+        columns = begin + lanes
+        z = _groups(_piece(x_ptr, columns, ROOM, False, "evict_last"), columns, scale, cap, W, False, SCALED, CAPPED, GROUP)
+        largest, total, logits, surprise, first = _add_groups(
+            z, columns, largest, total, logits, surprise, first, False, SMOOTHED, FULL, EXACT, GROUP
+        )
+    last = AGAIN + lanes
+    held = _piece(x_ptr, last, ROOM, RAGGED, "evict_first")
+    z = _groups(held, last, scale, cap, W, RAGGED, SCALED, CAPPED, GROUP)
+    largest, total, logits, surprise, first = _add_groups(
+        z, last, largest, total, logits, surprise, first, RAGGED, SMOOTHED, FULL, EXACT, GROUP
+    )
+    most = tl.max(largest, 0)
+    worth = probability_under(largest, most)
+    sum_of_all = tl.sum(worth * total, 0)
+    all_surprise, first_of_all = 0.0, 0
+    if FULL:
+        all_surprise = tl.sum(tl.where(worth > 0, worth * (surprise + (largest - most) * total), 0.0), 0)
+        first_of_all = tl.min(tl.where(largest == most, first, 2147483647), 0)
+    all_logits = tl.sum(logits, 0)
+    store_statistics(
+        parts_ptr, row, True, 0, M, most, sum_of_all, target, all_logits, all_surprise, first_of_all, PLANES, SMOOTHED, FULL
+    )
+    lse, less = rounded_lse(most, tl.log(sum_of_all), EXACT)
+    a, s, t = g * (1.0 + 2.0 * z_loss * lse) * less, -g * smoothing / W, g * (smoothing - 1.0)
+    if counts:
+        x = still_packed(held)
+        _store_gradient(out_ptr, x, last, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, RAGGED)
+        for back in range(0, AGAIN, BLOCK):
+            columns = AGAIN - BLOCK - back + lanes
+            x = _piece(x_ptr, columns, ROOM, False, "evict_first")
+            _store_gradient(out_ptr, x, columns, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, False)
+        d = gradient_of(own, target - lse, exp_above(target, lse, EXACT), a, 0.0, s + t, scale, cap, SCALED, CAPPED, False, True)
+        tl.debug_barrier()  # after another thread's store to the label's column
+        tl.store(out_ptr + label, d)
+    else:
+        for begin in range(0, ROOM, BLOCK):
+            tl.store(out_ptr + begin + lanes, tl.zeros([BLOCK], tl.float32), mask=begin + lanes < ROOM)
+
+
+# ---- tiles ----
+
+
+def tiles_of_rows(W: int, smoothed: bool, more: bool) -> tuple[int, int]:
+    """Return the columns of a piece, and warps, as measured: long rows want many threads and many columns a thread.
+
+    `more`: logits are capped or all statistics are needed, which takes registers.
+    """
+    if W <= 4096:
+        return power_of_two(max(W, 32)), max(1, power_of_two(W) // 512)
+    if more:
+        return 4096, 8
+    if W <= 36864 or (W <= 65536 and smoothed):
+        return 4096, 16
+    return (8192, 32) if W <= 65536 else (16384, 16)
+
+
+@lru_cache(1024)
+def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, full: bool, wide: bool) -> Bound:
+    _, capped, smoothed = flags_of(terms)
+    block, num_warps = tiles_of_rows(W, smoothed, full or capped)
+    bound: Bound = _both_kernel.bind(
+        x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
+        W, room, PLANES, *flags_of(terms), full, known_align(x_row, out_row), block, min(block, 4 if wide else 8),
+        num_warps=num_warps,
+    )  # fmt: skip
+    return bound
+
+
+# ---- the call ----
+
+
+def row_statistics_and_gradients(
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, full: bool, incoming: Tensor, room: int = 0
+) -> Tensor:
+    """Return whole rows' statistics [1, PLANES, rows], and write their gradient to out, which may be x."""
+    M, W = x.shape
+    launch = _plan(W, max(W, room), x.stride(0), out.stride(0), terms, full, x.dtype is torch.float32)
+    parts = x.new_empty(1, PLANES, M, dtype=torch.float32)
+    launch((M, 1, 1), x, out, labels, incoming, parts, M)
+    return parts

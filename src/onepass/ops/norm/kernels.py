@@ -1,0 +1,121 @@
+"""Both norms' kernels as registered ops, and what can be said of a call before it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.vectors import VectorGrads
+from onepass.kernels.language import triton_unsupported
+from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
+from onepass.ops.norm.formula import NormOptions
+from onepass.ops.norm.forward import forward_tiles, norm_forward
+from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.op import Registered
+
+WIDEST = 262144
+_TYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def _forward_fake(
+    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, options: NormOptions, keep: bool
+) -> tuple[Tensor | None, ...]:
+    rows = x.numel() // x.shape[-1]
+    return (
+        x.new_empty(x.shape),
+        None if residual is None else x.new_empty(x.shape),
+        x.new_empty(rows * (1 + options.layer), dtype=torch.float32) if keep else None,
+    )
+
+
+def _backward_fake(
+    dy: Tensor, dh: Any, x: Tensor, weight: Any, bias: Any, stats: Any, options: NormOptions,
+    need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype, rebuild: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return (
+        dy.new_empty(x.shape, dtype=dx_type) if need_dx else None,
+        weight.new_empty(weight.shape) if need_dweight else None,
+        bias.new_empty(bias.shape) if need_dbias else None,
+        x.new_empty(x.shape) if rebuild else None,
+    )
+
+
+forward = Registered(
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, NormOptions options, bool keep) "
+    "-> (Tensor, Tensor?, Tensor?)",
+    norm_forward,
+    _forward_fake,
+    NormOptions,
+)
+backward = Registered(
+    "norm_backward(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor? stats, NormOptions options, "
+    "bool need_dx, bool need_dweight, bool need_dbias, ScalarType dx_type, bool rebuild) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
+    norm_backward,
+    _backward_fake,
+    NormOptions,
+    dispatched=partial(norm_backward, keep_scratch=False),
+)
+
+
+def backward_into(
+    grads: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    *rest: Any, into_dy: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, with dweight and dbias put where `grads` says, if anywhere."""
+    if grads is None:
+        return backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy)  # type: ignore[no-any-return]
+    into = grads.into(dy, dh, x, weight, bias)
+    if into is None:
+        weight, bias = grads.wide(weight, bias)
+    dx, dweight, dbias, y = backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy, into=into)
+    dweight, dbias = grads.autograd_grads(into, dweight, dbias)
+    return dx, dweight, dbias, y
+
+
+# ---- what can be said of a call ----
+
+
+def norm_unsupported(x: Tensor) -> str | None:
+    """Why the kernels can't take this call, or None."""
+    if x.dtype not in _TYPES:
+        return f"x is {x.dtype}"
+    if x.shape[-1] > WIDEST:
+        return f"rows of {x.shape[-1]} are longer than {WIDEST}"
+    if under_functorch():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
+    reason = triton_unsupported(x)
+    return too_few_processors(x) if reason is None and x.shape[-1] > ALWAYS_HELD and x.is_cuda else reason
+
+
+def norm_variant(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    layer: bool,
+    memory_efficient: bool,
+    rebuilt_with: Tensor | None = None,
+) -> str:
+    """Which kernels a call runs, and their tiles. `rebuilt_with`: y's bias, where backward builds y again."""
+    H = x.shape[-1]
+    if not x.numel():
+        return "the PyTorch formula, as there is nothing to do"
+    ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
+    back = tiles_for(x, residual, weight, rebuilt_with, layer)
+    if ahead.short:
+        said = f"forward with {ahead.block_m} rows a program, in registers"
+    else:
+        said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
+        said += f" but for {ahead.held} held in registers" if ahead.held else ""
+    if back.shared:
+        said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
+    else:
+        said += f"; backward with {back.block_m} rows at a time a program, in registers"
+        said += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
+    said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
+    kept = "x" if residual is None else "h"
+    if not memory_efficient:
+        return f"{said}; keeps {kept} and its rows' statistics"
+    return f"{said}; keeps {kept} only" + (", which backward reads once more for its statistics" if reads_twice(back) else "")

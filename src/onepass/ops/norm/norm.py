@@ -1,0 +1,249 @@
+"""norm: layer_norm and rms_norm, alone or after adding a residual.
+
+Formula  h = x + residual, rounded to x's type (without a residual h is x);
+         RMSNorm: y = h / sqrt(mean(h^2) + eps) * weight;  LayerNorm: the same of h - mean(h), and + bias.
+         zero_centered_gamma: weight + 1 in the place of weight. fp32 all the way, y rounded once, where it is stored.
+Shapes   x and residual [..., H], weight and bias [H]; y and h are x's shape and type. M rows, H up to 262144.
+Saves    h, weight and for each row 1 / deviation (and the mean) in fp32; with memory_efficient not even these.
+Bytes    forward reads x and writes y, with a residual reads x and residual and writes h and y; backward reads dy and h (and
+         h's own gradient) and writes dx, which is the residual's gradient too. dweight and dbias in the same pass.
+Kernels  ops/norm/kernels.py and what it names: norm_linear shares them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.main_grad import grad_requests
+from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
+from onepass.ops.norm import kernels
+from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
+from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.checks import check_norm, check_same_shape, check_vector
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
+from onepass.runtime.formula import run_formula
+from onepass.runtime.op import define_op
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
+    stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
+    return _formula(x, weight, None, residual, NormOptions(False, eps, zero_centered_gamma), stored or x.dtype)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+    stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
+    return _formula(x, weight, bias, residual, NormOptions(True, eps, zero_centered_gamma), stored or x.dtype)
+
+
+def _formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    options: NormOptions, stored: torch.dtype, native: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    layer, eps, centered = options
+    h = x if residual is None else add_rounded(x, residual, stored)
+    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=native).to(x.dtype)
+    return y if residual is None else (y, h.to(x.dtype))
+
+
+# ---- autograd ----
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        options: NormOptions, keep: bool,
+    ) -> Any:  # fmt: skip
+        y, h, stats = kernels.forward(x, residual, weight, bias, options, keep)
+        ctx.call = options, x.dtype, None if residual is None else residual.dtype
+        ctx.vectors = saved_vectors(ctx, 2, weight, bias)
+        if residual is not None:
+            ctx.set_materialize_grads(False)  # y or h may have been used alone
+        ctx.save_for_backward(x if residual is None else h, weight, bias, stats)
+        return y if residual is None else (y, h)
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, stats = ctx.saved_tensors
+        options, x_type, residual_type = ctx.call
+        need_x, need_residual, need_dweight, need_dbias = ctx.needs_input_grad[:4]
+        if dy is None:
+            dx, dweight, dbias = dh, None, None
+        else:
+            dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
+            needs, grads = (need_x or need_residual, need_dweight, need_dbias), None
+            if ctx.vectors is not None:
+                given = True, residual_type is not None, weight is not None, bias is not None
+                vectors, main_grads = ctx.vectors
+                grads = VectorGrads(vectors, main_grads, grad_requests(ctx, *given)[2:])
+                needs = needs[0], *grads.needed()
+            dx, dweight, dbias, _ = kernels.backward_into(grads, dy, dh, x, weight, bias, stats, options, *needs, dx_type, False)
+        if residual_type is None:  # dx is None or of x's type: no need to ask
+            return dx, None, dweight, dbias, None, None
+        return (
+            dx.to(x_type) if need_x and dx is not None else None,
+            dx.to(residual_type) if need_residual and dx is not None else None,
+            dweight, dbias, None, None,
+        )  # fmt: skip
+
+
+_apply = fast_apply(_NormFunction)
+
+
+# ---- the public functions: say what is wrong, choose who does it, return ----
+
+
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> None:
+    check_norm(x, eps)
+    if weight is not None:
+        check_vector("weight", weight, x)
+    elif centered:
+        raise ValueError("zero_centered_gamma says how weight is kept, but there is no weight")
+    if bias is not None:
+        check_vector("bias", bias, x)
+    if residual is not None:
+        check_same_shape("residual", residual, x)
+
+
+def _norm(
+    name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: NormOptions, memory_efficient: bool, backend: str | None,
+) -> Any:  # fmt: skip
+    chosen = choose(name, backend, kernels.norm_unsupported(x))
+    if chosen not in NATIVE:
+        vectors = (weight, bias) if options.layer else (weight,)
+        centered = options.zero_centered_gamma
+        return run_other(
+            name, chosen, x, *vectors, options.eps,
+            residual=residual, zero_centered_gamma=centered, memory_efficient=memory_efficient,
+        )  # fmt: skip
+    if chosen == "torch" or x.numel() == 0:
+        formula = partial(_native_formula, options=options)
+        return run_formula(formula, "input", x, shared=(with_fp32_grad(weight), with_fp32_grad(bias)), per_row=(residual,))
+    weight, bias = contiguous_param(weight), contiguous_param(bias)
+    if not needs_grad(x, residual, weight, bias):
+        y, h, _ = kernels.forward(x, residual, weight, bias, options, False)
+        return y if residual is None else (y, h)
+    return _apply(x, residual, weight, bias, options, not memory_efficient)
+
+
+def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: NormOptions) -> Any:
+    return _formula(x, weight, bias, residual, options, x.dtype, native=True)
+
+
+# What comes back depends on whether there is a residual: type checkers are told.
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """RMSNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
+
+    Args:
+        x: ``[..., H]``, H from 1 to 262144 on a GPU.
+        weight: ``[H]``, of any floating-point type, or None.
+        eps: added to the mean of the squares; above 0.
+        residual: of x's shape: added to x before.
+        zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
+        memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
+            for it); the gradients are the same.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+    """
+    _check(x, residual, weight, None, eps, zero_centered_gamma)
+    options = NormOptions(False, float(eps), zero_centered_gamma)
+    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, backend)
+
+
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """LayerNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
+
+    Args:
+        x: ``[..., H]``, H from 1 to 262144 on a GPU.
+        weight, bias: ``[H]``, of any floating-point type, or None.
+        eps: added to the variance; above 0.
+        residual: of x's shape: added to x before.
+        zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
+        memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
+            for it); the gradients are the same.
+        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
+
+    Returns:
+        y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+    """
+    _check(x, residual, weight, bias, eps, zero_centered_gamma)
+    options = NormOptions(True, float(eps), zero_centered_gamma)
+    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, backend)
+
+
+define_op(
+    rms_norm,
+    check=lambda call: _check(call.x, call.residual, call.weight, None, call.eps, call.zero_centered_gamma),
+    unsupported=lambda call: kernels.norm_unsupported(call.x),
+    variant=lambda call: kernels.norm_variant(call.x, call.residual, call.weight, False, call.memory_efficient),
+)
+define_op(
+    layer_norm,
+    check=lambda call: _check(call.x, call.residual, call.weight, call.bias, call.eps, call.zero_centered_gamma),
+    unsupported=lambda call: kernels.norm_unsupported(call.x),
+    variant=lambda call: kernels.norm_variant(call.x, call.residual, call.weight, True, call.memory_efficient),
+)

@@ -1,0 +1,1 @@
+"""Norms of many tensors of different widths in one launch."""

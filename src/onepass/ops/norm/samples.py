@@ -1,0 +1,118 @@
+"""Sample calls of layer_norm, rms_norm and norm_linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
+from onepass.runtime.samples import (
+    CoveringCall,
+    Sample,
+    give_main_grad,
+    meta,
+    random_tensors,
+)
+
+SAMPLES = {
+    "layer_norm": Sample(partial(random_tensors, ((37, 203), (203,), (203,))), layer_norm_reference),
+    "rms_norm": Sample(partial(random_tensors, ((37, 203), (203,))), rms_norm_reference),
+    "norm_linear": Sample(partial(random_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
+    "layer_norm: residual": Sample(
+        partial(random_tensors, ((37, 203), (203,), (203,), (37, 203))),
+        layer_norm_reference,
+        {"zero_centered_gamma": True},
+        keywords=("residual",),
+    ),
+    "rms_norm: residual": Sample(
+        partial(random_tensors, ((37, 203), (203,), (37, 203))), rms_norm_reference, keywords=("residual",)
+    ),
+    "norm_linear: all outputs": Sample(
+        partial(random_tensors, ((37, 203), (203,), (29, 203), (29,), (203,), (37, 203))),
+        norm_linear_reference,
+        {"norm": "layer_norm", "return_norm_output": True},
+        keywords=("norm_bias", "residual"),
+    ),
+}
+
+
+SHAPES_OF = {
+    "layer_norm": {"residual": lambda x, given: x.shape},
+    "rms_norm": {"residual": lambda x, given: x.shape},
+    "norm_linear": {"residual": lambda x, given: x.shape, "bias": lambda x, given: given["weight"][:1]},
+}
+
+
+# ---- calls that launch every kernel, in every form that is shipped ----
+
+
+def covering_calls() -> Iterator[CoveringCall]:
+    yield from _norm_calls()
+    yield from _norm_linear_calls()
+
+
+_WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
+
+
+def _norm_calls() -> Iterator[CoveringCall]:
+    """Both norms at all widths; types and a residual at one width of each kernel; all options for layer_norm: it holds more."""
+    for norm in ("rms_norm", "layer_norm"):
+        for width in _WIDTHS:
+            yield _norm_call(norm, width)
+        for width in (128, 4096, 12288, 32768):
+            yield _norm_call(norm, width, torch.float32)
+            yield _norm_call(norm, width, option="residual")
+        yield _norm_call(norm, 128, option="heads")
+    for width in (128, 4096, 12288, 32768):
+        for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
+            yield _norm_call("layer_norm", width, option=option)
+        yield _norm_call("layer_norm", width, torch.float32, "residual")
+        yield _norm_call("rms_norm", width, option="main_grad")
+
+
+def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    def run() -> Tensor:
+        x = meta(2048, width, dtype=dtype, requires_grad=option != "frozen x")
+        if option == "heads":  # of a product's rows
+            x = meta(4, 512, 32 * width, dtype=dtype)[..., : 16 * width].unflatten(-1, (16, width))
+        vectors = [meta(width, dtype=dtype, requires_grad=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
+        if option == "main_grad":
+            give_main_grad(*vectors)
+        residual = meta(2048, width, dtype=dtype) if option == "residual" else None
+        function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
+        y = function(
+            x, *([] if option == "no weight" else vectors), residual=residual,
+            memory_efficient=option == "memory_efficient", backend="triton",
+        )  # fmt: skip
+        result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
+        return result
+
+    return CoveringCall(" ".join(filter(None, (norm, f"2048x{width}", option))), dtype, run)
+
+
+def _norm_linear_calls() -> Iterator[CoveringCall]:
+    """The norms' kernels are covered; here they also rebuild y, and add h's gradient while they do."""
+    for norm in NORMS:
+        for width in (4096, 12288, 32768):
+            yield _norm_linear_call(norm, width)
+        for width in (64, 2048, 4096, 8192, 12288, 32768):
+            yield _norm_linear_call(norm, width, residual=True)
+
+
+def _norm_linear_call(norm: str, width: int, residual: bool = False) -> CoveringCall:
+    dtype = torch.bfloat16
+
+    def run() -> Tensor:
+        norm_bias = meta(width, dtype=dtype) if norm == "layer_norm" else None
+        x, norm_weight, weight = meta(2048, width, dtype=dtype), meta(width, dtype=dtype), meta(64, width, dtype=dtype)
+        added = meta(2048, width, dtype=dtype) if residual else None
+        y: Any = norm_linear(x, norm_weight, weight, residual=added, norm=norm, norm_bias=norm_bias, backend="triton")
+        result: Tensor = torch.cat(y, -1) if residual else y  # both gradients come back
+        return result
+
+    return CoveringCall(f"norm_linear {norm} 2048x{width}{' residual' if residual else ''}", dtype, run)

@@ -1,0 +1,1 @@
+"""Scaled, masked softmax over the last dimension."""

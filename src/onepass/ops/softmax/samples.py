@@ -1,0 +1,70 @@
+"""Sample calls of softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from onepass.ops.softmax.softmax import softmax, softmax_reference
+from onepass.runtime.samples import CoveringCall, Sample, meta, random_tensors
+
+
+def _with_mask(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Scores of three heads, and a mask of all heads, which leaves nothing of one row."""
+    (x,) = random_tensors(((2, 3, 37, 203),), device, dtype)
+    mask = torch.arange(2 * 37 * 203, device=device).remainder(3).view(2, 1, 37, 203) == 0
+    mask[0, 0, 5] = True
+    return x, mask
+
+
+_SCORES = partial(random_tensors, ((3, 37, 203),))
+SAMPLES = {
+    "softmax": Sample(_SCORES, softmax_reference, {"scale": 0.3, "causal": True}),
+    "softmax: plain": Sample(_SCORES, softmax_reference),
+    "softmax: mask": Sample(_with_mask, softmax_reference, {"scale": 2.0}, keywords=("mask",), frozen=1),
+    "softmax: mask, causal": Sample(_with_mask, softmax_reference, {"causal": True}, keywords=("mask",), frozen=1),
+}
+
+
+SHAPES_OF = {"softmax": {"mask": lambda x, given: x.shape}}
+
+
+# ---- calls that launch every kernel, in every form that is shipped ----
+
+_WIDTHS = (1, 64, 777, 2048, 3001, 5000, 8192, 16384)
+_MASKS = {  # shapes, for x [4, 8, 512, columns]: rows in one level, two and three
+    "mask": (4, 8, 512, 0),
+    "mask of all heads": (4, 1, 512, 0),
+    "mask of columns": (4, 1, 1, 0),
+    "mask of rows": (4, 8, 512, 1),
+}
+
+
+def covering_calls() -> Iterator[CoveringCall]:
+    """All widths, plain, causal and with a mask of all heads; other types and masks at some of them."""
+    for width in _WIDTHS:
+        for option in ("", "causal", "mask of all heads"):
+            yield _softmax_call(width, option=option)
+    for width in (2048, 5000, 16384):
+        for dtype in (torch.float16, torch.float32):
+            for option in ("", "causal", "mask of all heads"):
+                yield _softmax_call(width, dtype, option)
+    for width in (2048, 16384):
+        for option in ("mask", "mask of columns", "mask of rows", "mask of all heads, causal", "sliced"):
+            yield _softmax_call(width, option=option)
+
+
+def _softmax_call(width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    def run() -> Tensor:
+        extra = 8 if option == "sliced" else 0
+        x = meta(4, 8, 512, width + extra, dtype=dtype)[..., :width]
+        shape = _MASKS.get(option.partition(",")[0])
+        mask = None
+        if shape is not None:
+            mask = torch.empty(*shape[:-1], shape[-1] or width, dtype=torch.bool, device="meta")
+        return softmax(x, scale=0.125, mask=mask, causal="causal" in option, backend="triton")
+
+    return CoveringCall(" ".join(filter(None, ("softmax", f"16384x{width}", option))), dtype, run)

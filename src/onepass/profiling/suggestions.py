@@ -1,0 +1,213 @@
+"""Which fusions of ours apply to what was seen, each with what was seen: nothing is suggested on a guess."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+
+from onepass.profiling.figures import Figures, OperatorCall
+from onepass.profiling.model import Limits, Suggestion
+from onepass.profiling.verdict import counted, listed, number, time
+
+_LARGE_VOCABULARY = 8192
+_FAST = 0.9  # of the copy bandwidth
+_WORTH = 0.01  # of the time: less isn't worth a word
+
+
+def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) -> tuple[Suggestion, ...]:
+    """The most time first, above them a CUDA graph where launches are what there is to save."""
+    calls, steps = [call for call in figures.calls if not _as_fast_as_it_gets(call, limits)], figures.steps
+    total = sum(call.us for call in figures.calls) / steps
+    finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [_losses, _norms, _activations, _accumulations]
+    found = [suggestion for finder in finders for suggestion in finder(calls, steps)]
+    if not figures.on_gpu:
+        found = [_on_cpu(suggestion) for suggestion in found]
+    found += _equal(calls, steps, figures.on_gpu)
+    found = sorted((suggestion for suggestion in found if suggestion.us >= _WORTH * total), key=lambda s: -s.us)
+    return (*_graph(figures, verdict, idle_us), *found)
+
+
+def _as_fast_as_it_gets(call: OperatorCall, limits: Limits) -> bool:
+    """A norm that moves its bytes as a copy does; nothing of ours is faster, unless it takes in more than the norm."""
+    if call.name not in _NORMS or call.cost.bytes is None or limits.copy_gbs is None or not call.us:
+        return False
+    return call.cost.bytes / call.us / 1e3 >= _FAST * limits.copy_gbs
+
+
+def _graph(figures: Figures, verdict: str, idle_us: float) -> list[Suggestion]:
+    if not (figures.on_gpu and verdict == "launch-bound" and figures.same_steps) or figures.graphs or figures.waits:
+        return []
+    launches = counted(figures.launches / figures.steps, "launch")
+    saw = f"the same {launches} with the same shapes in each step, {time(idle_us)} of idling"
+    return [Suggestion("onepass.fuse(fn, cuda_graph=True)", saw, idle_us)]
+
+
+_NORMS = frozenset(f"aten::{name}{way}" for name in ("native_layer_norm", "_fused_rms_norm") for way in ("", "_backward"))
+
+
+def _on_cpu(suggestion: Suggestion) -> Suggestion:
+    """There PyTorch's own operators compute norms and activations, and products without logits are several smaller ones."""
+    if "_norm" in suggestion.call or "activation" in suggestion.call:
+        more = "faster on a GPU only"
+    elif "linear_cross_entropy" in suggestion.call:
+        more = "on a CPU it saves the logits' memory, not time"
+    else:
+        return suggestion
+    return Suggestion(suggestion.call, f"{suggestion.saw}; {more}", suggestion.us)
+
+
+def _norms(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    for name, ours in (("native_layer_norm", "layer_norm"), ("_fused_rms_norm", "rms_norm")):
+        seen = _named(calls, f"aten::{name}", f"aten::{name}_backward")
+        if seen:
+            added = sum(
+                before.name == "aten::add" and before.step == call.step and _shape(before) == _shape(call)
+                for before, call in _followed(calls)
+                if call.name == f"aten::{name}"
+            )
+            more = f"; {_count(added, steps)} follow an addition of their shape: residual= takes it in" if added else ""
+            yield _suggestion(f"onepass.{ours}(x, weight, ...)", seen, steps, more)
+    written_out = _written_out(calls)
+    if written_out:
+        roots = len(_named(written_out, "aten::rsqrt"))
+        us = sum(call.us for call in written_out) / steps
+        saw = f"{_count(roots, steps)} RMS norms written out in {_count(len(written_out), steps)} operators, {time(us)}"
+        yield Suggestion("onepass.rms_norm(x, weight)", saw, us)
+
+
+def _written_out(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
+    """x * rsqrt(mean(x^2) + eps), and the weight."""
+    found = []
+    for i, call in enumerate(calls):
+        if call.name != "aten::rsqrt":
+            continue
+        around = [c for c in calls[max(i - 3, 0) : i + 3] if c.step == call.step]
+        names = {c.name for c in around}
+        if "aten::mean" in names and "aten::mul" in names and names & {"aten::pow", "aten::square"}:
+            parts = ("aten::pow", "aten::square", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul")
+            found += [c for c in around if c.name in parts]
+    return found
+
+
+def _activations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    for name, plain, gated in (("gelu", "gelu", "geglu"), ("silu", "silu", "swiglu")):
+        seen = _named(calls, f"aten::{name}", f"aten::{name}_backward")
+        if not seen:
+            continue
+        products = [
+            after for call, after in _followed(calls)
+            if call.name == f"aten::{name}" and after.name == "aten::mul" and _shape(after) == _shape(call)
+        ]  # fmt: skip
+        activation = gated if products else plain
+        more = f"; {_count(len(products), steps)} are multiplied with a tensor of their shape at once" if products else ""
+        yield _suggestion(f'onepass.bias_activation(x, bias, "{activation}")', [*seen, *products], steps, more)
+
+
+def _losses(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    softmaxes = [call for call in _named(calls, "aten::_log_softmax") if (_shape(call) or (0,))[-1] >= _LARGE_VOCABULARY]
+    losses = [call for call in calls if call.name.startswith("aten::nll_loss") and call.works]
+    if not softmaxes or not losses:
+        return
+    shape = _shape(softmaxes[0])
+    assert shape
+    seen = [*softmaxes, *_named(calls, "aten::_log_softmax_backward_data"), *losses]
+    heads = [call for call in calls if call.cost.flops is not None and _inner(call) is not None and _inner(call) == shape[-1]]
+    ours = "onepass.linear_cross_entropy(hidden, weight, labels)" if heads else "onepass.cross_entropy(logits, labels)"
+    size = " x ".join(f"{n:,}" for n in shape)
+    made = ", made by a matrix product" if heads else ""
+    yield _suggestion(ours, seen, steps, f"; the logits are {size}{made}")
+
+
+def _inner(call: OperatorCall) -> int | None:
+    """The columns of a product's result."""
+    tensors = [given for given in call.inputs if given.shape]
+    return tensors[-1].shape[-1] if tensors and tensors[-1].shape else None
+
+
+def _accumulations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    seen = [
+        call for call in calls
+        if call.name in ("aten::add_", "aten::add")
+        and "torch::autograd::AccumulateGrad" in call.within and len(_shape(call) or ()) == 2
+    ]  # fmt: skip
+    if seen:
+        more = "; they add a weight's gradient to .grad, which the matrix product can do itself"
+        yield _suggestion("onepass.linear(x, weight) with weight.main_grad (onepass.parallel.MainGrads)", seen, steps, more)
+
+
+# ---- many equal ones ----
+
+_LEAST_REPEATS, _LONGEST_PERIOD = 8, 4
+_SMALL_US = {True: 20.0, False: 100.0}  # on a GPU, on a CPU: what costs about as much to call as to do
+_FREE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "narrow",
+        "ones", "permute", "reshape", "resize_", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split",
+        "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias",
+        "_unsafe_view", "zeros",
+    )
+)  # fmt: skip
+
+
+def _equal(calls: Sequence[OperatorCall], steps: int, on_gpu: bool) -> list[Suggestion]:
+    work = [call for call in calls if call.works and call.name not in _FREE]
+    groups = [group for group in _repeats(work) if median(call.us for call in group) <= _SMALL_US[on_gpu]]
+    if not groups:
+        return []
+    longest = max(groups, key=len)
+    period = list(dict.fromkeys(call.name for call in longest))
+    us = sum(call.us for group in groups for call in group) / steps
+    saw = (
+        f"{_count(sum(map(len, groups)), steps)} small calls with the same shapes one after the other, such as {listed(period)} "
+        f"{len(longest) // len(period)} times, {time(us)}: "
+        "where they don't need each other's results, one can do for all"
+    )
+    return [Suggestion("onepass.fuse(fn)", saw, us)]
+
+
+def _repeats(calls: Sequence[OperatorCall]) -> list[list[OperatorCall]]:
+    """Runs in which a few calls come again and again, equal in shapes and types. What writes in place is no such call."""
+    found, i = [], 0
+    keys = [None if call.name.endswith("_") else (call.step, *call.key) for call in calls]
+    while i < len(calls):
+        end = i + 1
+        for period in range(1, _LONGEST_PERIOD + 1):
+            same = 0
+            while i + same + period < len(keys) and keys[i + same] is not None and keys[i + same] == keys[i + same + period]:
+                same += 1
+            if same // period + 1 >= _LEAST_REPEATS:
+                end = i + (same // period + 1) * period
+                found.append(list(calls[i:end]))
+                break
+        i = end
+    return found
+
+
+# ---- calls ----
+
+
+def _named(calls: Sequence[OperatorCall], *names: str) -> list[OperatorCall]:
+    return [call for call in calls if call.name in names]
+
+
+def _followed(calls: Sequence[OperatorCall]) -> Iterable[tuple[OperatorCall, OperatorCall]]:
+    work = [call for call in calls if call.works and call.name not in _FREE]
+    return pairwise(work)
+
+
+def _shape(call: OperatorCall) -> tuple[int, ...] | None:
+    return next((given.shape for given in call.inputs if given.shape is not None), None)
+
+
+def _suggestion(ours: str, seen: Sequence[OperatorCall], steps: int, more: str = "") -> Suggestion:
+    names = Counter(call.name for call in seen)
+    us = sum(call.us for call in seen) / steps
+    listed = ", ".join(f"{_count(count, steps)} {name}" for name, count in names.items())
+    return Suggestion(ours, f"{listed}, {time(us)} together{more}", us)
+
+
+def _count(count: int, steps: int) -> str:
+    return number(count / steps)

@@ -1,0 +1,23 @@
+"""What commands can't do: said in one line, and before anything is measured, trained or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CommandError(Exception):
+    """What a command was asked for can't be done; the message says why. The cli prints it and exits with status 2."""
+
+
+def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse a file that could not be written at the end, and make its folder."""
+    if path is None:
+        return
+    if suffixes and not path.name.endswith(suffixes):
+        raise CommandError(f"--{option} must end in {' or '.join(suffixes)}, but is {str(path)!r}")
+    if path.is_dir():
+        raise CommandError(f"--{option} must be a file, but {str(path)!r} is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--{option} can't be written: {error}") from None

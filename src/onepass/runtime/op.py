@@ -1,0 +1,185 @@
+"""The record of an op: what the public function, `explain`, `doctor`, the command line and the tests know of it.
+
+Options     One `NamedTuple` of an op's options, made once in the public function and passed whole. A NamedTuple, as a frozen
+            dataclass takes three times as long to make, and a call is a matter of microseconds.
+Registered  A kernel's launcher as a registered op with a fake. Calling it decides between the dispatcher and a direct call.
+define_op   Registers the op by name. What only tools need lies in `samples.py` beside the op, and is imported when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import Parameter, Signature, signature
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import torch
+
+from onepass.runtime.dispatch import needs_dispatcher, registered
+
+Reason = str | None  # why a backend can't take a call, or None
+
+_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+
+class Call(SimpleNamespace):
+    """The arguments of one call of an op, by their names in its public signature."""
+
+
+# ---- registered ops ----
+
+
+class Registered:
+    """A function as a registered op: through the dispatcher where somebody watches, called directly where nobody does.
+
+        _forward = Registered(
+            "norm(Tensor x, Tensor? weight, NormOptions options, bool keep) -> (Tensor, Tensor?)",
+            norm_forward, _forward_fake, NormOptions,
+        )
+
+    The schema is PyTorch's, with two additions. A parameter whose type is the name of a record becomes the record's fields. A
+    returned `Tensor?` may be None: the dispatcher knows tensors only, and carries an empty one in its place.
+
+    Args:
+        schema: the op's name, parameters and results; tensors come first.
+        function: takes the parameters in order, and by keyword what only a direct call may be given.
+        fake: takes the parameters and returns tensors without data.
+        records: the records that the schema names.
+        dispatched: what the dispatcher runs in the function's place, as graphs want to own what they allocate.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        function: Callable[..., Any],
+        fake: Callable[..., Any],
+        *records: type[Any],
+        dispatched: Callable[..., Any] | None = None,
+    ) -> None:
+        self.function = function
+        by_name = {record.__name__: record for record in records}
+        name, parameters, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()  # type: ignore[union-attr]
+        kinds = [parameter.rpartition(" ")[0] for parameter in parameters.split(", ")]
+        self._records = [by_name.get(kind) for kind in kinds]
+        self._tensors = next((i for i, kind in enumerate(kinds) if not kind.startswith("Tensor")), len(kinds))
+        self._optional = [result.endswith("?") for result in results.strip("()").split(", ")]
+        flat = ", ".join(
+            parameter if record is None else _fields_schema(record)
+            for parameter, record in zip(parameters.split(", "), self._records, strict=True)
+        )
+        # a compiler that has stopped before the op must not go on inside of it
+        run = torch._disable_dynamo(self._tensors_of(dispatched or function))  # type: ignore[attr-defined]
+        self.op = registered(f"{name}({flat}) -> {results.replace('?', '')}", run, self._tensors_of(fake))
+
+    def __call__(self, *args: Any, **direct: Any) -> Any:
+        """`direct`: what may be done beside, such as writing over an input. Through the dispatcher it is not done."""
+        if needs_dispatcher(*args[: self._tensors]):
+            return self._through_dispatcher(args)
+        return self.function(*args, **direct)
+
+    def _through_dispatcher(self, args: tuple[Any, ...]) -> Any:
+        flat: list[Any] = []
+        for arg, record in zip(args, self._records, strict=True):
+            flat.extend([arg] if record is None else [*arg])  # not +=: PyTorch 2.11 compiles no sum with a NamedTuple
+        found = self.op(*flat)
+        if len(self._optional) == 1:
+            return found
+        return tuple(
+            None if optional and t.dim() == 1 and not t.shape[0] else t for t, optional in zip(found, self._optional, strict=True)
+        )
+
+    def _tensors_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as the dispatcher calls it: of flat arguments, to tensors only."""
+
+        def run(*flat: Any) -> Any:
+            values = iter(flat)
+            args = [next(values) if record is None else _collect(record, values) for record in self._records]
+            found = function(*args)
+            if len(self._optional) == 1:
+                return found
+            return tuple(args[0].new_empty(0) if t is None else t for t in found)
+
+        return run
+
+
+def _fields_schema(record: type[Any]) -> str:
+    """A record's fields as parameters of a schema."""
+    found = []
+    for name, hint in get_type_hints(record).items():
+        optional = type(None) in getattr(hint, "__args__", ())
+        kind = next(k for k in getattr(hint, "__args__", (hint,)) if k is not type(None))
+        found.append(f"{_SCHEMA_TYPES[kind]}{'?' * optional} {name}")
+    return ", ".join(found)
+
+
+def _collect(record: type[Any], values: Iterator[Any]) -> Any:
+    return record(*(next(values) for _ in record._fields))
+
+
+# ---- what is known of an op ----
+
+
+@dataclass
+class Backend:
+    """Somebody else's kernels for one op: `run` takes the op's own arguments, without `backend`."""
+
+    run: Callable[..., Any]
+    unsupported: Callable[..., Reason]
+
+
+@dataclass
+class Op:
+    """What is known of one op. `check`, `unsupported`, `variant` and `formula` take a `Call`."""
+
+    name: str
+    function: Callable[..., Any]
+    check: Callable[[Call], object]  # raises where the arguments are wrong
+    unsupported: Callable[[Call], Reason]  # why the kernels can't take this call
+    variant: Callable[[Call], str]  # which kernels would run, with what tiles, and why
+    formula: Callable[[Call], str] | None  # what "torch" does, where that is more than the formula
+    samples_module: str
+    others: dict[str, Backend] = field(default_factory=dict)
+
+    def call(self, *args: Any, **options: Any) -> Call:
+        """The arguments but `backend` by their names in the public function's signature, with its defaults."""
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        return Call(**{name: value for name, value in bound.arguments.items() if name != "backend"})
+
+    @cached_property
+    def _signature(self) -> Signature:
+        return signature(self.function)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Of the options that have one."""
+        return {name: p.default for name, p in self._signature.parameters.items() if p.default is not Parameter.empty}
+
+    @property
+    def samples(self) -> Any:
+        """The module of this op's sample calls, for tools only."""
+        return importlib.import_module(self.samples_module)
+
+
+OPS: dict[str, Op] = {}
+
+
+def define_op(
+    function: Callable[..., Any],
+    *,
+    check: Callable[[Call], object],
+    unsupported: Callable[[Call], Reason],
+    variant: Callable[[Call], str],
+    formula: Callable[[Call], str] | None = None,
+    samples_module: str = "",
+) -> None:
+    """Make an op known to `explain`, `doctor`, the registry of backends, the command line and the contract tests.
+
+    Its sample calls are in `samples.py` of its folder, unless another module is named.
+    """
+    samples_module = samples_module or f"{function.__module__.rpartition('.')[0]}.samples"
+    OPS[function.__name__] = Op(function.__name__, function, check, unsupported, variant, formula, samples_module)

@@ -1,0 +1,290 @@
+"""What every op must hold, once for all of them: each check takes one op's sample call, on a device, by a backend.
+
+    for check in CHECKS:
+        check(subjects("triton", torch.device("cpu"))["rms_norm"])
+
+A check raises AssertionError where the op does not hold. What only one op must hold is in that op's own tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from onepass.runtime.dispatch import NAMESPACE
+from onepass.runtime.op import OPS, Op
+from onepass.runtime.samples import Sample
+
+_CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op's sample call by one backend on one device."""
+
+    op: Op
+    backend: str | None
+    device: torch.device
+    sample: Sample
+
+    def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The sample's tensors; those that can have a gradient ask for one."""
+        tensors = self.sample.tensors(self.device, dtype or (self.sample.dtype if self.backend == "triton" else torch.float32))
+        last = len(tensors) - self.sample.frozen
+        return [t.requires_grad_(t.is_floating_point() and i < last) for i, t in enumerate(tensors)]
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = self.sample.call(self.op.function, *tensors, backend=self.backend)
+        return found if isinstance(found, tuple) else (found,)
+
+    def gradients(self, tensors: list[Tensor], ys: tuple[Tensor, ...] | None = None, **how: Any) -> list[Tensor]:
+        """Of a loss that weighs all that comes back, by the tensors that ask."""
+        ys = self.run(*tensors) if ys is None else ys
+        return list(torch.autograd.grad(_loss(ys), [t for t in tensors if t.requires_grad], **how))
+
+
+def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
+    """All sample calls of all ops."""
+    found = {}
+    for op in OPS.values():
+        for name, sample in op.samples.SAMPLES.items():
+            if name.partition(":")[0] == op.name:
+                found[name] = Subject(op, backend, device, sample)
+    return found
+
+
+def _loss(ys: tuple[Tensor, ...]) -> Tensor:
+    total: Tensor = sum(  # type: ignore[assignment]
+        (y.float() * torch.linspace(0.5, 1.5, y.numel(), device=y.device).view(y.shape)).sum() for y in ys if y.requires_grad
+    )
+    return total
+
+
+def _close(found: Any, expected: Any, what: str) -> None:
+    for one, other in zip(found, expected, strict=True):
+        rtol, atol = _CLOSE[other.dtype]
+        scale = float(other.detach().abs().max()) if other.numel() else 1.0
+        torch.testing.assert_close(
+            one, other, rtol=rtol, atol=atol * max(1.0, scale), equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
+
+
+# ---- the call ----
+
+
+def repeats(subject: Subject) -> None:
+    """Two calls give the same bits, and a retained graph gives its gradients twice. Nothing that is given is written."""
+    tensors = subject.tensors()
+    ys, again = subject.run(*tensors), subject.run(*tensors)
+    incoming = [torch.ones_like(y) for y in ys if y.requires_grad]
+    before = [t.detach().clone() for t in tensors]
+    torch.autograd.backward([y for y in ys if y.requires_grad], incoming, retain_graph=True)
+    assert all(bool((g == 1).all()) for g in incoming), "an incoming gradient was written"
+    first = subject.gradients(tensors, ys, retain_graph=True)
+    for found in (subject.gradients(tensors, ys), subject.gradients(tensors, again)):
+        assert all(map(torch.equal, first, found)), "gradients differ from call to call"
+    assert all(map(torch.equal, ys, again)), "results differ from call to call"
+    assert all(map(torch.equal, tensors, before)), "an input was written"
+
+
+def takes_strided_tensors(subject: Subject) -> None:
+    """Inputs whose rows have gaps, and whose columns do, give what contiguous ones give."""
+    tensors = subject.tensors()
+    expected = subject.run(*tensors)
+    grads = subject.gradients(tensors, expected)
+    for lay in (_rows_apart, _columns_apart):
+        strided = [lay(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+        found = subject.run(*strided)
+        _close(found, expected, f"results of {lay.__name__}")
+        _close(subject.gradients(strided, found), grads, f"gradients of {lay.__name__}")
+
+
+def _rows_apart(t: Tensor) -> Tensor:
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 3), 7, dtype=t.dtype, device=t.device)
+    wide[..., 1:-2] = t
+    return wide[..., 1:-2]
+
+
+def _columns_apart(t: Tensor) -> Tensor:
+    wide = torch.full((*t.shape, 2), 7, dtype=t.dtype, device=t.device)
+    wide[..., 0] = t
+    return wide[..., 0]
+
+
+def respects_what_is_frozen(subject: Subject) -> None:
+    """Whatever is frozen, the others' gradients are what they were; nothing frozen gets one; all frozen makes no graph."""
+    tensors = subject.tensors()
+    asking = [i for i, t in enumerate(tensors) if t.requires_grad]
+    full = dict(zip(asking, subject.gradients(tensors), strict=True))
+    for needs in product((True, False), repeat=len(asking)):
+        wanted = [i for i, need in zip(asking, needs, strict=True) if need]
+        some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        ys = subject.run(*some)
+        assert any(y.requires_grad for y in ys) is bool(wanted), f"a graph with {wanted} asking"
+        if wanted:
+            _close(subject.gradients(some, ys), [full[i] for i in wanted], f"gradients with {wanted} asking")
+
+
+def takes_parameters_in_inference_mode(subject: Subject) -> None:
+    """Parameters are taken as tensors are; under no_grad and inference_mode the results are the same, without a graph."""
+    tensors = subject.tensors()
+    expected = subject.run(*tensors)
+    parameters = [torch.nn.Parameter(t.detach()) if t.requires_grad else t for t in tensors]
+    assert all(map(torch.equal, subject.run(*parameters), expected))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            ys = subject.run(*parameters)
+        _close(ys, expected, mode.__name__)  # not the same bits: a kernel that keeps nothing for backward is another one
+        assert not any(y.requires_grad for y in ys), mode.__name__
+
+
+# ---- derivatives ----
+
+
+def refuses_second_derivatives(subject: Subject) -> None:
+    """A second derivative is right, or raises, however it is asked for; it is never lost.
+
+    By `.backward()`, by `torch.autograd.grad` of a gradient penalty by all leaves, and where only part of the inputs were asked
+    for in the first pass.
+    """
+    tensors = subject.tensors(torch.float64 if subject.backend == "torch" else None)
+    leaves = [t for t in tensors if t.requires_grad]
+    for first in (leaves, leaves[:1], leaves[-1:]):
+        for second in (_by_backward, _by_grad):
+            expected = _second(partial(subject.sample.call, subject.sample.formula), tensors, first, second)
+            try:
+                found = _second(lambda *ts: subject.run(*ts), tensors, first, second)
+            except RuntimeError as error:
+                if not re.search("differentiable once|derivative for .* is not implemented", str(error)):  # ours; PyTorch's own
+                    raise
+                continue
+            _close(
+                [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)],
+                [torch.zeros_like(t) if g is None else g for g, t in zip(expected, leaves, strict=True)],
+                f"second derivative {second.__name__}",
+            )
+
+
+def _second(
+    function: Callable[..., Any], tensors: list[Tensor], first: list[Tensor], second: Callable[..., list[Tensor | None]]
+) -> list[Tensor | None]:
+    ys = function(*tensors)
+    total = _loss(ys if isinstance(ys, tuple) else (ys,))
+    grads = torch.autograd.grad(total.square(), first, create_graph=True)
+    penalty = total + sum(g.square().sum() for g in grads)
+    return second(penalty, [t for t in tensors if t.requires_grad])
+
+
+def _by_grad(penalty: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(penalty, leaves, allow_unused=True))
+
+
+def _by_backward(penalty: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    for leaf in leaves:
+        leaf.grad = None
+    penalty.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def follows_transforms(subject: Subject) -> None:
+    """torch.func's derivative is autograd's: nothing but the formula can be transformed, and who names kernels is told so."""
+    tensors = subject.tensors()
+    expected = subject.gradients(tensors)
+    if subject.backend == "triton":
+        subject = replace(subject, backend=None)
+    asking = [i for i, t in enumerate(tensors) if t.requires_grad]
+
+    def loss(*given: Tensor) -> Tensor:
+        whole = [t.detach() for t in tensors]
+        for i, t in zip(asking, given, strict=True):
+            whole[i] = t
+        return _loss(subject.run(*whole))
+
+    found = torch.func.grad(loss, tuple(range(len(asking))))(*[tensors[i].detach() for i in asking])
+    _close(found, expected, "torch.func.grad")
+
+
+# ---- around it ----
+
+
+def works_under_autocast(subject: Subject) -> None:
+    """Under autocast it runs, forward and backward, and gradients have their tensors' types."""
+    tensors = subject.tensors()
+    with torch.autocast(subject.device.type, torch.bfloat16):
+        ys = subject.run(*tensors)
+    grads = subject.gradients(tensors, ys)
+    assert all(y.isfinite().all() for y in ys if y.is_floating_point())
+    assert [g.dtype for g in grads] == [t.dtype for t in tensors if t.requires_grad]
+
+
+def can_be_checkpointed(subject: Subject) -> None:
+    """Activation checkpointing, reentrant or not, gives the same bits."""
+    tensors = subject.tensors()
+    expected = subject.gradients(tensors)
+    ys = checkpoint(subject.run, *tensors, use_reentrant=False)
+    assert all(map(torch.equal, subject.gradients(tensors, ys), expected)), "not reentrant"
+    leaves = [t for t in tensors if t.requires_grad]
+    grads = _by_backward(_loss(checkpoint(subject.run, *tensors, use_reentrant=True)), leaves)
+    assert all(g is not None and torch.equal(g, e) for g, e in zip(grads, expected, strict=True)), "reentrant"
+
+
+def can_be_compiled(subject: Subject) -> None:
+    """torch.compile takes it whole, forward and backward."""
+    tensors = subject.tensors()
+    expected = subject.run(*tensors)
+    grads = subject.gradients(tensors, expected)
+    torch._dynamo.reset()
+    sample, function, backend = subject.sample, subject.op.function, subject.backend
+    compiled = torch.compile(lambda *ts: sample.call(function, *ts, backend=backend), fullgraph=True, backend="aot_eager")
+    found = compiled(*tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    _close(found, expected, "results")
+    _close(subject.gradients(tensors, found), grads, "gradients")
+
+
+def registers_sound_ops(subject: Subject) -> None:
+    """The registered ops that a watched call goes through have right schemas and fakes."""
+    tensors = subject.tensors()
+    with _calls() as calls:
+        subject.gradients(tensors)
+    for op, args, kwargs in calls:
+        torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+@contextmanager
+def _calls() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """The calls of our registered ops, which in the block all go through the dispatcher."""
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == NAMESPACE:
+                found.append((func, torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, args), dict(kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        yield found
+
+
+CHECKS = (
+    repeats,
+    takes_strided_tensors,
+    respects_what_is_frozen,
+    takes_parameters_in_inference_mode,
+    refuses_second_derivatives,
+    follows_transforms,
+    works_under_autocast,
+    can_be_checkpointed,
+    can_be_compiled,
+    registers_sound_ops,
+)

@@ -1,0 +1,230 @@
+"""The oracle of softmax: one function that says whether a room computes a case within the budget.
+
+The exact result is the formula in fp64. The baseline is the formula in fp32 that stores y rounded, as the op does, and makes dx
+of the stored y. dx is judged once more by itself: as the exact gradient of the y that the room stored. The real room must pass
+every case, and each of the mutants must fail one.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+from ops.bias_activation_oracle import laid_out
+
+from onepass.ops.softmax import softmax as real
+from onepass.testing.budget import BudgetReport, Finding, compare, run
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+INF, NAN = float("inf"), float("nan")
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
+MASKS = ("full", "heads", "columns", "rows", "vector", "one", "transposed", "sliced", "expanded", "alternating")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, ...] = (2, 3, 9, 40)
+    dtype: torch.dtype = FP32
+    scale: float = 0.5
+    mask: str = ""
+    causal: bool = False
+    path: str = ""  # "": the real tiles
+    size: float = 2.0  # of the scores
+    odd: bool = False  # some rows have NaN and infinities, left in and left out
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)), str(self.dtype), f"scale={self.scale}"]
+        parts += [f"mask={self.mask}"] if self.mask else []
+        parts += [name for name in ("causal", "odd") if getattr(self, name)]
+        parts += [self.path or "real", f"size={self.size}", self.layout, f"dy={self.dy_layout}"]
+        return "-".join(part.replace("torch.", "") for part in parts)
+
+
+# ---- inputs ----
+
+
+def draw_mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
+    """True where a score is left out: a third of them, and all of some rows. `shape` is x's, which it is broadcast to."""
+
+    def random(*some: int) -> torch.Tensor:
+        found = torch.rand(some, generator=generator) < 1 / 3
+        if len(some) > 1 and some[-2] > 1:
+            found[..., -1, :] = True
+        return found
+
+    if not kind:
+        return None
+    d = len(shape)
+    if kind == "heads" and d > 2:
+        return random(*shape[:-3], 1, *shape[-2:])
+    if kind == "columns" and d > 1:
+        return random(*shape[:1], *[1] * (d - 2), shape[-1])
+    if kind == "rows":
+        return random(*shape[:-1], 1)
+    if kind == "vector":
+        return random(shape[-1])
+    if kind == "one":
+        return torch.rand(1, generator=generator) < 1 / 3
+    if kind == "transposed" and d > 1:
+        return random(*shape).transpose(-1, -2).contiguous().transpose(-1, -2)
+    if kind == "sliced":
+        return torch.cat([random(*shape), torch.ones(*shape[:-1], 3, dtype=torch.bool)], -1)[..., : shape[-1]]
+    if kind == "expanded" and d > 2:
+        return random(*shape[:-3], 1, *shape[-2:]).expand(shape)
+    if kind == "alternating":
+        return random(*(1 if (d - i) % 2 else size for i, size in enumerate(shape[:-1])), shape[-1])
+    return random(*shape)
+
+
+def draw(case: Case, seed: int = 0):
+    """x and the mask, and dy: drawn on the CPU, so the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    x = case.size * torch.randn(case.shape, generator=generator)
+    dy = torch.randn(case.shape, generator=generator)
+    if case.odd:
+        odd = torch.rand(case.shape, generator=generator)
+        for value, part in ((NAN, 0.02), (INF, 0.04), (-INF, 0.2)):
+            x[(odd < part) & (odd >= 0)] = value
+            odd[odd < part] = 1.0
+        rows = x.view(-1, case.shape[-1])
+        rows[0] = -INF
+        rows[len(rows) // 2, : rows.shape[1] // 2 + 1] = -INF
+    mask = draw_mask(case.mask, case.shape, generator)
+    x, dy = (laid_out(t.to(case.dtype).to(DEVICE), layout) for t, layout in ((x, case.layout), (dy, case.dy_layout)))
+    return {"x": x, "mask": None if mask is None else mask.to(DEVICE)}, dy
+
+
+# ---- tiles so small that there are several of each kind, and the last ends inside ----
+
+
+@contextlib.contextmanager
+def small_tiles(room, path: str):
+    """The room with a few rows a program, or one as rows above 1024 have it. A mutant's kernels are found from its functions."""
+    names = room.softmax_forward.__globals__
+    tiles, stock = names["SoftmaxTiles"], names["softmax_tiles"]
+
+    def small(C):
+        return tiles(4 if path == "rows" else 1, names["power_of_two"](C) if C > 1 else 2, 1)
+
+    names["softmax_tiles"] = small if path else stock
+    for plan in ("_forward_plan", "_backward_plan"):
+        names[plan].cache_clear()
+    try:
+        yield
+    finally:
+        names["softmax_tiles"] = stock
+        for plan in ("_forward_plan", "_backward_plan"):
+            names[plan].cache_clear()
+
+
+# ---- the oracle ----
+
+
+def gradient(y: torch.Tensor, dy: torch.Tensor, scale: float) -> torch.Tensor:
+    """dx of a y that is stored: what is 0 has none."""
+    products = torch.where(y == 0, 0.0, y * dy)
+    return torch.where(y == 0, 0.0, scale * y * (dy - products.sum(-1, keepdim=True)))
+
+
+class _StoredSoftmax(torch.autograd.Function):
+    """The formula, with y rounded to the storage type for backward."""
+
+    @staticmethod
+    def forward(ctx, x, mask, case):
+        y = real.softmax_reference(x, mask, scale=case.scale, causal=case.causal)
+        ctx.scale = case.scale
+        ctx.save_for_backward(y.to(case.dtype).to(y.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gradient(*ctx.saved_tensors, dy, ctx.scale), None, None
+
+
+def call(room, case: Case, backend: str = "triton"):
+    def op(x, mask):
+        return room.softmax(x, scale=case.scale, mask=mask, causal=case.causal, backend=backend)
+
+    return op
+
+
+def exact(case: Case):
+    return lambda x, mask: real.softmax_reference(x, mask, scale=case.scale, causal=case.causal)
+
+
+def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    trials = []
+    seeds = range(4 if case.shape[-1] < 32 else 1)  # few numbers: pooled
+    with small_tiles(room, case.path):
+        for seed in seeds:
+            inputs, dy = draw(case, seed)
+            try:
+                with poisoned(), unchanged(**inputs, dy=dy):
+                    ours = run(call(room, case, backend), inputs, dy)
+            except AssertionError as error:
+                return BudgetReport([Finding("memory", str(error), NAN, 0.0, 0.0)])
+            if ours["y"].dtype != case.dtype or ours["dx"].dtype != case.dtype:
+                return BudgetReport([Finding("y and dx", f"types {ours['y'].dtype}, {ours['dx'].dtype}", NAN, 0.0, 0.0)])
+            baseline = run(lambda x, mask: _StoredSoftmax.apply(x, mask, case), inputs, dy, FP32)
+            wide = run(exact(case), inputs, dy, FP64)
+            y = ours["y"].detach()
+            again = (
+                {"dx of the y stored": ours["dx"]},
+                *({"dx of the y stored": gradient(y.to(t), dy.to(t), case.scale)} for t in (FP32, FP64)),
+            )
+            trials.append(tuple(a | b for a, b in zip((ours, baseline, wide), again, strict=True)))
+    return compare(trials, case.dtype)
+
+
+# ---- the cases ----
+
+
+def main_cases() -> list[Case]:
+    """Every path with every mask and layout, types and causality in turn: what the mutants are tried on, and a GPU."""
+    cases = []
+    turn = 0
+    for path in ("rows", "single"):
+        for mask in ("", *MASKS):
+            for causal in (False, True):
+                shape = ((2, 3, 9, 40), (3, 2, 7, 33), (2, 2, 5, 16), (2, 3, 2, 5, 24))[turn % 4]
+                cases.append(
+                    Case(
+                        shape, (FP32, BF16, FP16)[turn % 3], (0.5, -1.0, 3.0)[turn % 3], mask, causal, path,
+                        odd=turn % 5 == 4, layout=LAYOUTS[turn % 7], dy_layout=LAYOUTS[(turn // 2) % 7],
+                    )
+                )  # fmt: skip
+                turn += 1
+    plain = Case()
+    cases += [
+        replace(plain, shape=(37, 20), causal=True, path="rows", odd=True, mask="full"),
+        replace(plain, shape=(37, 20), causal=True, path="single", odd=True, mask="full"),
+        replace(plain, shape=(12, 40), causal=True, path="single", dtype=BF16),
+        replace(plain, shape=(50, 40), causal=True, path="single", odd=True),
+        replace(plain, shape=(2, 3, 2, 2, 5, 24), mask="alternating", path="rows"),
+        replace(plain, shape=(3, 2, 2, 3, 5, 24), mask="alternating", path="single", dtype=BF16),
+        replace(plain, shape=(5, 32), size=1e4),
+        replace(plain, shape=(5, 64), size=1e4, path="single", dtype=BF16),
+        replace(plain, shape=(5, 40), size=1e38, scale=2.0, mask="full"),
+        replace(plain, shape=(5, 40), size=1e-30, causal=True),
+    ]
+    return cases
+
+
+def real_cases() -> list[Case]:
+    """The real tiles: sizes narrow and wide, of few rows as the interpreter has time for few."""
+    cases = [
+        Case((7, 1), mask="full"),
+        Case((1, 1)),
+        Case((33,), BF16),
+        Case((300, 3), FP16, mask="rows"),
+        Case((130, 16), causal=True),
+    ]
+    for C in (1000, 1024, 1025, 2048, 4096, 5000, 8192, 16384):
+        cases += [Case((3, C), BF16, causal=C == 4096), Case((2, 2, C), FP32, mask="heads" if C % 3 else "full")]
+    cases += [Case((1, 2, 1500, 1500), BF16, causal=True)] if DEVICE == "cuda" else []
+    cases += [Case((2, 3, 5, 40), dtype, layout=layout, dy_layout=layout) for dtype in (FP32, BF16) for layout in LAYOUTS]
+    return cases

@@ -1,0 +1,381 @@
+"""What softmax is, and how it behaves under autograd, the compiler and whatever else people do to an op."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops import softmax_oracle as oracle
+from ops.bias_activation_oracle import laid_out
+from ops.calls import Operators, backends, equal, gradients, needs_triton, says
+from ops.softmax_oracle import BF16, DEVICE, FP16, FP32, INF, LAYOUTS, MASKS, NAN, Case, judge_case, small_tiles
+
+import onepass
+import onepass.ops.softmax.softmax as room
+from onepass.ops.softmax import kernels
+from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
+
+paths = pytest.mark.parametrize("path", ("", "rows", "single"))
+
+
+def scores(*shape, dtype=FP32):
+    return torch.randn(*(shape or (2, 3, 7, 24)), device=DEVICE).to(dtype).requires_grad_()
+
+
+def left_out(*shape):
+    mask = torch.rand(*shape, device=DEVICE) < 0.3
+    mask[..., 0] = False
+    return mask
+
+
+# ---- what it computes ----
+
+
+@backends
+def test_the_formula_by_hand(backend):
+    x, mask, scale = [[1.0, -2.0, 4.0], [0.5, 3.0, 1.0]], [[False, False, True], [True, True, True]], 0.5
+    given = {"x": torch.tensor(x, device=DEVICE), "mask": torch.tensor(mask, device=DEVICE)}
+    a, b = math.exp(0.5), math.exp(-1.0)
+    y = onepass.softmax(given["x"], scale=scale, mask=given["mask"], backend=backend)
+    torch.testing.assert_close(y, torch.tensor([[a / (a + b), b / (a + b), 0.0], [0.0, 0.0, 0.0]], device=DEVICE))
+    c, d = math.exp(0.25), math.exp(1.5)
+    y = onepass.softmax(given["x"], scale=scale, causal=True, backend=backend)
+    torch.testing.assert_close(y, torch.tensor([[1.0, 0.0, 0.0], [c / (c + d), d / (c + d), 0.0]], device=DEVICE))
+    torch.testing.assert_close(onepass.softmax(given["x"], backend=backend), given["x"].softmax(-1))
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [*oracle.main_cases(), *oracle.real_cases()], ids=str)
+def test_within_the_budget(case):
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("case", [case for case in oracle.main_cases() if case.path == "rows"], ids=str)
+def test_the_torch_backend_is_within_the_budget(case):
+    report = judge_case(room, case, "torch")
+    assert report, f"{case}\n{report}"
+
+
+@needs_triton
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_type_and_mask(data):
+    draw = data.draw
+    shape = (*draw(st.lists(st.integers(1, 3), max_size=4)), draw(st.integers(1, 12)), draw(st.integers(1, 50)))
+    case = Case(
+        shape, draw(st.sampled_from((FP32, FP16, BF16))), draw(st.sampled_from((1.0, 0.125, -2.0, 0.0))),
+        draw(st.sampled_from(("", *MASKS))), draw(st.booleans()), draw(st.sampled_from(("", "rows", "single"))),
+        odd=draw(st.booleans()), layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
+    )  # fmt: skip
+    report = judge_case(room, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 8), (0, 2000), (3, 0), (0,)])
+def test_nothing_gives_nothing(shape, backend):
+    y, dx = gradients(lambda x: onepass.softmax(x, causal=x.dim() > 1, backend=backend), [scores(*shape)])
+    assert y.shape == dx.shape == shape
+
+
+@backends
+@paths
+@pytest.mark.parametrize("causal", (False, True))
+def test_what_is_left_out_is_zero_whatever_it_was(causal, path, backend):
+    x, mask = scores(4, 6, 24).detach(), left_out(4, 6, 24)
+    mask[1, 2] = True
+    nothing = mask | (torch.arange(24, device=DEVICE) > torch.arange(6, device=DEVICE)[:, None] if causal else False)
+    dy = torch.randn_like(x)
+    results = []
+    for value in (0.0, NAN, INF, -INF):
+        given = torch.where(nothing, value, x).requires_grad_()
+        with small_tiles(room, path):
+            y = onepass.softmax(given, mask=mask, causal=causal, backend=backend)
+            (dx,) = torch.autograd.grad(y, given, torch.where(nothing, value, dy))
+        results.append((y.detach(), dx))
+        assert not y[nothing].any() and not dx[nothing].any() and y.isfinite().all() and dx.isfinite().all()
+    assert all(equal(results[0], each) for each in results[1:])
+    assert not results[0][0][1, 2].any()
+
+
+@backends
+@paths
+def test_nan_and_infinities_stay_in_their_rows(path, backend):
+    mask = torch.zeros(6, 24, dtype=torch.bool, device=DEVICE)
+    mask[:, 20:] = True
+    for options in ({}, {"mask": mask}, {"causal": True}, {"mask": mask, "causal": True}):
+        for row, value in ((2, NAN), (3, INF), (4, -INF)):
+            x = scores(6, 24)
+            with torch.no_grad():
+                x[row] = x[row] if value != -INF else -INF
+                x[row, 1] = value
+            with small_tiles(room, path):
+                y, dx = gradients(lambda t, o=options: onepass.softmax(t, backend=backend, **o), [x])
+            out = y == 0
+            for t in (y, dx):
+                assert t[torch.arange(6) != row].isfinite().all(), (options, value)
+                assert (t[row].isnan() | out[row]).all() and t[row, 0].isnan(), (options, value)
+            assert int(out[row].sum()) == (0 if not options else 24 - (row + 1) if "causal" in options else 4)
+
+
+@needs_triton
+@paths
+def test_causal_reads_nothing_right_of_the_diagonal_but_a_run(path):
+    """Runs are of 16 bytes. That more is not read is seen by memory that is not there."""
+    rows, columns = 5, 64
+    x, dy = (torch.randn(rows, columns, device=DEVICE) for _ in range(2))
+    with small_tiles(room, path):
+        y = onepass.softmax(x, causal=True, backend="triton")
+        few = x[:, :8].contiguous()
+        assert torch.equal(y[:, :8], onepass.softmax(few, causal=True, backend="triton")) and not y[:, 8:].any()
+        dx = kernels.softmax_backward(dy, y, kernels.SoftmaxOptions(1.0, True))
+    assert not dx[:, 8:].any()
+
+
+@backends
+def test_outputs_are_tensors_of_their_own(backend):
+    x = scores(4, 3, 24).detach()
+    for layout in LAYOUTS:
+        given = laid_out(x, layout)
+        y = onepass.softmax(given, backend=backend)
+        assert y._base is None and y.untyped_storage().nbytes() == y.nbytes
+        assert y.is_contiguous() or backend == "torch"
+
+
+@backends
+def test_scores_as_low_as_an_additive_mask(backend):
+    """Nothing overflows on the way: a row of the lowest number there is is no row of -inf."""
+    for dtype in (FP32, BF16):
+        x = torch.full((3, 24), torch.finfo(dtype).min, dtype=dtype, device=DEVICE)
+        x[1:, :4] = 1.0
+        y = onepass.softmax(x, mask=torch.zeros(24, dtype=torch.bool, device=DEVICE), backend=backend)
+        torch.testing.assert_close(y, x.float().softmax(-1).to(dtype))
+
+
+# ---- masks ----
+
+
+@needs_triton
+def test_masks_are_read_where_they_lie(monkeypatch):
+    x = scores(2, 3, 5, 24).detach()
+    seen = []
+    stock = kernels._mask_as_rows
+    monkeypatch.setattr(kernels, "_mask_as_rows", lambda mask, shape: seen.append((mask, stock(mask, shape))) or seen[-1][1])
+    for shape in ((2, 3, 5, 24), (2, 1, 5, 24), (1, 3, 1, 24), (2, 3, 5, 1), (5, 24), (24,), (1,), (3, 5, 24)):
+        mask = left_out(*shape)
+        onepass.softmax(x, mask=mask, backend="triton")
+        given, (used, lies) = seen.pop()
+        assert used is given is mask and lies.column in (0, 1)
+    onepass.softmax(x, mask=left_out(24, 5).t(), backend="triton")
+    assert seen[-1][1][0].shape == (5, 24)  # a copy, but of its own size
+    onepass.softmax(x[:, :, None], mask=left_out(2, 1, 1, 5, 24), backend="triton")
+    assert seen[-1][1][0] is seen[-1][0]
+    wide = scores(2, 2, 2, 2, 3, 24).detach()
+    onepass.softmax(wide, mask=left_out(2, 1, 2, 1, 3, 24), backend="triton")
+    assert seen[-1][1][0].shape == wide.shape
+
+
+def test_levels_of_a_mask():
+    def lies(shape, x_shape, stride=None):
+        mask = torch.empty(shape) if stride is None else torch.empty_strided(shape, stride)
+        return kernels.mask_layout(mask.shape, mask.stride(), torch.Size(x_shape))
+
+    assert lies((32, 32, 64, 128), (32, 32, 64, 128))[:1] == (1,)
+    assert lies((32, 1, 64, 128), (32, 32, 64, 128)) == (3, 64, 32, 128, 0, 64 * 128, 1)
+    assert lies((64, 128), (32, 32, 64, 128)) == (2, 64, 1024, 128, 0, 0, 1)
+    assert lies((32, 1, 1, 128), (32, 8, 64, 128)) == (2, 512, 32, 0, 128, 0, 1)
+    assert lies((128,), (32, 8, 64, 128)) == (1, 16384, 1, 0, 0, 0, 1)
+    assert lies((8, 1), (8, 128)) == (1, 8, 1, 1, 0, 0, 0)
+    assert lies((2, 1, 2, 1, 3, 8), (2, 2, 2, 2, 3, 8)) is None
+    assert lies((4, 8), (4, 8), (1, 4)) is None
+
+
+# ---- autograd ----
+
+
+@backends
+def test_a_frozen_x_costs_nothing(backend):
+    x, mask = scores(), left_out(7, 24)
+    with saved_tensors() as kept:
+        y = onepass.softmax(x.detach(), mask=mask, causal=True, backend=backend)
+        with torch.no_grad():
+            again = onepass.softmax(x, mask=mask, causal=True, backend=backend)
+    assert not kept and not y.requires_grad and torch.equal(y, again)
+
+
+@backends
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_only_y_is_kept(dtype, backend):
+    x, mask = scores(dtype=dtype), left_out(2, 1, 7, 24)
+    with saved_tensors() as kept:
+        y = onepass.softmax(x, mask=mask, causal=True, backend=backend)
+    assert len(kept) == 1 and kept[0].data_ptr() == y.data_ptr() and bytes_kept(kept, y) == 0
+    with unchanged(y=kept[0], mask=mask, x=x):
+        y.square().sum().backward()
+
+
+@backends
+@paths
+def test_twice_over_a_retained_graph_and_called_again(path, backend):
+    x, mask = scores(), left_out(7, 24)
+    with small_tiles(room, path):
+        y = onepass.softmax(x, mask=mask, causal=True, backend=backend)
+        dy = torch.randn_like(y)
+        with unchanged(x=x, y=y, dy=dy, mask=mask):
+            first = torch.autograd.grad(y, x, dy, retain_graph=True)
+            again = torch.autograd.grad(y, x, dy)
+            anew = torch.autograd.grad(onepass.softmax(x, mask=mask, causal=True, backend=backend), x, dy)
+    assert equal(first, again) and equal(first, anew)
+
+
+@backends
+def test_y_written_in_place_is_seen(backend):
+    y = onepass.softmax(scores(), backend=backend)
+    y.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_torch_backend_is_differentiable_often():
+    x, mask = torch.randn(4, 5, dtype=torch.float64, device=DEVICE, requires_grad=True), left_out(4, 5)
+    mask[3] = True
+    for options in ({}, {"mask": mask}, {"causal": True}, {"mask": mask, "causal": True}):
+        call = lambda t, o=options: onepass.softmax(t, scale=0.7, backend="torch", **o)  # noqa: E731
+        torch.autograd.gradcheck(call, x)
+        torch.autograd.gradgradcheck(call, x)
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    from onepass.runtime import formula
+
+    x, mask = scores(2, 3, 40, 24).cpu().detach().requires_grad_(), left_out(2, 1, 40, 24).cpu()
+    call = lambda t: onepass.softmax(t, scale=0.5, mask=mask, causal=True, backend="torch")  # noqa: E731
+    whole = gradients(call, [x])
+    monkeypatch.setattr(formula, "_BLOCK", 100)
+    assert equal(whole, gradients(call, [x]))
+
+
+# ---- what people wrap around it ----
+
+_OPTIONS = ({}, {"scale": 0.3, "causal": True}, {"scale": 2, "mask": True}, {"mask": True, "causal": True})
+
+
+def op(backend, given):
+    options = {**given, "mask": left_out(2, 1, 7, 24) if given.get("mask") else None}
+    return lambda x: onepass.softmax(x, backend=backend, **options)
+
+
+@needs_triton
+def test_compiling_for_any_number_of_rows():
+    torch._dynamo.reset()
+    call = lambda t: onepass.softmax(t, causal=True, backend="triton")  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7):
+        x = scores(2, rows, 24)
+        assert equal(gradients(call, [x]), gradients(compiled, [x]))
+
+
+@needs_triton
+def test_who_watches_sees_the_registered_ops():
+    x = scores().detach()
+    plain = onepass.softmax(x, causal=True, backend="triton")
+    with Operators() as seen:
+        y = onepass.softmax(x, causal=True, backend="triton")
+    assert "onepass.softmax.default" in seen.names and torch.equal(y, plain)
+
+
+@backends
+def test_in_inference_mode_and_views_that_start_anywhere(backend):
+    flat = torch.randn(24 * 48 + 1, device=DEVICE).bfloat16()
+    masks = torch.rand(24 * 48 + 1, device=DEVICE) < 0.3
+    for at, mask_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
+        x, mask = flat[at : at + 24 * 48].view(24, 48), masks[mask_at : mask_at + 24 * 48].view(24, 48)
+        with torch.inference_mode():
+            y = onepass.softmax(x, mask=mask, backend=backend)
+        assert torch.equal(y, onepass.softmax(x.clone(), mask=mask.clone(), backend=backend))
+
+
+@backends
+def test_half_the_rows_at_a_time_is_the_same(backend):
+    x = scores(8, 5, 24)
+    call = op(backend, {"scale": 0.3, "causal": True})
+    whole = gradients(lambda t: call(t).sum(0) * 1, [x])
+    assert torch.equal(call(x), torch.cat([call(x[:4]), call(x[4:])])) and whole[1].shape == x.shape
+
+
+@needs_triton
+def test_a_new_number_of_rows_binds_nothing_new():
+    kernels._forward_plan.cache_clear()
+    for rows in (1, 2, 5, 9, 16):
+        onepass.softmax(scores(2, rows, 24).detach(), causal=True, backend="triton")
+    assert kernels._forward_plan.cache_info().currsize == 1
+
+
+# ---- what is said of a call ----
+
+
+@needs_triton
+def test_explain_names_the_kernels():
+    x = torch.empty(2, 16, 64, device=DEVICE, dtype=BF16)
+    said = onepass.explain(onepass.softmax, x, backend="triton").variant
+    assert "32 rows a program" in said and "keeps y" in said
+    wide = torch.empty(4, 16384, device=DEVICE, dtype=BF16)
+    said = onepass.explain("softmax", wide, causal=True, backend="triton").variant
+    assert "one row a program, in registers of 16 warps" in said and "right of the diagonal" in said
+    assert "where it lies" in onepass.explain("softmax", x, mask=left_out(64), backend="triton").variant
+    assert "copied" in onepass.explain("softmax", x, mask=left_out(64, 16).t(), backend="triton").variant
+    assert "nothing to do" in onepass.explain("softmax", x[:0], backend="triton").variant
+    assert "y saved" in onepass.explain("softmax", x, backend="torch").variant
+
+
+@needs_triton
+def test_what_the_kernels_do_not_take():
+    x = torch.randn(2, 16385, device=DEVICE)
+    assert "16385 columns" in onepass.explain("softmax", x).reasons["triton"]
+    torch.testing.assert_close(onepass.softmax(x), x.softmax(-1))
+    with pytest.raises(RuntimeError, match="16385 columns"):
+        onepass.softmax(x, backend="triton")
+    with pytest.raises(RuntimeError, match=r"x is torch\.float64"):
+        onepass.softmax(x[:, :8].double(), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "x", "options"),
+    [
+        (TypeError, ("x", "floating-point", "torch.int64"), torch.ones(2, 3, dtype=torch.int64), {}),
+        (TypeError, ("x", "floating-point", "list"), [1.0, 2.0], {}),
+        (ValueError, ("x", "one dimension", "scalar"), torch.tensor(1.0), {}),
+        (TypeError, ("scale", "number", "None"), torch.ones(2, 3), {"scale": None}),
+        (TypeError, ("scale", "number", "True"), torch.ones(2, 3), {"scale": True}),
+        (TypeError, ("scale", "number", "tensor"), torch.ones(2, 3), {"scale": torch.tensor(1.0)}),
+        (ValueError, ("scale", "finite", "nan"), torch.ones(2, 3), {"scale": NAN}),
+        (ValueError, ("scale", "finite", "inf"), torch.ones(2, 3), {"scale": INF}),
+        (ValueError, ("x", "two dimensions", "causal", "(3,)"), torch.ones(3), {"causal": True}),
+        (TypeError, ("mask", "torch.bool", "left out", "torch.float32"), torch.ones(2, 3), {"mask": torch.ones(2, 3)}),
+        (TypeError, ("mask", "torch.bool", "torch.uint8"), torch.ones(2, 3), {"mask": torch.ones(2, 3, dtype=torch.uint8)}),
+        (TypeError, ("mask", "torch.bool", "list"), torch.ones(2, 3), {"mask": [True]}),
+        (ValueError, ("mask", "broadcastable", "(2, 3)", "(3, 2)"), torch.ones(2, 3), {"mask": torch.ones(3, 2) > 0}),
+        (ValueError, ("mask", "broadcastable", "(1, 2, 3)"), torch.ones(2, 3), {"mask": torch.ones(1, 2, 3) > 0}),
+        (ValueError, ("mask", "broadcastable", "(2,)"), torch.ones(2, 1), {"mask": torch.ones(2) > 0}),
+        (ValueError, ("mask", "meta", "cpu"), torch.ones(2, 3), {"mask": torch.ones(2, 3, device="meta") > 0}),
+        (ValueError, ("backend", "auto", "nonsense"), torch.ones(2, 3), {"backend": "nonsense"}),
+    ],
+)
+def test_what_is_wrong_is_said(raised, words, x, options):
+    with pytest.raises(raised) as caught:
+        onepass.softmax(x, **options)
+    says(words, caught)
+
+
+def test_other_backends_get_what_is_not_a_default(monkeypatch):
+    from onepass.runtime.op import OPS
+
+    seen = []
+    monkeypatch.setattr(OPS["softmax"], "others", {})
+    onepass.register_backend("softmax", "someone", lambda x, **options: seen.append(options) or x)
+    x = torch.ones(2, 3, device=DEVICE)
+    onepass.softmax(x, backend="someone")
+    onepass.softmax(x, scale=0.5, causal=True, backend="someone")
+    assert seen == [{}, {"scale": 0.5, "causal": True}]
