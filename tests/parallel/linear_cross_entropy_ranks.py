@@ -19,7 +19,7 @@ UPSTREAM = 1.7
 WAYS = {  # name: way, tokens at a time, columns at a time
     "keep_logits": ("keep_logits", N, 1000),
     "grad_in_forward": ("grad_in_forward", 8, 1000),
-    "forward, one chunk": ("grad_in_forward", N, 1000),
+    "grad_in_forward, one chunk": ("grad_in_forward", N, 1000),
     "known_grad_scale": ("known_grad_scale", 8, 1000),
     "recompute": ("recompute", 8, 1000),
     "blocks": ("recompute", N, 16),
@@ -231,7 +231,7 @@ def overlapped(rank, ranks, group):
 
     real = head._product
     with (
-        mock.patch.object(passes, "start_gather_parts", watch("statistics", passes.gathered_parts)),
+        mock.patch.object(passes, "start_gather_parts", watch("statistics", passes.start_gather_parts)),
         mock.patch.object(head, "start_all_gather", watch("hidden", head.start_all_gather)),
         mock.patch.object(passes, "start_reduce_scatter", watch("gradient", passes.start_reduce_scatter)),
         mock.patch.object(head, "_product", product),
