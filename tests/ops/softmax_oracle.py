@@ -18,8 +18,8 @@ from onepass.testing.poison import poisoned, unchanged
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INF, NAN = float("inf"), float("nan")
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
-MASKS = ("full", "heads", "columns", "rows", "vector", "one", "transposed", "sliced", "expanded", "alternating")
+LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned", "followed")
+MASKS = ("full", "heads", "columns", "rows", "vector", "one", "transposed", "sliced", "expanded", "alternating", "gaps")
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Case:
     causal: bool = False
     path: str = ""  # "": the real tiles
     size: float = 2.0  # of the scores
-    odd: bool = False  # some rows have NaN and infinities, left in and left out
+    odd: bool = False  # some rows have NaN and infinities, left in and left out, and dy has NaN where the mask leaves out
+    low: bool = False  # some rows have the lowest number of their type only
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
 
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)), str(self.dtype), f"scale={self.scale}"]
         parts += [f"mask={self.mask}"] if self.mask else []
-        parts += [name for name in ("causal", "odd") if getattr(self, name)]
+        parts += [name for name in ("causal", "odd", "low") if getattr(self, name)]
         parts += [self.path or "real", f"size={self.size}", self.layout, f"dy={self.dy_layout}"]
         return "-".join(part.replace("torch.", "") for part in parts)
 
@@ -74,6 +75,8 @@ def draw_mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> 
         return torch.cat([random(*shape), torch.ones(*shape[:-1], 3, dtype=torch.bool)], -1)[..., : shape[-1]]
     if kind == "expanded" and d > 2:
         return random(*shape[:-3], 1, *shape[-2:]).expand(shape)
+    if kind == "gaps" and d > 2:  # after all rows of a matrix, and after all matrices
+        return random(*shape[:-3], shape[-3] + 1, shape[-2] + 1, shape[-1])[..., : shape[-3], : shape[-2], :]
     if kind == "alternating":
         return random(*(1 if (d - i) % 2 else size for i, size in enumerate(shape[:-1])), shape[-1])
     return random(*shape)
@@ -92,7 +95,11 @@ def draw(case: Case, seed: int = 0):
         rows = x.view(-1, case.shape[-1])
         rows[0] = -INF
         rows[len(rows) // 2, : rows.shape[1] // 2 + 1] = -INF
+    if case.low:
+        x.view(-1, case.shape[-1])[::2] = torch.finfo(case.dtype).min
     mask = draw_mask(case.mask, case.shape, generator)
+    if case.odd and mask is not None and case.dy_layout != "expanded":
+        dy.masked_fill_(mask, NAN)
     x, dy = (laid_out(t.to(case.dtype).to(DEVICE), layout) for t, layout in ((x, case.layout), (dy, case.dy_layout)))
     return {"x": x, "mask": None if mask is None else mask.to(DEVICE)}, dy
 
@@ -194,7 +201,7 @@ def main_cases() -> list[Case]:
                 cases.append(
                     Case(
                         shape, (FP32, BF16, FP16)[turn % 3], (0.5, -1.0, 3.0)[turn % 3], mask, causal, path,
-                        odd=turn % 5 == 4, layout=LAYOUTS[turn % 7], dy_layout=LAYOUTS[(turn // 2) % 7],
+                        odd=turn % 5 == 4, layout=LAYOUTS[turn % 8], dy_layout=LAYOUTS[(turn // 2) % 8],
                     )
                 )  # fmt: skip
                 turn += 1
@@ -206,10 +213,13 @@ def main_cases() -> list[Case]:
         replace(plain, shape=(50, 40), causal=True, path="single", odd=True),
         replace(plain, shape=(2, 3, 2, 2, 5, 24), mask="alternating", path="rows"),
         replace(plain, shape=(3, 2, 2, 3, 5, 24), mask="alternating", path="single", dtype=BF16),
+        replace(plain, shape=(2, 3, 2, 5, 24), mask="alternating", path="rows"),
         replace(plain, shape=(5, 32), size=1e4),
         replace(plain, shape=(5, 64), size=1e4, path="single", dtype=BF16),
         replace(plain, shape=(5, 40), size=1e38, scale=2.0, mask="full"),
         replace(plain, shape=(5, 40), size=1e-30, causal=True),
+        replace(plain, shape=(5, 40), scale=1.0, low=True, mask="full"),
+        replace(plain, shape=(5, 40), scale=1.0, low=True, dtype=BF16, path="rows"),
     ]
     return cases
 

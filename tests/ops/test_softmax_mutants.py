@@ -16,14 +16,9 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     # ---- forward ----
     "scale forgotten": (kernels, "    z = x.to(tl.float32) * scale\n", "    z = x.to(tl.float32)\n"),
     "scores rounded once more": (kernels, "    z = x.to(tl.float32) * scale\n", "    z = (x.to(tl.float32) * scale).to(tl.bfloat16).to(tl.float32)\n"),
-    "scale after the largest is taken away": (
-        kernels,
-        "    e = tl.exp2((z - most[:, None]) * LOG2_E)\n",
-        "    e = tl.exp2((z / scale - most[:, None] / scale) * LOG2_E)\n",
-    ),
-    "scores to the base 2 overflow": (kernels, "    e = tl.exp2((z - most[:, None]) * LOG2_E)\n", "    e = tl.exp2(z * LOG2_E - most[:, None] * LOG2_E)\n"),
-    "nothing taken away": (kernels, "    most = tl.max(z, 1)\n", "    most = tl.max(z, 1) * 0.0\n"),
-    "the largest of scores left out too": (kernels, "    most = tl.max(z, 1)\n", "    most = tl.max(x.to(tl.float32) * scale, 1)\n"),
+    "scores to the base 2 overflow": (kernels, "    z = x.to(tl.float32) * scale\n", "    z = x.to(tl.float32) * (scale * LOG2_E) / LOG2_E\n"),
+    "nothing taken away": (kernels, "(z - tl.max(z, 1)[:, None])", "z"),
+    "the largest of scores left out too": (kernels, "(z - tl.max(z, 1)[:, None])", "(z - tl.max(x.to(tl.float32) * scale, 1)[:, None])"),
     "columns past the row's end count": (kernels, "    if CAUSAL or not WHOLE:\n", "    if CAUSAL:\n"),
     "the diagonal is left out": (kernels, "columns[None, :] > last[:, None], float", "columns[None, :] >= last[:, None], float"),
     "one right of the diagonal is left in": (kernels, "columns[None, :] > last[:, None], float", "columns[None, :] > last[:, None] + 1, float"),
@@ -34,14 +29,14 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "the other half is left as it was": (kernels, "zeros, mask=columns < C)", "zeros, mask=columns < C - 1)"),
     "a store past the row's end": (kernels, "zeros, mask=columns < C)", "zeros, mask=columns <= C)"),
     "a store one row too far": (kernels, "    real = (rows < M)[:, None]\n", "    real = (rows <= M)[:, None]\n"),
-    "rows with nothing left in are NaN": (kernels, '        most = tl.where(most == float("-inf"), 0.0, most)', "        most = most + 0.0"),
-    "rows of -inf are 0": (kernels, "wrong = (left_out & nan[:, None]) | (zero[:, None] & (left_out == 0))", "wrong = left_out & nan[:, None]"),
-    "what is left out of NaN rows is NaN": (kernels, "wrong = (left_out & nan[:, None]) | ", "wrong = "),
-    "rows that are right are set right": (kernels, "tl.where(zero | nan, last, BLOCK_C)[:, None]", "last[:, None]"),
-    "only the first row is looked at": (kernels, "tl.max((zero | nan).to(tl.int32), 0) > 0", "tl.min((zero | nan).to(tl.int32), 0) > 0"),
-    "the mask is not asked again": (kernels, "left_out = left_out | tl.load(mask_ptr + at, mask=there & (zero | nan)[:, None], other=False)", "left_out = left_out"),
+    "rows with nothing left in are NaN": (kernels, "        if tl.max(nan.to(tl.int32), 0) > 0:\n", "        if tl.max(nan.to(tl.int32), 0) > 1:\n"),
+    "rows with nothing left in are 0 all at once": (kernels, "tl.max(nan.to(tl.int32), 0) > 0", "tl.min(nan.to(tl.int32), 0) > 0"),
+    "NaN rows are 0": (kernels, 'tl.where(left_out, 0.0, float("nan"))', "tl.where(left_out, 0.0, 0.0)"),
+    "rows that are right are NaN beside one that is not": (kernels, "mask=inside & nan[:, None])", "mask=inside)"),
+    "the mask is not asked again": (kernels, "left_out = left_out | tl.load(mask_ptr + at, mask=there & nan[:, None], other=False)", "left_out = left_out"),
+    "causality is not asked again": (kernels, "tl.where(nan, last, BLOCK_C)[:, None]", "tl.where(nan, BLOCK_C, BLOCK_C)[:, None]"),
     "x read without its stride": (kernels, "x_ptr + rows[:, None] * X_ROW", "x_ptr + rows[:, None] * C"),
-    "y rounded through bf16": (kernels, "tl.store(y_at, e * inverse[:, None],", "tl.store(y_at, (e * inverse[:, None]).to(tl.bfloat16).to(tl.float32),"),
+    "y rounded through bf16": (kernels, "tl.store(y_at, e * (1.0 / total)[:, None],", "tl.store(y_at, (e * (1.0 / total)[:, None]).to(tl.bfloat16).to(tl.float32),"),
     # ---- masks ----
     "True is left in": (kernels, "mask=there, other=True), float", "mask=there, other=True) == 0, float"),
     "the mask's rows are x's": (kernels, "        return rows.to(tl.int64) * ROW\n", "        return rows.to(tl.int64) * INNER\n"),
@@ -65,7 +60,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "op: forward's scale, backward's one": (room, "_backward(dy, y, ctx.options)", "_backward(dy, y, ctx.options._replace(scale=1.0))"),
     "op: causal in forward alone": (kernels, "S = y.shape[-2] if options.causal else 1", "S = 1"),
     "op: the mask dropped where a gradient is asked for": (room, "y: Tensor = _forward(x, mask, options)", "y: Tensor = _forward(x, None, options)"),
-    "layout: rows that overlap": (layout, "if x.stride(-1) != 1 or stride < x.shape[-1]", "if x.stride(-1) != 1 or stride < 0"),
+    "layout: rows a multiple of their gap apart": (layout, "levels[-1][1] == size * stride", "levels[-1][1] >= size * stride"),
 }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ either the row or the column, so a block computes them once for each row and eac
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +47,6 @@ def scale_of(threshold: int) -> float:
 def probability(threshold: int) -> tuple[int | None, float | None]:
     """Return the threshold and the scale for a kernel; None where nothing is dropped."""
     return (threshold, scale_of(threshold)) if threshold else (None, None)
-
-
-def dropout_options(seed: Seed | None, threshold: int) -> dict[str, Any]:
-    """Return a call's keyword arguments for dropout; none where nothing is dropped."""
-    return {} if seed is None else {"seed": seed, "threshold": threshold}
-
-
-def seed_and_sizes(seed: Seed | None, *sizes: int) -> tuple[Any, ...]:
-    """A kernel's last tensor, the sizes and a number: the seed is one of the two."""
-    return (None, *sizes, seed) if isinstance(seed, int) else (seed, *sizes, None)
 
 
 # ---- device functions ----

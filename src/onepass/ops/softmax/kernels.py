@@ -77,28 +77,20 @@ def _softmax_rows(
             # contiguous no further than a thread has of x: else threads exchange what they read
             at, there = tl.max_contiguous(at + columns[None, :], [1, RUN]), reached
         z = tl.where(tl.load(mask_ptr + at, mask=there, other=True), float("-inf"), z)
-    most = tl.max(z, 1)
-    if PARTLY:
-        most = tl.where(most == float("-inf"), 0.0, most)  # then e is 0 all over, and not NaN
-    e = tl.exp2((z - most[:, None]) * LOG2_E)
+    e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2_E)
     total = tl.sum(e, 1)
-    inverse = 1.0 / total
-    if PARTLY:
-        inverse = tl.where(total == 0, 0.0, inverse)
     y_at = y_ptr + rows[:, None] * C + columns[None, :]
-    tl.store(y_at, e * inverse[:, None], mask=inside)
+    tl.store(y_at, e * (1.0 / total)[:, None], mask=inside)
     if PARTLY:
-        # What is left out is 0 by now, but in rows that are NaN; and a row that is 0 should be NaN where -inf is left in.
+        # What is left out is 0 by now, but in rows that are NaN: that hold NaN or +inf, or -inf alone, or have nothing left in.
         # Those are rare, and to remember what is left out takes two instructions a value: it is found out again.
-        zero, nan = total == 0, total != total
-        if tl.max((zero | nan).to(tl.int32), 0) > 0:
-            tl.debug_barrier()  # after the stores above
-            left_out = columns[None, :] > tl.where(zero | nan, last, BLOCK_C)[:, None]
+        nan = total != total
+        if tl.max(nan.to(tl.int32), 0) > 0:
+            tl.debug_barrier()  # after the store above
+            left_out = columns[None, :] > tl.where(nan, last, BLOCK_C)[:, None]
             if mask_ptr is not None:
-                left_out = left_out | tl.load(mask_ptr + at, mask=there & (zero | nan)[:, None], other=False)
-            wrong = (left_out & nan[:, None]) | (zero[:, None] & (left_out == 0))
-            right = tl.where(zero, float("nan"), 0.0)[:, None] + tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            tl.store(y_at, right, mask=inside & wrong)
+                left_out = left_out | tl.load(mask_ptr + at, mask=there & nan[:, None], other=False)
+            tl.store(y_at, tl.where(left_out, 0.0, float("nan")), mask=inside & nan[:, None])
 
 
 @kernel
