@@ -330,7 +330,9 @@ def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Te
     leaves = [tensor.detach().requires_grad_(ask) for tensor, ask in zip(tensors, asked, strict=True)]
     found = function(*leaves)
     ys = (found,) if isinstance(found, Tensor) else found
-    torch.autograd.backward([y.sum() for y in ys])
+    # not ones: the sum of a softmax or of a norm is a number that x has no part in
+    weights = (torch.linspace(0.5, 1.5, y.numel(), device=y.device, dtype=torch.float64) for y in ys)
+    torch.autograd.backward(ys, [w.view(y.shape).to(y.dtype) for w, y in zip(weights, ys, strict=True)])
     return [*(y.detach() for y in ys), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
