@@ -1,7 +1,7 @@
 """softmax against its peers: scores of attention, scaled, causal or with a mask that all heads of a sequence share.
 
-Bytes     forward reads the scores and the mask, and writes y; backward reads y and dy and writes dx. Of causal scores nobody needs
-          to read what lies right of the diagonal; zeros are written there.
+Bytes     forward reads the scores and the mask, and writes y; backward reads y and dy and writes dx. Of causal scores nobody
+          needs to read what lies right of the diagonal; zeros are written there.
 Shapes    sequences x heads x rows x columns.
 Peers     eager and torch.compile: the scores in fp32, scaled, masked and rounded after the softmax, as models write it. A causal
           mask is made once and not timed.
@@ -141,8 +141,11 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 
 _NONE = "has a softmax that neither scales nor masks"
-_EXTENSION = "its scaled softmax is a CUDA extension that its wheel does not have"
+_EXTENSION = "has scaled softmaxes as a CUDA extension, which is not built here"
 BENCH = OpBench(
     OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
-    without={"Liger": _NONE, "QuACK": _NONE, "Apex": _EXTENSION, "Megatron-core": "calls Apex's", "Transformer Engine": _EXTENSION},
+    without={
+        "Liger": _NONE, "QuACK": _NONE, "Apex": _EXTENSION, "Megatron-core": "calls Apex's extension",
+        "Transformer Engine": _EXTENSION,
+    },
 )  # fmt: skip
