@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.kernels import language as lang
+from onepass.kernels import language
 from onepass.kernels.language import triton
 from onepass.runtime import backend
 from onepass.runtime.install_hint import install_hint
 from onepass.runtime.op import OPS
-from onepass.runtime.samples import Sample
+from onepass.runtime.samples import Sample, weights_of
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 T = TypeVar("T")
@@ -149,8 +149,8 @@ def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str
     if name == "torch":
         yield name, None
     else:
-        call = known.call(*tensors, **sample.options)
-        yield name, known.unsupported(call) if name == "triton" else known.others[name].unsupported(*tensors, **sample.options)
+        call = sample.call(known.call, *tensors)
+        yield name, known.unsupported(call) if name == "triton" else sample.call(known.others[name].unsupported, *tensors)
 
 
 def _sample(op: str) -> Sample:
@@ -162,14 +162,14 @@ def _sample(op: str) -> Sample:
 
 
 def _triton_version() -> Iterator[Check]:
-    supported = ", ".join(version + "x" for version in lang.SUPPORTED)
+    supported = ", ".join(version + "x" for version in language.SUPPORTED)
     if triton is None:
         advice = install_hint("triton")
         if _gpus():
             yield Check("triton", WARNING, "not installed: everything runs as plain PyTorch", advice)
         else:
             yield Check("triton", OK, f"not installed, nor needed on a CPU (to test kernels here: {advice})")
-    elif not triton.__version__.startswith(lang.SUPPORTED):
+    elif not triton.__version__.startswith(language.SUPPORTED):
         advice = f"install a Triton that was tried ({supported}), the one your PyTorch asks for"
         yield Check("triton", WARNING, f"{triton.__version__} was never tried with these kernels", advice)
     else:
@@ -177,7 +177,7 @@ def _triton_version() -> Iterator[Check]:
 
 
 def _interpreter() -> Iterator[Check]:
-    if not lang.INTERPRETED:
+    if not language.INTERPRETED:
         return
     if _gpus():
         found = "TRITON_INTERPRET=1 is set: no kernel runs on the GPU, all its calls are plain PyTorch"
@@ -192,12 +192,14 @@ def _numpy() -> Iterator[Check]:
     name, version = "numpy and the interpreter", _version("numpy")
     repair = "import onepass.testing.interpreter before running kernels, as our tests do"
     if version is None:
-        verdict = BROKEN if lang.INTERPRETED else OK
-        found = "numpy is not installed, and Triton's interpreter needs it" + ("" if lang.INTERPRETED else " (it is not in use)")
-        yield Check(name, verdict, found, install_hint("test") if lang.INTERPRETED else "")
+        verdict = BROKEN if language.INTERPRETED else OK
+        found = "numpy is not installed, and Triton's interpreter needs it" + (
+            "" if language.INTERPRETED else " (it is not in use)"
+        )
+        yield Check(name, verdict, found, install_hint("test") if language.INTERPRETED else "")
     elif tuple(int(part) for part in version.split(".")[:2]) >= (2, 4):
         found = f"range() over a run-time argument raises in the interpreter under numpy {version}"
-        if lang.INTERPRETED:
+        if language.INTERPRETED:
             yield Check(name, WARNING, found, repair)
         else:
             yield Check(name, OK, f"{found} (it is not in use)", repair)
@@ -215,7 +217,7 @@ def _chosen_backend() -> Iterator[Check]:
         yield Check("ONEPASS_BACKEND", BROKEN, found, f"set it to one of {', '.join(known)}, or unset it")
     elif name == "torch" and _gpus():
         yield Check("ONEPASS_BACKEND", WARNING, "'torch': no kernel runs on the GPU", "unset it to have the kernels")
-    elif name == "triton" and not _gpus() and not lang.INTERPRETED:
+    elif name == "triton" and not _gpus() and not language.INTERPRETED:
         yield Check("ONEPASS_BACKEND", BROKEN, "'triton', but there is no GPU: every call raises", "unset it, or set it to auto")
     else:
         yield Check("ONEPASS_BACKEND", OK, repr(name))
@@ -292,7 +294,7 @@ _GPU_TRAPS = (_capability, _addmm)
 
 def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
     if name == "triton":
-        if lang.INTERPRETED and _version("numpy"):
+        if language.INTERPRETED and _version("numpy"):
             import onepass.testing.interpreter  # noqa: F401
         if any(reason is not None for _, reason in _reason(op, device, name)):
             return
@@ -309,7 +311,7 @@ def _refused(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels can't take the op's sample in this type, or None."""
     sample = _sample(op)
     known = OPS[op]
-    return known.unsupported(known.call(*sample.tensors(device, dtype), **sample.options))
+    return known.unsupported(sample.call(known.call, *sample.tensors(device, dtype)))
 
 
 def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> float:
@@ -317,8 +319,8 @@ def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> flo
     sample = _sample(op)
     tensors = sample.tensors(device, dtype)
     exactly = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-    got = _run(partial(OPS[op].function, **sample.options, backend=name), sample.frozen, *tensors)
-    formula = partial(sample.formula, **sample.options)
+    got = _run(partial(sample.call, OPS[op].function, backend=name), sample.frozen, *tensors)
+    formula = partial(sample.call, sample.formula)
     baseline, exact = _run(formula, sample.frozen, *tensors), _run(formula, sample.frozen, *exactly)
     times = 1.25 * sample.roundings
     fractions = [_error(g, e) / (times * _error(b, e) + 1e-6) for g, b, e in zip(got, baseline, exact, strict=True)]
@@ -330,9 +332,7 @@ def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Te
     leaves = [tensor.detach().requires_grad_(ask) for tensor, ask in zip(tensors, asked, strict=True)]
     found = function(*leaves)
     ys = (found,) if isinstance(found, Tensor) else found
-    # not ones: the sum of a softmax or of a norm is a number that x has no part in
-    weights = (torch.linspace(0.5, 1.5, y.numel(), device=y.device, dtype=torch.float64) for y in ys)
-    torch.autograd.backward(ys, [w.view(y.shape).to(y.dtype) for w, y in zip(weights, ys, strict=True)])
+    torch.autograd.backward(ys, list(map(weights_of, ys)))
     return [*(y.detach() for y in ys), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 

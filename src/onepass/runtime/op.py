@@ -42,7 +42,7 @@ class Registered:
         )
 
     The schema is PyTorch's, with two additions. A parameter whose type is the name of a record becomes the record's fields. A
-    returned `Tensor?` may be None: the dispatcher knows tensors only, and carries an empty one in its place.
+    returned `Tensor?` may be None: the dispatcher knows tensors only, and carries an empty one of bools in its place.
 
     Args:
         schema: the op's name, parameters and results; tensors come first.
@@ -89,7 +89,8 @@ class Registered:
         if len(self._optional) == 1:
             return found
         return tuple(
-            None if optional and t.dim() == 1 and not t.shape[0] else t for t, optional in zip(found, self._optional, strict=True)
+            None if optional and t.dtype is torch.bool and t.dim() == 1 and not t.shape[0] else t
+            for t, optional in zip(found, self._optional, strict=True)
         )
 
     def _tensors_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +102,8 @@ class Registered:
             found = function(*args)
             if len(self._optional) == 1:
                 return found
-            return tuple(args[0].new_empty(0) if t is None else t for t in found)
+            like = next(arg for arg in args if arg is not None)
+            return tuple(like.new_empty(0, dtype=torch.bool) if t is None else t for t in found)
 
         return run
 

@@ -57,6 +57,11 @@ def random_tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dt
     return tuple(torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
 
 
+def weights_of(y: Tensor) -> Tensor:
+    """A gradient to come back to y. Not ones: the sum of a softmax, or of a norm, is a number that x has no part in."""
+    return torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64, device=y.device).view(y.shape).to(y.dtype)
+
+
 def meta(*shape: int, dtype: torch.dtype, requires_grad: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
