@@ -196,13 +196,14 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
 
 
 def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any]) -> Tensor | None:
-    """An optional tensor in the shape that the op's samples say, or a vector along x's last dimension."""
+    """An optional tensor of the shape and type that the op's samples say, else a vector along x's last dimension in its type."""
     if isinstance(value, tuple):
         return x.new_empty(value)
     if not value:
         return None
     shape = op.samples.SHAPES_OF.get(op.name, {}).get(name)
-    return x.new_empty(x.shape[-1:] if shape is None else shape(x, given))
+    dtype = getattr(op.samples, "TYPES_OF", {}).get(name, x.dtype)
+    return x.new_empty(x.shape[-1:] if shape is None else shape(x, given), dtype=dtype)
 
 
 @contextlib.contextmanager

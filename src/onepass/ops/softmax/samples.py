@@ -31,6 +31,7 @@ SAMPLES = {
 
 
 SHAPES_OF = {"softmax": {"mask": lambda x, given: x.shape}}
+TYPES_OF = {"mask": torch.bool}
 
 
 # ---- calls that launch every kernel, in every form that is shipped ----
