@@ -85,7 +85,7 @@ def small(room, case: Case):
     if DEVICE == "cpu":  # a mutant's `meeting` is not the one that the interpreter's repairs reach
         from onepass.testing import interpreter
 
-        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._others_go_on
+        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
     counters = Counters()
     changes = {"device_zeros": lambda count, device: counters.take(count), "processors": lambda _: case.multiprocessors}
     if case.tile:

@@ -408,7 +408,6 @@ def test_where_there_are_no_values_to_look_at():
     assert torch.equal(torch.vmap(layer)(ids), layer(ids))
 
 
-
 def test_the_sequence_comes_first_where_it_is_to_be_scattered():
     layer, ids = VocabParallelEmbedding(11, 6, reduce_scatter_embeddings=True), torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert torch.equal(layer(ids), layer.weight[ids].transpose(0, 1))

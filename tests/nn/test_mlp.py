@@ -481,7 +481,6 @@ def test_autocast_rounds_the_operands_of_the_products(activation, scaled, backen
         assert name == "y" or ours[name].dtype is FP32, name
 
 
-
 def test_transforms_take_the_formula():
     mlp = made()
     given = inputs_of(mlp, (5,))

@@ -146,7 +146,7 @@ def small_tiles(room, path: str):
     if DEVICE == "cpu":  # the interpreter's repairs reach the real `meeting`: a mutant's has the one that waits for ever
         from onepass.testing import interpreter
 
-        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._others_go_on
+        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
     counters = Counters()
 
     def scratch(floats, count, device):

@@ -5,6 +5,7 @@ import torch
 
 from onepass.kernels import launch
 from onepass.ops.activation import kernels as room
+from onepass.ops.activation.formula import ActivationOptions
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,9 +69,9 @@ def test_arguments_in_the_wrong_order_are_refused():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
 def test_a_plan_is_kept_and_a_new_size_needs_none():
-    act = room.find_activation("relu")
+    act, options = room.find_activation("relu"), ActivationOptions("relu", None, None)
     for M in (5, 17, 33):
         x = torch.randn(M, 48, device=DEVICE)
-        assert torch.equal(room.activation_forward(x, None, None, "relu", None, None), x.relu())
-    plans = [len(room._forward_plan(act, M, 48, 48, False, None, None)[1].plans) for M in (5, 17, 33)]
+        assert torch.equal(room.activation_forward(x, None, None, None, options, x.dtype), x.relu())
+    plans = [len(room._forward_plan(act, M, 48, 48, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onepass.fusion import foreach_cat as one_launch
-from onepass.fusion import ragged
+from onepass.fusion import foreach_cat, ragged
 from onepass.fusion.graph import Emitter, NoRule, arguments, aten, frozen, is_view, nbytes, shape, tensor_key, value
 from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked, of_slices, part
 from onepass.fusion.pieces import Piece, piece_of, run_of
@@ -67,14 +66,14 @@ class Listed:
             self.made = _stacked(emit, self.nodes) if equal else _flattened(emit, self.nodes)
             self.making = _between(self.made.node, self.nodes)
             for cat in self.cats():
-                one_launch.mark(cat)
+                foreach_cat.mark(cat)
             self.mark_parts()
         return self.made
 
     def mark_parts(self) -> None:
         for node in self.nodes:
             if node.target is aten.cat.default:
-                one_launch.mark_part(node)
+                foreach_cat.mark_part(node)
 
     def cats(self) -> list[Node]:
         return [node for node in self.making if node.target is aten.cat.default]

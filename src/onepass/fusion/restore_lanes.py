@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from onepass.fusion import foreach_cat as one_launch
+from onepass.fusion import foreach_cat
 from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reduction, is_view, leaves, remove_dead, shape, value
 from onepass.fusion.lanes import Flat, Stacked, lane
 from onepass.fusion.operands import LaneGroup, Listed, ValueLocation
@@ -72,7 +72,7 @@ class RestoreLanes:
             return True
         user = next(iter(everybody))
         if len(everybody) == 1 and user.target is aten.cat.default:
-            one_launch.mark(user)
+            foreach_cat.mark(user)
             listed.mark_parts()
             return True
         if listed.made is None and any(self._fuses(node, user) for node, users in outside.items() for user in users):

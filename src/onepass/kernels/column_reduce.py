@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from onepass.kernels import grid_sync as meeting
+from onepass.kernels import grid_sync
 from onepass.kernels.language import device_function, tl
 
 
@@ -68,7 +68,7 @@ def join_helpers(arrived_ptr, programs, helpers):
     helper = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") - (programs - helpers)
     if helper >= 0:
         while tl.atomic_add(arrived_ptr, 0, sem="acquire") < programs:
-            meeting.yield_to_programs()
+            grid_sync.yield_to_programs()
     return helper
 
 

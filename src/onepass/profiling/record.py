@@ -21,12 +21,13 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from onepass.profiling import verdict as words
 from onepass.profiling.figures import figures, rows
 from onepass.profiling.limits import limits_of
 from onepass.profiling.model import Gap, Profile
 from onepass.profiling.suggestions import suggestions
 from onepass.profiling.trace import STEP, WINDOW, read
+from onepass.profiling.verdict import counted, number
+from onepass.profiling.verdict import verdict as verdict_of
 from onepass.runtime.ceilings import Ceilings
 
 Tick = Callable[[str], None]
@@ -213,11 +214,11 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
     # An operator's time on a CPU has the profiler's in it: there only the ratio can be carried over.
     idle_us = wall_us - busy_us if found.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
     idle_us = max(idle_us, 0.0)
-    verdict, reasons = words.verdict(found, table, wall_us, idle_us)
+    verdict, reasons = verdict_of(found, table, wall_us, idle_us)
     if limits.copy_gbs is None:
         reasons = (*reasons, "too little memory is free to measure the machine's ceilings: hand them in as ceilings=")
     if timing is not None and not found.on_gpu and traced_us > _SLOWED * wall_us:
-        slowed = f"{words.number(traced_us / wall_us)} times as long as without the profiler"
+        slowed = f"{number(traced_us / wall_us)} times as long as without the profiler"
         reasons = (*reasons, f"the recorded steps took {slowed}: shares of the time are unsure, on a busy machine above all")
     return Profile(
         device=_device(data, found.on_gpu),
@@ -253,6 +254,6 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
 
 def _device(data: dict[str, Any], on_gpu: bool) -> str:
     if not on_gpu:
-        return f"CPU, {words.counted(torch.get_num_threads(), 'thread')}"
+        return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     devices = data.get("deviceProperties") or [{}]
     return str(devices[0].get("name", "GPU"))

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onepass.kernels import grid_sync as meeting
+from onepass.kernels import grid_sync
 from onepass.kernels.language import INTERPRETED, tl, triton
 from onepass.runtime.install_hint import install_hint
 
@@ -263,7 +263,7 @@ def _give_up(waiting: Iterable[_Thread]) -> None:
         thread.turn.release()
 
 
-def _others_go_on() -> int:
+def _yield_to_programs() -> int:
     _running.wait()
     return 0
 
@@ -294,7 +294,7 @@ def _repair() -> None:
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
         interpreter._patch_lang = _patch_once
     interpreter.GridExecutor.__call__ = _launch_quietly
-    meeting.yield_to_programs = _others_go_on
+    grid_sync.yield_to_programs = _yield_to_programs
     if not torch.cuda.is_available():
         triton.runtime.driver.set_active(_NoDriver())
 

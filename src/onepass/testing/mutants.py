@@ -26,7 +26,7 @@ from onepass.runtime import dispatch
 
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
-_MEETING = "onepass.kernels.grid_sync"
+_GRID_SYNC = "onepass.kernels.grid_sync"
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
@@ -76,8 +76,8 @@ def mutate(module: ModuleType, old: str, new: str, *, room: ModuleType | None = 
     sys.meta_path.insert(0, finder)
     try:
         copy = importlib.import_module((room or module).__name__)
-        if _MEETING in sys.modules and _MEETING in real:  # how the interpreter's programs wait is not the mutant's affair
-            vars(sys.modules[_MEETING])["yield_to_programs"] = vars(real[_MEETING])["yield_to_programs"]
+        if _GRID_SYNC in sys.modules and _GRID_SYNC in real:  # how the interpreter's programs wait is not the mutant's affair
+            vars(sys.modules[_GRID_SYNC])["yield_to_programs"] = vars(real[_GRID_SYNC])["yield_to_programs"]
         return copy
     finally:
         sys.meta_path.remove(finder)

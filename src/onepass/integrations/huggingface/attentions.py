@@ -42,7 +42,7 @@ from onepass.integrations.huggingface.probe import (
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
 from onepass.ops.attention.attention import SIZES, attention
 from onepass.ops.attention.attention import unsupported as attention_unsupported
-from onepass.ops.attention.formula import Heads, attention_formula
+from onepass.ops.attention.formula import AttentionOptions, attention_formula
 from onepass.ops.linear.linear import linear
 
 _TOKENS, _HIDDEN = 5, 6
@@ -269,7 +269,7 @@ def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotati
         doubled = angles if rotation is None else rotation.doubled(angles)
         found = [_tried(module, {**layers, out: last}, x, doubled, "sdpa", training) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
-        call = Heads(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
+        call = AttentionOptions(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
         expected = last(attention_formula(qkv, cos, sin, call)).detach()
         if all(close(each, expected, 1e-6) for each in found):
             return whole

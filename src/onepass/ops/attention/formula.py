@@ -22,9 +22,6 @@ class AttentionOptions(NamedTuple):
     scale: float  # of the scores
 
 
-Heads = AttentionOptions  # its name before; integrations/huggingface still imports it
-
-
 def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
     """Return q [B, S, heads, D], k and v [B, S, groups, D]: views of a projection's [B, S, (heads + 2 groups) D]."""
     B, S, columns = qkv.shape

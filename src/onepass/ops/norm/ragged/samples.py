@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.ops.norm.ragged import kernels as ragged_norm
+from onepass.ops.norm.ragged import kernels
 from onepass.runtime.samples import (
     CoveringCall,
     meta,
@@ -47,8 +47,8 @@ def _ragged_norm_call(layer: bool, lanes: str, dtype: torch.dtype = torch.bfloat
         vector_type = torch.float32 if option == "fp32 vectors" else dtype
         weights = [] if option == "no vectors" else [meta(x.shape[-1], dtype=vector_type) for x in xs]
         asked = bool(weights) and option != "frozen vectors"
-        _, mean, rstd = ragged_norm.ragged_forward(xs, weights, weights if layer else [], layer, 1e-5, option != "flat")
-        ragged_norm.ragged_backward(xs, xs, weights, mean, rstd, layer, option != "flat", asked, asked and layer)
+        _, mean, rstd = kernels.ragged_forward(xs, weights, weights if layer else [], layer, 1e-5, option != "flat")
+        kernels.ragged_backward(xs, xs, weights, mean, rstd, layer, option != "flat", asked, asked and layer)
         return xs[0]
 
     return CoveringCall(" ".join(filter(None, ("ragged", "layer_norm" if layer else "rms_norm", lanes, option))), dtype, run)
