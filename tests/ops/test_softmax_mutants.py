@@ -36,7 +36,7 @@ MUTANTS = {  # name: module, what is there, what stands there instead[, how ofte
     "the mask is not asked again": (kernels, "left_out = left_out | tl.load(mask_ptr + at, mask=there & nan[:, None], other=False)", "left_out = left_out"),
     "causality is not asked again": (kernels, "tl.where(nan, last, BLOCK_C)[:, None]", "tl.where(nan, BLOCK_C, BLOCK_C)[:, None]"),
     "x read without its stride": (kernels, "x_ptr + rows[:, None] * X_ROW", "x_ptr + rows[:, None] * C"),
-    "y rounded through bf16": (kernels, "tl.store(y_at, e * (1.0 / total)[:, None],", "tl.store(y_at, (e * (1.0 / total)[:, None]).to(tl.bfloat16).to(tl.float32),"),
+    "y rounded through bf16": (kernels, "tl.store(y_at, e * inverse[:, None],", "tl.store(y_at, (e * inverse[:, None]).to(tl.bfloat16).to(tl.float32),"),
     # ---- masks ----
     "True is left in": (kernels, "mask=there, other=True), float", "mask=there, other=True) == 0, float"),
     "the mask's rows are x's": (kernels, "        return rows.to(tl.int64) * ROW\n", "        return rows.to(tl.int64) * INNER\n"),

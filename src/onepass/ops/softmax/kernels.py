@@ -80,7 +80,9 @@ def _softmax_rows(
     e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2_E)
     total = tl.sum(e, 1)
     y_at = y_ptr + rows[:, None] * C + columns[None, :]
-    tl.store(y_at, e * (1.0 / total)[:, None], mask=inside)
+    inverse = 1.0 / total
+    inverse = tl.fma(inverse, tl.fma(-total, inverse, 1.0), inverse)  # `/` may be two units off, which dx would show
+    tl.store(y_at, e * inverse[:, None], mask=inside)
     if PARTLY:
         # What is left out is 0 by now, but in rows that are NaN: that hold NaN or +inf, or -inf alone, or have nothing left in.
         # Those are rare, and to remember what is left out takes two instructions a value: it is found out again.
