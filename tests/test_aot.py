@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from onepass.ops.activation import bias_activation as room
+from onepass.ops.activation import bias_activation as module
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activations import _BUILT_IN
 from onepass.testing import aot
@@ -76,9 +76,9 @@ def test_tiles_are_those_of_the_architecture():
 def test_recording_leaves_no_trace():
     aot.launches("relu 16384x16384")
     x = torch.randn(3, 8)
-    torch.testing.assert_close(room.bias_activation(x, None, "relu"), x.relu())
+    torch.testing.assert_close(module.bias_activation(x, None, "relu"), x.relu())
     with pytest.raises(RuntimeError, match="take this call"):
-        room.bias_activation(x.to("meta"), backend="triton")
+        module.bias_activation(x.to("meta"), backend="triton")
 
 
 def test_known_spills_are_allowed_where_they_are_known():

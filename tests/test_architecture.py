@@ -247,8 +247,8 @@ def test_importing_loads_nobody_heavy(imported):
 
 def test_importing_loads_ops_and_what_is_below_them(imported):
     """Not what only tools and trainers need: it would be most of the time that an import takes."""
-    rooms = {name.split(".")[1] for name in imported["ours"] if "." in name}
-    assert rooms == {"nn", "ops", "gradients", "parallel", "kernels", "runtime", "integrations"}
+    folders = {name.split(".")[1] for name in imported["ours"] if "." in name}
+    assert folders == {"nn", "ops", "gradients", "parallel", "kernels", "runtime", "integrations"}
     integrations = [name for name in imported["ours"] if name.startswith("onepass.integrations.")]
     assert integrations == ["onepass.integrations.norm_backends"]
     assert not [name for name in imported["ours"] if name.endswith(".samples")]

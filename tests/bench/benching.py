@@ -18,14 +18,14 @@ def bench(*arguments: str) -> int:
     return main(["bench", *arguments, "--quick", "--device", "cpu"])
 
 
-def only(monkeypatch: pytest.MonkeyPatch, room: ModuleType, *cases: BenchCase, **more: Any) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *cases: BenchCase, **more: Any) -> None:
     """Let a case file have these cases only."""
-    monkeypatch.setattr(room, "BENCH", dataclasses.replace(room.BENCH, cases=lambda *_: list(cases), **more))
+    monkeypatch.setattr(module, "BENCH", dataclasses.replace(module.BENCH, cases=lambda *_: list(cases), **more))
 
 
-def wrong(room: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
+def wrong(module: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
     """Which outputs and gradients of a contender are too far off."""
-    found, allowed = accuracy.judged(room.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
+    found, allowed = accuracy.judged(module.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
     return accuracy.too_far(found, allowed)
 
 

@@ -1,6 +1,6 @@
-"""The oracle of ragged_norm: one function that says whether a room computes a case within the budget.
+"""The oracle of ragged_norm: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -78,9 +78,9 @@ def draw(case: Case, seed: int = 0):
 
 
 @contextlib.contextmanager
-def small(room, case: Case):
-    """The room with small tiles on a GPU of a few multiprocessors; gives the counters, which must stay zeros."""
-    modules = modules_of(room)
+def small(module, case: Case):
+    """The module with small tiles on a GPU of a few multiprocessors; gives the counters, which must stay zeros."""
+    modules = modules_of(module)
     kernels, lanes = modules["onepass.ops.norm.ragged.kernels"], modules["onepass.ops.norm.ragged.lanes"]
     if DEVICE == "cpu":  # a mutant's `meeting` is not the one that the interpreter's repairs reach
         from onepass.testing import interpreter
@@ -100,10 +100,10 @@ def small(room, case: Case):
         lanes["_plans"].clear()
 
 
-def run(room, case: Case, xs, weights, biases, dys) -> dict[str, torch.Tensor]:
+def run(module, case: Case, xs, weights, biases, dys) -> dict[str, torch.Tensor]:
     """All outputs of both operators, lane by lane."""
-    y, mean, rstd = room._forward(xs, weights, biases, case.norm, case.eps, case.packed)
-    dx, dweight, dbias = room._backward(dys, xs, weights, mean, rstd, case.norm, case.packed, *asked_of(case))
+    y, mean, rstd = module._forward(xs, weights, biases, case.norm, case.eps, case.packed)
+    dx, dweight, dbias = module._backward(dys, xs, weights, mean, rstd, case.norm, case.packed, *asked_of(case))
     found = {"rstd": rstd} | ({"mean": mean} if case.layer else {})
     for name, whole in (("y", y), ("dx", dx)):
         assert whole.is_contiguous() and whole.dtype == case.dtype
@@ -150,17 +150,17 @@ def exact(case: Case, xs, weights, biases, dys, dtype: torch.dtype) -> dict[str,
     return found | ({"mean": torch.stack([mean for mean, _ in stats])} if case.layer else {})
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
-    switch = use_backend if room is real else modules_of(room)["onepass.runtime.backend"]["use_backend"]
+    switch = use_backend if module is real else modules_of(module)["onepass.runtime.backend"]["use_backend"]
     for seed in range(2 if case.tile else 4):  # few numbers: pooled
         xs, weights, biases, dys = draw(case, seed)
         named = {f"{name}{i}": t for name, ts in zip("xwbd", (xs, weights, biases, dys), strict=True) for i, t in enumerate(ts)}
-        with small(room, case) as counters, switch(backend):
+        with small(module, case) as counters, switch(backend):
             try:
                 with poisoned(), unchanged(**named):
-                    ours = run(room, case, xs, weights, biases, dys)
+                    ours = run(module, case, xs, weights, biases, dys)
                     assert counters.clean(), "a counter was not set back, or one past them was set"
             except AssertionError as error:
                 return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])

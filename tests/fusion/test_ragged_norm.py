@@ -11,7 +11,7 @@ from onepass.kernels import device_tables as tables
 from onepass.kernels.language import triton
 from onepass.ops.norm.ragged import kernels
 from onepass.ops.norm.ragged import lanes as ragged_lanes
-from onepass.ops.norm.ragged import ragged_norm as room
+from onepass.ops.norm.ragged import ragged_norm as module
 from onepass.runtime.backend import use_backend
 
 forward, backward = torch.ops.onepass.ragged_norm_forward, torch.ops.onepass.ragged_norm_backward
@@ -30,13 +30,13 @@ def both(case, xs, weights, biases, dys):
 @needs_triton
 @pytest.mark.parametrize("case", small_cases() + real_cases(), ids=str)
 def test_within_the_budget(case):
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
 @pytest.mark.parametrize("case", real_cases(), ids=str)
 def test_the_plain_path_too(case):
-    report = judge_case(room, case, "torch")
+    report = judge_case(module, case, "torch")
     assert report, f"{case}\n{report}"
 
 
@@ -45,7 +45,7 @@ def test_fp64_stays_fp64(layer):
     case = Case(layer=layer)
     given = [[t.double().requires_grad_() for t in group] for group in draw(case)]
     xs, weights, biases, dys = given
-    ys = room.ragged_norm_reference(xs, weights, biases, norm=case.norm, eps=case.eps)
+    ys = module.ragged_norm_reference(xs, weights, biases, norm=case.norm, eps=case.eps)
     exact = torch.autograd.grad(ys, [*xs, *weights], [dy.detach() for dy in dys])
     y, mean, rstd, dx, dweight, _ = both(case, *([t.detach() for t in group] for group in given))
     assert {t.dtype for t in (y, mean, rstd, dx, dweight)} == {torch.float64}
@@ -73,7 +73,7 @@ def test_nan_and_infinities_stay_in_their_rows_and_lanes(backend):
     xs, weights, biases, dys = draw(case)
     for value in (float("nan"), float("inf")):
         xs[1][4, 7] = value
-        with use_backend(backend), small(room, case):
+        with use_backend(backend), small(module, case):
             y, _, _, dx, *_ = both(case, xs, weights, biases, dys)
         for whole in (y, dx):
             first, second = whole.split(case.widths, -1)
@@ -86,7 +86,7 @@ def test_nan_and_infinities_stay_in_their_rows_and_lanes(backend):
 def test_the_same_every_time(backend):
     case = Case(lead=(21,), dtype=BF16)
     given = draw(case)
-    with use_backend(backend), small(room, case):
+    with use_backend(backend), small(module, case):
         first = both(case, *given)
         assert all(equal(both(case, *given), first) for _ in range(2))
 
@@ -176,7 +176,7 @@ def test_other_widths_or_strides_at_the_same_addresses(fresh):
     ]
     for xs in groups * 2:
         y, *_ = forward(xs, [], [], "rms_norm", 1e-5, False)
-        expected = torch.cat([each.reshape(-1) for each in room.ragged_norm_reference(xs, [], [], norm="rms_norm", eps=1e-5)])
+        expected = torch.cat([each.reshape(-1) for each in module.ragged_norm_reference(xs, [], [], norm="rms_norm", eps=1e-5)])
         torch.testing.assert_close(y, expected)
 
 
@@ -191,7 +191,7 @@ def test_other_types_of_vectors_at_the_same_addresses(fresh):
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
         y, *_ = both(case, xs, weights, [], dys)
-        expected = torch.cat(room.ragged_norm_reference(xs, list(values), [], norm="layer_norm", eps=case.eps), -1)
+        expected = torch.cat(module.ragged_norm_reference(xs, list(values), [], norm="layer_norm", eps=case.eps), -1)
         torch.testing.assert_close(y, expected)
 
 
@@ -206,7 +206,7 @@ def test_caches_end(monkeypatch, fresh):
             for width in (8, 9 + turn, 20):
                 xs = [x[:, start : start + width], x[:, 100 + start : 110]]
                 y, *_ = forward(xs, [], [], "rms_norm", 1e-5, True)
-                expected = torch.cat(room.ragged_norm_reference(xs, [], [], norm="rms_norm", eps=1e-5), -1)
+                expected = torch.cat(module.ragged_norm_reference(xs, [], [], norm="rms_norm", eps=1e-5), -1)
                 torch.testing.assert_close(y, expected)
                 assert len(tables._kept) <= 3 and len(ragged_lanes._plans) <= 2
                 for plans in ragged_lanes._plans.values():
@@ -259,8 +259,8 @@ def test_under_capture_nothing_is_kept_and_what_was_kept_stays(monkeypatch, fres
     expected = both(case, xs, weights, biases, dys)
     kept, seen = dict(tables._kept), [dict(plan.seen) for plans in ragged_lanes._plans.values() for plan in plans]
     monkeypatch.setattr(tables, "_of_graphs", {})
-    for module in (tables, ragged_lanes):
-        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    for each in (tables, ragged_lanes):
+        monkeypatch.setattr(each, "is_capturing", lambda device: True)
     assert equal(both(case, xs, weights, biases, dys), expected)
     assert {id(t) for t in tables._of_graphs.values()} == {id(t) for t, _ in kept.values()}
     moved = [torch.cat([t, t])[5:].clone() for t in xs]

@@ -7,7 +7,7 @@ from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gr
 from torch import nn
 
 import onepass
-from onepass.gradients import adamw as room
+from onepass.gradients import adamw as module
 from onepass.parallel import AdamW
 
 __all__ = ["memory_goes_back"]
@@ -30,7 +30,7 @@ def made(dtype=BF16, shapes=SHAPES, **options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_formulas(name):
-    assert not judge(room, named, CASES[name])
+    assert not judge(module, named, CASES[name])
 
 
 def test_pytorchs_operators_are_as_the_kernels():

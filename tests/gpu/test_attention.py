@@ -12,7 +12,7 @@ import onepass
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.forward import has_cudnn
 
-room = importlib.import_module("onepass.ops.attention.attention")
+module = importlib.import_module("onepass.ops.attention.attention")
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 overwriting = pytest.mark.parametrize("overwrite", (False, True), ids=("kept", "overwritten"))
@@ -28,21 +28,21 @@ REAL = Case(B=4, S=4096, heads=32, groups=8, D=64, R=64)
 @pytest.mark.parametrize("D", (16, 32, 64, 128))
 def test_every_kind_of_heads_and_ends(D, heads, groups, S, dtype):
     case = Case(S=S, heads=heads, groups=groups, D=D, R=D if S % 2 else 0, dtype=dtype, overwrite=S % 4 == 1)
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, report
 
 
 @pytest.mark.parametrize("case", real_cases(), ids=str)
 @pytest.mark.parametrize("layout", ("contiguous", "sliced", "swapped", "unaligned"))
 def test_wherever_it_lies(case, layout):
-    report = judge_case(room, Case(**vars(case) | {"layout": layout}))
+    report = judge_case(module, Case(**vars(case) | {"layout": layout}))
     assert report, report
 
 
 def test_a_billion_parameters_sizes():
     """Of the real call some groups against fp64: what heads give does not depend on the others."""
     drawn = draw(REAL)
-    y, dqkv, _ = computed(room, REAL, *drawn)
+    y, dqkv, _ = computed(module, REAL, *drawn)
     qkv, cos, sin, dy = drawn
     some = Case(B=1, S=4096, heads=4, groups=1, D=64, R=64)
     for b, group in ((0, 0), (3, 7)):
@@ -72,9 +72,9 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     case = Case(B=2, S=S, heads=8, groups=2, D=D, R=D)
     qkv, cos, sin, dy = draw(case)
     leaf = qkv.requires_grad_()
-    expected = computed(room, case, qkv, cos, sin, dy)
-    monkeypatch.setattr(room, "attend", None)
-    monkeypatch.setattr(room, "attend_backward", None)
+    expected = computed(module, case, qkv, cos, sin, dy)
+    monkeypatch.setattr(module, "attend", None)
+    monkeypatch.setattr(module, "attend_backward", None)
     y = onepass.attention(leaf * 1, 8, 2, cos=cos, sin=sin, overwrite=overwrite, deterministic=False)
     (dqkv,) = torch.autograd.grad(y, leaf, dy)
     rounded, wanted = baseline(case, qkv, cos, sin, dy), exact(case, qkv, cos, sin, dy)
@@ -87,8 +87,8 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
 def replayed(case):
     """What was drawn, and what comes of it, of a graph's replay too."""
     drawn = draw(case)
-    expected = computed(room, case, *drawn)[:2]
-    results, graph = captured(lambda: computed(room, case, *drawn)[:2])
+    expected = computed(module, case, *drawn)[:2]
+    results, graph = captured(lambda: computed(module, case, *drawn)[:2])
     for t in results:
         t.fill_(float("nan"))
     graph.replay()
@@ -106,7 +106,7 @@ def by_cudnn(monkeypatch):
     """Our kernel is not there to be called."""
     if not has_cudnn(torch.empty(0, device="cuda"), newest=9):
         pytest.skip("needs Hopper and a cuDNN after 9.15")
-    monkeypatch.setattr(room, "attend", None)
+    monkeypatch.setattr(module, "attend", None)
 
 
 @pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)
@@ -114,7 +114,7 @@ def by_cudnn(monkeypatch):
 @overwriting
 def test_forward_by_cudnn_and_backward_by_us(D, S, heads, groups, dtype, overwrite, monkeypatch):
     by_cudnn(monkeypatch)
-    report = judge_case(room, Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D, dtype=dtype, overwrite=overwrite))
+    report = judge_case(module, Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D, dtype=dtype, overwrite=overwrite))
     assert report, report
 
 
@@ -123,11 +123,11 @@ def test_cudnns_forward_gives_the_same_bits_every_time_and_in_any_batch(D, S, he
     by_cudnn(monkeypatch)
     case = Case(B=9, S=S, heads=heads, groups=groups, D=D, R=D)
     qkv, cos, sin, dy = draw(case)
-    whole = computed(room, case, qkv, cos, sin, dy)[:2]
+    whole = computed(module, case, qkv, cos, sin, dy)[:2]
     for _ in range(5):
-        assert equal(whole, computed(room, case, qkv, cos, sin, dy)[:2])
+        assert equal(whole, computed(module, case, qkv, cos, sin, dy)[:2])
     for some in (slice(0, 1), slice(3, 5), slice(2, 9)):
-        assert equal([t[some] for t in whole], computed(room, case, qkv[some], cos, sin, dy[some])[:2])
+        assert equal([t[some] for t in whole], computed(module, case, qkv[some], cos, sin, dy[some])[:2])
 
 
 def test_cudnns_forward_is_replayed_and_compiled(monkeypatch):
@@ -143,16 +143,16 @@ def test_cudnns_forward_is_replayed_and_compiled(monkeypatch):
 @pytest.mark.parametrize("B", (1, 3))
 def test_cudnns_forward_of_what_lies_anywhere(B, layout, monkeypatch):
     by_cudnn(monkeypatch)
-    report = judge_case(room, Case(**vars(WIDE) | {"B": B, "layout": layout}))
+    report = judge_case(module, Case(**vars(WIDE) | {"B": B, "layout": layout}))
     assert report, report
 
 
 def test_cudnns_forward_waits_for_nothing_and_runs_on_any_stream(monkeypatch):
     by_cudnn(monkeypatch)
     drawn = draw(WIDE)
-    expected = computed(room, WIDE, *drawn)
+    expected = computed(module, WIDE, *drawn)
     with nobody_waits(), at_the_side():
-        got = computed(room, WIDE, *drawn)
+        got = computed(module, WIDE, *drawn)
     assert equal(got, expected)
 
 
@@ -160,18 +160,18 @@ def test_cudnns_forward_waits_for_nothing_and_runs_on_any_stream(monkeypatch):
 def test_cudnns_forward_on_a_device_that_is_not_the_current_one(monkeypatch):
     by_cudnn(monkeypatch)
     drawn = draw(WIDE)
-    got = computed(room, WIDE, *(t.to("cuda:1") for t in drawn))
-    assert equal([t.to("cuda:0") for t in got], computed(room, WIDE, *drawn))
+    got = computed(module, WIDE, *(t.to("cuda:1") for t in drawn))
+    assert equal([t.to("cuda:0") for t in got], computed(module, WIDE, *drawn))
 
 
 def test_cudnns_forward_can_be_refused(monkeypatch):
     by_cudnn(monkeypatch)
     drawn = draw(WIDE)
-    computed(room, WIDE, *drawn)  # by cuDNN, as there is no other
+    computed(module, WIDE, *drawn)  # by cuDNN, as there is no other
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # ours
-            computed(room, WIDE, *drawn)
+            computed(module, WIDE, *drawn)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
@@ -183,20 +183,20 @@ def test_cudnns_forward_can_be_refused(monkeypatch):
 def test_the_same_bits_every_time(overwrite):
     case = Case(B=4, S=1111, heads=16, groups=4, D=64, R=64, overwrite=overwrite)
     drawn = draw(case)
-    first = computed(room, case, *drawn)
+    first = computed(module, case, *drawn)
     with nobody_waits():
-        again = [computed(room, case, *drawn) for _ in range(10)]
+        again = [computed(module, case, *drawn) for _ in range(10)]
     assert all(equal(first, each) for each in again)
     with deterministic_algorithms():
-        assert equal(first, computed(room, case, *drawn))
+        assert equal(first, computed(module, case, *drawn))
 
 
 def test_no_sequence_depends_on_others():
     case = Case(B=5, S=300, heads=8, groups=2, D=64, R=64)
     qkv, cos, sin, dy = draw(case)
-    whole = computed(room, case, qkv, cos, sin, dy)[:2]
+    whole = computed(module, case, qkv, cos, sin, dy)[:2]
     for b in range(5):
-        alone = computed(room, case, qkv[b : b + 1], cos, sin, dy[b : b + 1])[:2]
+        alone = computed(module, case, qkv[b : b + 1], cos, sin, dy[b : b + 1])[:2]
         assert equal([t[b : b + 1] for t in whole], alone)
 
 
@@ -208,9 +208,9 @@ def test_graphs_replay(overwrite):
 def test_on_another_stream():
     case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64)
     drawn = draw(case)
-    expected = computed(room, case, *drawn)
+    expected = computed(module, case, *drawn)
     with at_the_side():
-        got = computed(room, case, *drawn)
+        got = computed(module, case, *drawn)
     assert equal(got, expected)
 
 
@@ -218,8 +218,8 @@ def test_on_another_stream():
 def test_on_a_device_that_is_not_the_current_one():
     case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64)
     drawn = draw(case)
-    got = computed(room, case, *(t.to("cuda:1") for t in drawn))
-    assert equal([t.to("cuda:0") for t in got], computed(room, case, *drawn))
+    got = computed(module, case, *(t.to("cuda:1") for t in drawn))
+    assert equal([t.to("cuda:0") for t in got], computed(module, case, *drawn))
 
 
 @overwriting
@@ -249,9 +249,9 @@ def test_compiled_by_inductor(deterministic, overwrite):
 def test_launches():
     case = Case(B=2, S=513, heads=8, groups=2, D=64, R=64, overwrite=True)
     drawn = draw(case)
-    computed(room, case, *drawn)
+    computed(module, case, *drawn)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        computed(room, case, *drawn)
+        computed(module, case, *drawn)
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     ours = [name for name in names if name.startswith("_")]
     assert ours == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
@@ -264,7 +264,7 @@ def test_memory():
     made = leaf * 1
     numbers, blocks = 4 * 32 * 4 * 4096, 2**21  # an allocator's
     tables = {"cos": cos, "sin": sin, "overwrite": True, "backend": "triton"}
-    computed(room, Case(S=64, D=64, R=64), *draw(Case(S=64, D=64, R=64)))
+    computed(module, Case(S=64, D=64, R=64), *draw(Case(S=64, D=64, R=64)))
     ahead, y = taken(lambda: onepass.attention(made, 32, 8, **tables))
     back, _ = taken(lambda: torch.autograd.grad(y, made, dy))
     assert ahead <= 2 * y.numel() + numbers + blocks

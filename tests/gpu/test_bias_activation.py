@@ -12,7 +12,7 @@ from gpu.calls import nobody_waits
 
 import onepass
 from onepass.kernels import column_sum
-from onepass.ops.activation import bias_activation as room
+from onepass.ops.activation import bias_activation as module
 from onepass.ops.activation import kernels as shared
 from onepass.runtime import saved
 
@@ -153,7 +153,7 @@ def test_compiled_is_the_same(mode):
 
 @pytest.mark.parametrize("activation", list(onepass.ops.activation.activations.ACTIVATIONS))
 def test_nan_stays_nan_on_the_gpu(activation):
-    gated = room.find_activation(activation).gated
+    gated = module.find_activation(activation).gated
     x, bias, _ = inputs(4, 64, gated)
     with torch.no_grad():
         x[1, 3] = float("nan")

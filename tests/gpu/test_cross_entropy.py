@@ -16,7 +16,7 @@ from ops.cross_entropy_oracle import Case, judge_case, made
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.loss.cross_entropy as room
+import onepass.ops.loss.cross_entropy as module
 from onepass.testing.budget import compare
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
@@ -82,7 +82,7 @@ ASKED = {
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_of_tile(size, dtype, asked):
-    report = judge_case(room, Case((9,), size, dtype, **ASKED[asked]))
+    report = judge_case(module, Case((9,), size, dtype, **ASKED[asked]))
     assert report, report
 
 

@@ -21,7 +21,7 @@ from ops.linear_cross_entropy_oracle import ALL, UPSTREAM, Case, judge_case, op,
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.loss.linear_cross_entropy as room
+import onepass.ops.loss.linear_cross_entropy as module
 from onepass.parallel import DeferredWgrad
 from onepass.testing.budget import compare
 
@@ -114,7 +114,7 @@ ASKED = {
 def test_whole_rows_in_every_kind_of_tile(size, dtype, asked):
     """Statistics and gradient in one kernel."""
     case = Case(("known_grad_scale", ALL, ALL), dtype=dtype, lead=(9,), D=16, V=size, **ASKED[asked])
-    report = judge_case(room, case, seeds=2)
+    report = judge_case(module, case, seeds=2)
     assert report, report
 
 
@@ -440,7 +440,7 @@ def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monke
     expected = [t.clone() for t in step(way, tensors, main)]
     made, taken = [], []
 
-    class Sums(room.passes._WeightSum):
+    class Sums(module.passes._WeightSum):
         def __init__(self, *args):
             made.append(args)
             if len(made) == 2:
@@ -449,7 +449,7 @@ def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monke
 
     main.zero_()
     with room_for(512 * MIB), monkeypatch.context() as patch:
-        patch.setattr(room.passes, "_WeightSum", Sums)
+        patch.setattr(module.passes, "_WeightSum", Sums)
         said = said_by(lambda: step(way, tensors, main))
         taken.clear()
     assert "main_grad may have a part of this call's gradient" in said and "chunk_bytes" in said

@@ -10,7 +10,7 @@ import onepass
 from onepass.kernels import scratch
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import forward as norm_forward
-from onepass.ops.norm import norm as room
+from onepass.ops.norm import norm as module
 from onepass.runtime.sizes import processors
 from onepass.testing.budget import judge
 
@@ -47,8 +47,8 @@ def norm(layer, **options):
 def reference(layer, stored):
     def call(x, weight, bias, residual):
         if layer:
-            return room.layer_norm_reference(x, weight, bias, residual, stored=stored)
-        return room.rms_norm_reference(x, weight, residual, stored=stored)
+            return module.layer_norm_reference(x, weight, bias, residual, stored=stored)
+        return module.rms_norm_reference(x, weight, residual, stored=stored)
 
     return call
 
@@ -112,8 +112,8 @@ def test_a_large_mean(H):
     x = (torch.randn(40, H, device="cuda") + 100).requires_grad_()
     weight, bias = (torch.randn(H, device="cuda", requires_grad=True) for _ in range(2))
     given = {"x": x, "weight": weight, "bias": bias, "residual": None}
-    for frugal in (False, True):
-        report = judge(norm(True, memory_efficient=frugal), reference(True, FP32), given, torch.randn_like(x))
+    for memory_efficient in (False, True):
+        report = judge(norm(True, memory_efficient=memory_efficient), reference(True, FP32), given, torch.randn_like(x))
         assert report, report
 
 
@@ -124,8 +124,8 @@ def test_nan_and_infinities_stay_in_their_rows(H, layer):
         leaves, dys = inputs(9, H, layer)
         with torch.no_grad():
             leaves[0][4, 3] = value
-        for frugal in (False, True):
-            y, dx, *_ = grads(layer, leaves, dys, memory_efficient=frugal)
+        for memory_efficient in (False, True):
+            y, dx, *_ = grads(layer, leaves, dys, memory_efficient=memory_efficient)
             for t in (y, dx):
                 assert t.isfinite().all(-1).tolist() == [row != 4 for row in range(9)]
 
@@ -295,11 +295,11 @@ def test_a_device_that_is_not_the_current_one(H, layer):
 @kinds
 @pytest.mark.parametrize("H", (512, 4096, 32768))
 def test_no_call_waits_for_the_gpu(H, layer):
-    for frugal in (False, True):
+    for memory_efficient in (False, True):
         leaves, dys = inputs(256, H, layer, True)
-        grads(layer, leaves, dys, memory_efficient=frugal)  # compiled, scratch made
+        grads(layer, leaves, dys, memory_efficient=memory_efficient)  # compiled, scratch made
         with nobody_waits():
-            grads(layer, leaves, dys, memory_efficient=frugal)
+            grads(layer, leaves, dys, memory_efficient=memory_efficient)
 
 
 # ---- compilations ----
@@ -381,11 +381,11 @@ def test_a_step_allocates_its_results_and_nothing_else(layer):
 
 @kinds
 def test_memory_efficient_keeps_no_statistics(layer):
-    def kept(frugal):
+    def kept(memory_efficient):
         leaves, _ = inputs(2**16, 64, layer)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        y = norm(layer, memory_efficient=frugal)(*leaves)
+        y = norm(layer, memory_efficient=memory_efficient)(*leaves)
         return torch.cuda.memory_allocated() - before - y.nbytes
 
     assert kept(True) <= 1024

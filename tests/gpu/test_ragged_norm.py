@@ -8,7 +8,7 @@ from gpu.calls import memory_goes_back, needs_60_gib, nobody_waits, warmed  # no
 from onepass.kernels import device_tables as tables
 from onepass.ops.norm.ragged import kernels
 from onepass.ops.norm.ragged import lanes as ragged_lanes
-from onepass.ops.norm.ragged import ragged_norm as room
+from onepass.ops.norm.ragged import ragged_norm as module
 from onepass.testing.budget import compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,7 +20,7 @@ kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
 
 def within(case, given=None):
     given = given or draw(case)
-    ours = run(room, case, *given)
+    ours = run(module, case, *given)
     report = compare([(ours, exact(case, *given, FP32), exact(case, *given, torch.float64))], case.dtype)
     assert report, f"{case}\n{report}"
     return ours
@@ -59,10 +59,10 @@ def test_odd_lanes(dtype, layer):
 def test_64_lanes_of_which_many_end_at_the_same_time(layer):
     case = Case(MIXED, (2048,), layer, BF16, slices=True, tile=0)
     given = draw(case)
-    first = run(room, case, *given)
+    first = run(module, case, *given)
     within(case, given)
     for _ in range(20):
-        assert equal(list(run(room, case, *given).values()), list(first.values()))
+        assert equal(list(run(module, case, *given).values()), list(first.values()))
 
 
 @pytest.mark.parametrize("count", (1, 2, 132, 1000))
@@ -75,7 +75,7 @@ def test_few_wide_lanes_whose_last_sums_are_shared():
     given = draw(case)
     first = within(case, given)
     for _ in range(10):
-        assert equal(list(run(room, case, *given).values()), list(first.values()))
+        assert equal(list(run(module, case, *given).values()), list(first.values()))
 
 
 @pytest.mark.parametrize("layout", ("strided", "sliced", "transposed", "swapped", "expanded", "unaligned", "mixed"))
@@ -107,7 +107,7 @@ def test_more_than_31_bits_of_values():
         for whole in (y, dx):
             last = whole[-1, width:] if packed else whole[-width:]
             assert last.isfinite().all()
-        expected = room.ragged_norm_reference([xs[1][-1:]], [], [], norm="rms_norm", eps=1e-6)[0][0]
+        expected = module.ragged_norm_reference([xs[1][-1:]], [], [], norm="rms_norm", eps=1e-6)[0][0]
         torch.testing.assert_close(y[-1, width:] if packed else y[-width:], expected)
         del y, dx
 
@@ -115,7 +115,7 @@ def test_more_than_31_bits_of_values():
 def test_more_rows_than_one_dimension_of_a_grid():
     xs = [torch.randn(70_000, 4096, device="cuda", dtype=BF16)]
     y, *_ = forward(xs, [], [], "rms_norm", 1e-6, True)
-    torch.testing.assert_close(y[-3:], room.ragged_norm_reference([xs[0][-3:]], [], [], norm="rms_norm", eps=1e-6)[0])
+    torch.testing.assert_close(y[-3:], module.ragged_norm_reference([xs[0][-3:]], [], [], norm="rms_norm", eps=1e-6)[0])
 
 
 # ---- nobody waits, nothing compiles again ----

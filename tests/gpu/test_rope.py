@@ -7,7 +7,7 @@ from ops.calls import equal
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.attention.rope as room
+import onepass.ops.attention.rope as module
 from onepass.testing.budget import judge
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
@@ -51,7 +51,7 @@ def test_every_kind_of_heads(heads, dtype, interleaved):
         cos, sin = given[2:]
         report = judge(
             lambda q, k, cos=cos, sin=sin: onepass.rope(q, k, cos, sin, interleaved=interleaved, backend="triton"),
-            lambda q, k, cos=cos, sin=sin: room.rope_reference(q, k, cos, sin, interleaved=interleaved),
+            lambda q, k, cos=cos, sin=sin: module.rope_reference(q, k, cos, sin, interleaved=interleaved),
             dict(zip("qk", given, strict=False)), dys,
         )  # fmt: skip
         assert report, f"{lead}\n{report}"
@@ -98,7 +98,7 @@ def test_attention_takes_what_comes_out():
         return torch.autograd.grad(y, leaves, dy)
 
     ours = attention(lambda q, k: onepass.rope(q, k, cos, sin, backend="triton"))
-    for a, b in zip(ours, attention(lambda q, k: room.rope_reference(q, k, cos, sin)), strict=True):
+    for a, b in zip(ours, attention(lambda q, k: module.rope_reference(q, k, cos, sin)), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
 
 

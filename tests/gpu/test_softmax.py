@@ -9,7 +9,7 @@ from ops.calls import equal
 from ops.softmax_oracle import MASKS, Case, judge_case, main_cases, real_cases
 
 import onepass
-import onepass.ops.softmax.softmax as room
+import onepass.ops.softmax.softmax as module
 from onepass.ops.softmax import kernels
 
 __all__ = ["memory_goes_back"]
@@ -40,7 +40,7 @@ def left_out(*shape, seed=1):
 
 @pytest.mark.parametrize("case", [*main_cases(), *real_cases()], ids=str)
 def test_within_the_budget(case):
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
@@ -49,7 +49,7 @@ def test_within_the_budget(case):
 def test_every_width(C, dtype):
     for causal in (False, True):
         for mask in ("", "heads", "full"):
-            report = judge_case(room, Case((2, 3, 37, C), dtype, 0.5, mask, causal))
+            report = judge_case(module, Case((2, 3, 37, C), dtype, 0.5, mask, causal))
             assert report, report
 
 
@@ -57,14 +57,14 @@ def test_every_width(C, dtype):
 @pytest.mark.parametrize("shape", ((3, 4, 100, 256), (2, 3, 5, 2048), (2, 2, 3, 7, 5000)), ids=str)
 def test_every_mask(shape, mask):
     for causal in (False, True):
-        report = judge_case(room, Case(shape, BF16, 0.125, mask, causal))
+        report = judge_case(module, Case(shape, BF16, 0.125, mask, causal))
         assert report, report
 
 
 @pytest.mark.parametrize("C", (64, 1000, 2048, 16384))
 def test_square_and_oblong_causal_matrices(C):
     for R in (C, C // 2 + 3, C + 5):
-        report = judge_case(room, Case((1, 1, min(R, 4096), C), BF16, 0.125, causal=True))
+        report = judge_case(module, Case((1, 1, min(R, 4096), C), BF16, 0.125, causal=True))
         assert report, report
 
 
@@ -79,7 +79,7 @@ def test_nan_and_infinities_stay_in_their_rows(C, dtype):
         x, dy = inputs(9, C, dtype=dtype)
         x[2, 1], x[3, 0], x[4], x[5, 2], x[6, C - 1] = NAN, INF, -INF, -INF, NAN
         y, dx = step(x, dy, **options)
-        expected = room.softmax_reference(x.double(), options.get("mask"), causal="causal" in options)
+        expected = module.softmax_reference(x.double(), options.get("mask"), causal="causal" in options)
         assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(dx.isnan(), expected.isnan()), options
         out = mask if "mask" in options else torch.zeros_like(mask)
         out = out | torch.ones_like(mask).triu(1) if "causal" in options else out

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-import onepass.ops.activation.activation_linear as room
+import onepass.ops.activation.activation_linear as module
 from onepass.nn import MLP, sharded_state_dict
 from onepass.ops.activation import activations
 from onepass.parallel import DeferredWgrad
@@ -30,7 +30,7 @@ CLAMPED = {"clamp": 1.0, "linear_offset": 0.5}
 
 @pytest.fixture(autouse=True)
 def _small():
-    with small_tiles(room):
+    with small_tiles(module):
         yield
 
 

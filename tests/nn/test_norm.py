@@ -60,16 +60,16 @@ def test_the_residual_is_the_ops(norm):
 
 
 @EACH
-@pytest.mark.parametrize("frugal", [False, True])
-def test_the_op_gets_every_option(norm, frugal, monkeypatch):
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_the_op_gets_every_option(norm, memory_efficient, monkeypatch):
     name = "layer_norm" if norm is LayerNorm else "rms_norm"
     seen = []
     monkeypatch.setattr(f"onepass.nn.norm.{name}", lambda *args, **options: seen.append((args, options)))
-    layer = norm(8, 1e-3, zero_centered_gamma=True, memory_efficient=frugal)
+    layer = norm(8, 1e-3, zero_centered_gamma=True, memory_efficient=memory_efficient)
     x, residual = torch.randn(4, 8), torch.randn(4, 8)
     layer(x, residual)
     parameters = (layer.weight, layer.bias) if norm is LayerNorm else (layer.weight,)
-    options = {"residual": residual, "zero_centered_gamma": True, "memory_efficient": frugal}
+    options = {"residual": residual, "zero_centered_gamma": True, "memory_efficient": memory_efficient}
     assert seen == [((x, *parameters, 1e-3), options)]
 
 

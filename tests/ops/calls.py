@@ -62,7 +62,7 @@ def says(words, raised):
 
 
 def caught(mutant, cases, judge_case):
-    """Whether one of the cases finds a broken copy of a room wrong, or it raises: a shape or a grid that can't be."""
+    """Whether one of the cases finds a broken copy of a module wrong, or it raises: a shape or a grid that can't be."""
     for case in cases:
         try:
             if not judge_case(mutant, case):

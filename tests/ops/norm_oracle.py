@@ -1,6 +1,6 @@
-"""The oracle of layer_norm and rms_norm: one function that says whether a room computes a case within the budget.
+"""The oracle of layer_norm and rms_norm: one function that says whether a module computes a case within the budget.
 
-The real room must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Case:
     bias: torch.dtype | None = None
     residual: torch.dtype | None = None
     centered: bool = False
-    frugal: bool = False  # memory_efficient
+    memory_efficient: bool = False  # memory_efficient
     eps: float = 1e-5
     mean: float = 0.0  # of x's rows, in standard deviations
     scale: float = 1.0  # of x
@@ -46,7 +46,7 @@ class Case:
     def __str__(self) -> str:
         parts = ["layer" if self.layer else "rms", self.path or "real", "x".join(map(str, (*self.lead, self.H))), str(self.dtype)]
         parts += [f"{name}={value}" for name in ("weight", "bias", "residual") if (value := getattr(self, name))]
-        parts += [name for name in ("centered", "frugal") if getattr(self, name)]
+        parts += [name for name in ("centered", "memory_efficient") if getattr(self, name)]
         plain = Case()
         for name in ("eps", "mean", "scale", "gamma", "uses", "layout", "dy_layout"):
             parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
@@ -102,9 +102,9 @@ PATHS = {
 MULTIPROCESSORS = 3
 
 
-def modules_of(room) -> dict[str, dict]:
-    """The globals of a room and of all it is made of, by their names: a mutant's are not those that can be imported."""
-    found, queue = {}, [vars(room)]
+def modules_of(module) -> dict[str, dict]:
+    """The globals of a module and of all it is made of, by their names: a mutant's are not those that can be imported."""
+    found, queue = {}, [vars(module)]
     while queue:
         names = queue.pop()
         if names["__name__"] in found or not names["__name__"].startswith("onepass."):
@@ -136,12 +136,12 @@ class Counters:
 
 
 @contextlib.contextmanager
-def small_tiles(room, path: str):
-    """The room with the tiles of a path on a GPU of three multiprocessors; gives the counters, which must stay zeros.
+def small_tiles(module, path: str):
+    """The module with the tiles of a path on a GPU of three multiprocessors; gives the counters, which must stay zeros.
 
-    A room that is a mutant has modules of its own, which are found from its functions.
+    A module that is a mutant has modules of its own, which are found from its functions.
     """
-    modules = modules_of(room)
+    modules = modules_of(module)
     backward, forward = (modules[f"onepass.ops.norm.{way}"] for way in ("backward", "forward"))
     if DEVICE == "cpu":  # the interpreter's repairs reach the real `meeting`: a mutant's has the one that waits for ever
         from onepass.testing import interpreter
@@ -186,13 +186,13 @@ def small_tiles(room, path: str):
 # ---- the oracle ----
 
 
-def call(room, case: Case, backend: str = "triton"):
-    options = {"zero_centered_gamma": case.centered, "memory_efficient": case.frugal, "backend": backend}
+def call(module, case: Case, backend: str = "triton"):
+    options = {"zero_centered_gamma": case.centered, "memory_efficient": case.memory_efficient, "backend": backend}
 
     def op(x, weight, bias, residual):
         if case.layer:
-            return room.layer_norm(x, weight, bias, case.eps, residual=residual, **options)
-        return room.rms_norm(x, weight, case.eps, residual=residual, **options)
+            return module.layer_norm(x, weight, bias, case.eps, residual=residual, **options)
+        return module.rms_norm(x, weight, case.eps, residual=residual, **options)
 
     return op
 
@@ -208,17 +208,17 @@ def formula(case: Case):
     return reference
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     seeds = range(4 if case.H < 32 else 1)  # few numbers: pooled
-    with small_tiles(room, case.path) as counters:
+    with small_tiles(module, case.path) as counters:
         for seed in seeds:
             inputs, dy = draw(case, seed)
             dys = dict(zip(("dy", "dh"), dy if isinstance(dy, tuple) else (dy,), strict=False))
             try:
                 with poisoned(), unchanged(**inputs, **dys):
-                    ours = run(call(room, case, backend), inputs, dy)
+                    ours = run(call(module, case, backend), inputs, dy)
                     assert counters.clean(), "a counter or a word was not set back, or one past them was set"
             except AssertionError as error:
                 return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
@@ -244,8 +244,8 @@ def small_cases() -> list[Case]:
         cases += [
             replace(layer, path=path, lead=(M,), H=H, residual=FP32),
             replace(rms, path=path, lead=(M,), H=H, centered=True),
-            replace(rms, path=path, lead=(M,), H=H, residual=FP32, frugal=True, layout="sliced"),
-            replace(layer, path=path, lead=(M,), H=H, frugal=True, mean=3.0, weight=FP16, dy_layout="sliced"),
+            replace(rms, path=path, lead=(M,), H=H, residual=FP32, memory_efficient=True, layout="sliced"),
+            replace(layer, path=path, lead=(M,), H=H, memory_efficient=True, mean=3.0, weight=FP16, dy_layout="sliced"),
             replace(layer, path=path, lead=(M,), H=H, **mixed, centered=True, uses="y"),
             replace(rms, path=path, lead=(M,), H=H, **mixed, layout="transposed"),
             replace(layer, path=path, lead=(few,), H=H, weight=None, bias=BF16),
@@ -261,14 +261,14 @@ def small_cases() -> list[Case]:
         replace(layer, path="crowd", lead=(18,), H=45),
         replace(rms, path="crowd", lead=(19,), H=45, dtype=BF16, weight=BF16),
         replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),
-        replace(rms, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,), frugal=True),
-        replace(rms, path="chunks", lead=(11,), H=128, eps=0.5, scale=0.5, frugal=True),
+        replace(rms, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,), memory_efficient=True),
+        replace(rms, path="chunks", lead=(11,), H=128, eps=0.5, scale=0.5, memory_efficient=True),
         replace(layer, path="chunks", H=100, lead=(2,)),  # one program
         replace(layer, path="chunks", H=100, lead=(3,)),  # two
         replace(rms, path="fold", H=300, lead=(1,), dtype=BF16, weight=BF16),
         replace(layer, path="rows", H=64, lead=(2, 3, 4), layout="swapped", eps=0.5, scale=0.5),
         replace(layer, path="rows", H=24, lead=(3, 2, 5), layout="part", residual=FP32),
-        replace(rms, path="rows", H=24, lead=(3, 2, 5), layout="part", frugal=True),
+        replace(rms, path="rows", H=24, lead=(3, 2, 5), layout="part", memory_efficient=True),
         replace(rms, path="rows", H=24, lead=(2, 3, 5), layout="contiguous", dy_layout="part"),
         replace(rms, path="rows", H=24, lead=(1, 4, 5), layout="heads first", dy_layout="part"),
     ]
@@ -294,13 +294,13 @@ def real_cases() -> list[Case]:
         replace(heads, layout="sliced"),
         replace(heads, layout="part", dy_layout="heads first"),
         replace(layer, H=1500, lead=(3,)),
-        Case(H=1025, lead=(3,), dtype=BF16, weight=BF16, frugal=True),
+        Case(H=1025, lead=(3,), dtype=BF16, weight=BF16, memory_efficient=True),
         Case(H=4097, lead=(2,), residual=FP32),
         replace(layer, H=8191, lead=(2,), dtype=BF16, residual=BF16),
         replace(layer, H=11000, lead=(3,), dtype=BF16),
         Case(H=12300, lead=(5,), dtype=BF16, weight=BF16),
         replace(layer, path="shared", H=512, lead=(6,), mean=100.0),
-        Case(H=12300, lead=(3,), residual=FP32, frugal=True),
+        Case(H=12300, lead=(3,), residual=FP32, memory_efficient=True),
     ]
     for layout in LAYOUTS:
         cases.append(replace(layer, H=40, lead=(4, 3), layout=layout, dy_layout=layout, residual=FP32))
@@ -309,22 +309,22 @@ def real_cases() -> list[Case]:
         M, H = (9, 300) if path == "fold" else (11, 100)
         cases += [
             replace(layer, path=path, lead=(M,), H=H, mean=100.0),
-            replace(layer, path=path, lead=(M,), H=H, mean=100.0, frugal=True),
+            replace(layer, path=path, lead=(M,), H=H, mean=100.0, memory_efficient=True),
             replace(layer, path=path, lead=(M,), H=H, mean=100.0, scale=1e18),  # no square of x is finite
             Case(path=path, lead=(M,), H=H, scale=1e-20),
             Case(path=path, lead=(M,), H=H, scale=1e15),
             replace(layer, path=path, lead=(M,), H=H, scale=1e15),
-            Case(path=path, lead=(M,), H=H, gamma=1e-7, frugal=True),
-            replace(layer, path=path, lead=(M,), H=H, gamma=1e-7, frugal=True),
+            Case(path=path, lead=(M,), H=H, gamma=1e-7, memory_efficient=True),
+            replace(layer, path=path, lead=(M,), H=H, gamma=1e-7, memory_efficient=True),
             Case(path=path, lead=(M,), H=H, dtype=FP16, weight=FP16, scale=1e4),
             Case(path=path, lead=(M,), H=H, eps=1e-12, scale=1e-5),
         ]
     cases += [
         Case(path="shared", H=40, lead=(18,), scale=1e15),
-        Case(path="shared", H=40, lead=(18,), gamma=1e-7, frugal=True),
+        Case(path="shared", H=40, lead=(18,), gamma=1e-7, memory_efficient=True),
         Case(path="shared", H=40, lead=(18,), scale=1e-20),
-        replace(layer, path="shared", H=40, lead=(18,), gamma=1e-7, frugal=True),
-        replace(layer, path="shared", H=40, lead=(18,), scale=1e15, frugal=True),
+        replace(layer, path="shared", H=40, lead=(18,), gamma=1e-7, memory_efficient=True),
+        replace(layer, path="shared", H=40, lead=(18,), scale=1e15, memory_efficient=True),
         replace(layer, path="shared", H=40, lead=(18,), mean=3.0, dtype=BF16),
         Case(path="shared", H=40, lead=(1,)),
         Case(path="shared", H=33, lead=(2,)),

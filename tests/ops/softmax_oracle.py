@@ -1,8 +1,8 @@
-"""The oracle of softmax: one function that says whether a room computes a case within the budget.
+"""The oracle of softmax: one function that says whether a module computes a case within the budget.
 
 The exact result is the formula in fp64. The baseline is the formula in fp32 that stores y rounded, as the op does, and makes dx
-of the stored y. dx is judged once more by itself: as the exact gradient of the y that the room stored. The real room must pass
-every case, and each of the mutants must fail one.
+of the stored y. dx is judged once more by itself: as the exact gradient of the y that the module stored. The real module must
+pass every case, and each of the mutants must fail one.
 """
 
 import contextlib
@@ -108,9 +108,9 @@ def draw(case: Case, seed: int = 0):
 
 
 @contextlib.contextmanager
-def small_tiles(room, path: str):
-    """The room with a few rows a program, or one as rows above 1024 have it. A mutant's kernels are found from its functions."""
-    names = room.softmax_forward.__globals__
+def small_tiles(module, path: str):
+    """The module with a few rows a program, or one as rows above 1024 have it. A mutant's kernels are its functions' own."""
+    names = module.softmax_forward.__globals__
     tiles, stock = names["SoftmaxTiles"], names["softmax_tiles"]
 
     def small(C):
@@ -151,9 +151,9 @@ class _StoredSoftmax(torch.autograd.Function):
         return gradient(*ctx.saved_tensors, dy, ctx.scale), None, None
 
 
-def call(room, case: Case, backend: str = "triton"):
+def call(module, case: Case, backend: str = "triton"):
     def op(x, mask):
-        return room.softmax(x, scale=case.scale, mask=mask, causal=case.causal, backend=backend)
+        return module.softmax(x, scale=case.scale, mask=mask, causal=case.causal, backend=backend)
 
     return op
 
@@ -162,16 +162,16 @@ def exact(case: Case):
     return lambda x, mask: real.softmax_reference(x, mask, scale=case.scale, causal=case.causal)
 
 
-def judge_case(room, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the room computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
+    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
     trials = []
     seeds = range(4 if case.shape[-1] < 32 else 1)  # few numbers: pooled
-    with small_tiles(room, case.path):
+    with small_tiles(module, case.path):
         for seed in seeds:
             inputs, dy = draw(case, seed)
             try:
                 with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(room, case, backend), inputs, dy)
+                    ours = run(call(module, case, backend), inputs, dy)
             except AssertionError as error:
                 return BudgetReport([Finding("memory", str(error), NAN, 0.0, 0.0)])
             if ours["y"].dtype != case.dtype or ours["dx"].dtype != case.dtype:

@@ -8,79 +8,28 @@ from ops.test_activation_linear import CLAMPED, report_of
 import onepass.ops.activation.activation_linear as module
 
 pytest.importorskip("triton")
-from onepass.ops.activation import formula, kernels
-from onepass.testing.mutants import mutate
+from onepass.ops.activation import kernels
+from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import bytes_kept, saved_tensors
 
-Y_STORE = "tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)\n        dbias"
-MUTANTS = {  # name: module, what is there, what stands there instead, how x is kept
-    "y without the token weight": (kernels, "                y *= weight\n", "                pass\n", "input"),
-    "y without its gate": (
-        kernels,
-        "            y = ACT(z) * linear if GATED else ACT(z)\n",
-        "            y = ACT(z)\n",
-        "input",
-    ),
-    "y without the offset": (
-        kernels,
-        "            y = ACT(z) * linear if GATED else ACT(z)\n",
-        "            y = ACT(z) * (linear - offset)\n",
-        "input",
-    ),
-    "y without its last column": (kernels, Y_STORE, Y_STORE.replace("inside)", "inside & (columns < H - 1)[None, :])"), "input"),
-    "dx in y's place": (kernels, Y_STORE, Y_STORE.replace(", y, mask", ", dz, mask"), "input"),
-    "y without its last row": (kernels, Y_STORE, Y_STORE.replace("inside)", "inside & (rows < M - 1)[:, None])"), "input"),
-    "y over what is still to be read": (
-        kernels,
-        "        rows = tl.minimum(rows, M - 1)  #",
-        "        tl.store(y_ptr + rows[:, None] * H + columns[None, :], 0.0, mask=inside)\n        rows = tl.minimum(rows, M - 1)  #",
-        "input",
-    ),
-    "codes rebuilt as numbers": (module, "x, exponents = kept if stored", "x, exponents = (kept[0], None) if stored", "fp8"),
-    "the weight's gradient of the x that was not kept": (
-        module,
-        "ctx.save_for_backward(activation_bias, token_weight, weight, *kept)",
-        "ctx.save_for_backward(activation_bias, token_weight, weight, x); ctx.stored = saved.saved_format(x, 'input', 2)",
-        "fp8",
-    ),
-    "activation_bias forgotten in backward": (
-        module,
-        "grads, dy, x, exponents, bias, token_weight, None,",
-        "grads, dy, x, exponents, bias * 0, token_weight, None,",
-        "input",
-    ),
-    "clamp forgotten in backward": (
-        module,
-        "None, options, *needs, stored",
-        "None, options._replace(clamp=None), *needs, stored",
-        "input",
-    ),
-    "offset forgotten": (module, "float(linear_offset) if linear_offset else None", "None", "input"),
-    "the bias forgotten": (
-        module,
-        "        return tp_product(activated, weight, bias, layout)\n\n    @",
-        "        return tp_product(activated, weight, None, layout)\n\n    @",
-        "input",
-    ),
-    "dx rounded to 16 bits": (module, "*needs, stored.dtype, product,", "*needs, torch.bfloat16, product,", "input"),
-    "the activation rounded to 16 bits": (
-        module,
-        "        return kernels.forward(x, bias, token_weight, None, options, product)",
-        "        return kernels.forward(x, bias, token_weight, None, options, torch.bfloat16).float()",
-        "input",
-    ),
-    "the weight's gradient of d activation": (
-        module,
-        "            grads, activated = found[:3], found[3]",
-        "            grads, activated = found[:3], row_gradients(dy, weight, False, None)[1]",
-        "input",
-    ),
-    "needs in another order": (
-        module,
-        "needs = need_dx, need_dactivation_bias, need_dtoken_weight",
-        "needs = need_dx, need_dactivation_bias, False",
-        "input",
-    ),
+MUTANTS = {  # name: module, function, what is there, what stands there instead, how x is kept
+    "y without the token weight": (kernels, "_backward_kernel", "                y *= weight", "                pass", "input"),
+    "y without its gate": (kernels, "_backward_kernel", " * linear if GATED else ACT(z)", "", "input"),
+    "y without the offset": (kernels, "_backward_kernel", "linear if GATED else ACT(z)", "(linear - offset)", "input"),
+    "y without its last column": (kernels, "_backward_kernel", "y, mask=inside", "y, mask=inside & (columns < H - 1)[None, :]", "input"),
+    "dx in y's place": (kernels, "_backward_kernel", "y, mask=", "dz, mask=", "input"),
+    "y without its last row": (kernels, "_backward_kernel", "y, mask=inside", "y, mask=inside & (rows < M - 1)[:, None]", "input"),
+    "y over what is still to be read": (kernels, "_backward_kernel", "rows = tl", "tl.store(y_ptr + rows[:, None] * H + columns[None, :], 0.0, mask=inside)\n        rows = tl", "input"),
+    "codes rebuilt as numbers": (module, "_backward_by_kernels", " = kept if", " = (kept[0], None) if", "fp8"),
+    "the weight's gradient of the x that was not kept": (module, "_ActivationLinear.forward", "weight, *kept", "weight, x); ctx.stored = saved.saved_format(x, 'input', 2", "fp8"),
+    "activation_bias forgotten in backward": (module, "_backward_by_kernels", "dy, x, exponents, bias", "dy, x, exponents, bias * 0", "input"),
+    "clamp forgotten in backward": (module, "_backward_by_kernels", "options, *", "options._replace(clamp=None), *", "input"),
+    "offset forgotten": (module, "activation_linear", "float(linear_offset) if linear_offset else ", "", "input"),
+    "the bias forgotten": (module, "_ActivationLinear.forward", "bias, layout", "None, layout", "input"),
+    "dx rounded to 16 bits": (module, "_backward_by_kernels", "stored.dtype", "torch.bfloat16", "input"),
+    "the activation rounded to 16 bits": (module, "_activation", "None, options, product", "None, options, torch.bfloat16).float(", "input"),
+    "the weight's gradient of d activation": (module, "_ActivationLinear.backward", "found[3]", "row_gradients(dy, weight, False, None)[1]", "input"),
+    "needs in another order": (module, "_ActivationLinear.backward", " = need_dx, need_dactivation_bias, need_dtoken_weight", " = need_dx, need_dactivation_bias, False", "input"),
 }
 
 
@@ -96,17 +45,17 @@ def caught(mutant, save, backend="triton"):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    broken, old, new, save = MUTANTS[name]
-    assert caught(mutate(broken, old, new, room=module), save)
+    *change, save = MUTANTS[name]
+    assert caught(mutate(*change, entry=module), save)
 
 
 def test_copies_without_a_change_pass():
-    copy = mutate(formula, "    wide = torch", "    wide  = torch", room=module)
+    copy = copy_package(module)
     assert not any(caught(copy, save, backend) for save in ("input", "fp8") for backend in ("triton", "torch"))
 
 
 def test_a_copy_that_keeps_more_is_caught():
-    broken = mutate(module, "activated, kept = _activation_and_kept(x,", "activated, kept = _activation_and_kept(x * 1,")
+    broken = mutate(module, "_ActivationLinear.forward", "_activation_and_kept(x,", "_activation_and_kept(x * 1,")
     x, weight, *_ = tensors()
     with saved_tensors() as kept:
         op(function=broken.activation_linear, backend="triton")(x, weight)

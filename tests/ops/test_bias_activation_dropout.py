@@ -113,46 +113,27 @@ def test_budget(drops, backend):
     assert report, report
 
 
-MUTANTS = {  # name: module, what is there, what stands there instead
+MUTANTS = {  # name: module, function, what is there, what stands there instead
     "not in backward": (
-        kernels,
-        "dy = apply_dropout(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)",
-        "dy = dy * 1.0",
+        kernels, "_backward_kernel",
+        "apply_dropout(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)", "dy * 1.0",
     ),
     "not in forward": (
-        kernels,
-        "y = apply_dropout(y, load_seed(seed_ptr, SEED), rows, tile * BLOCK_H, threshold, scale, BLOCK_H)",
-        "y = y * 1.0",
+        kernels, "_forward_kernel",
+        "apply_dropout(y, load_seed(seed_ptr, SEED), rows, tile * BLOCK_H, threshold, scale, BLOCK_H)", "y * 1.0",
     ),
-    "every tile's columns the first's": (
-        kernels,
-        "apply_dropout(dy, seed, rows, tile * BLOCK_H",
-        "apply_dropout(dy, seed, rows, 0",
-    ),
-    "rows numbered in their strip": (
-        kernels,
-        "apply_dropout(dy, seed, rows, tile",
-        "apply_dropout(dy, seed, rows - strip * ROWS, tile",
-    ),
-    "seed of another call in backward": (
-        kernels,
-        "        seed = load_seed(seed_ptr, SEED)",
-        "        seed = load_seed(seed_ptr, SEED) + 1",
-    ),
-    "narrow tiles of too few rows": (
-        kernels,
-        "grid_of(tiles.across, ceil_div(M, tiles.block_m))",
-        "grid_of(tiles.across, tiles.down)",
-    ),
-    "last arriver sums a strip too few": (strips, "mask = (strips < STRIPS)", "mask = (strips < STRIPS - 1)"),
+    "every tile's columns the first's": (kernels, "_backward_kernel", "rows, tile * BLOCK_H", "rows, 0"),
+    "rows numbered in their strip": (kernels, "_backward_kernel", "rows, tile", "rows - strip * ROWS, tile"),
+    "seed of another call in backward": (kernels, "_backward_kernel", "(seed_ptr, SEED)", "(seed_ptr, SEED) + 1"),
+    "narrow tiles of too few rows": (kernels, "_forward_plan", "ceil_div(M, tiles.block_m)", "tiles.down"),
+    "last arriver sums a strip too few": (strips, "sum_strips", " < STRIPS", " < STRIPS - 1"),
 }
 
 
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    broken, old, new = MUTANTS[name]
-    mutant = mutate(broken, old, new, room=module)
+    mutant = mutate(*MUTANTS[name], entry=module)
 
     def passes(drops):
         try:

@@ -7,155 +7,51 @@ import onepass.ops.activation.bias_activation as module
 
 pytest.importorskip("triton")
 from onepass.kernels import column_reduce as strips
-from onepass.kernels import fp8, launch, rows
+from onepass.kernels import fp8, rows
 from onepass.ops.activation import activations, kernels
-from onepass.testing.mutants import mutate
+from onepass.testing.mutants import copy_package, mutate
 
 CASES = main_cases()
-MUTANTS = {  # name: module, what is there, what stands there instead[, how often it is there]
-    "bias rounded to bf16 before the add": (
-        rows,
-        "return tl.load(vector_ptr + columns, mask=inside, other=0.0)",
-        "return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.bfloat16)",
-    ),
-    "x rounded to bf16": (rows, "return x.to(tl.float32)", "return x.to(tl.bfloat16).to(tl.float32)"),
-    "linear half's bias in backward is the gate's": (
-        kernels,
-        "bias2 = load_vector(bias_ptr, columns + H,",
-        "bias2 = load_vector(bias_ptr, columns,",
-    ),
-    "linear half's bias in forward is the gate's": (
-        kernels,
-        "linear = x2 + load_vector(bias_ptr, columns + H,",
-        "linear = x2 + load_vector(bias_ptr, columns,",
-    ),
-    "clamp before the bias": (
-        kernels,
-        "    z = x + load_vector(",
-        "    if clamp is not None:\n        x = tl.where(x > clamp, clamp, x)\n    z = x + load_vector(",
-    ),
-    "upper clamp's edge passes no gradient": (
-        kernels,
-        "over, over2 = z > clamp, (linear > clamp)",
-        "over, over2 = z >= clamp, (linear > clamp)",
-    ),
-    "lower clamp's edge passes no gradient": (kernels, "| (linear < -clamp)", "| (linear <= -clamp)"),
-    "gate clamped on both sides": (
-        kernels,
-        "return tl.where(gate > clamp, clamp, gate),",
-        "return tl.where(gate > clamp, clamp, tl.where(gate < -clamp, -clamp, gate)),",
-    ),
-    "gate's derivative at the unclamped value": (
-        kernels,
-        "z, linear = _clamp_halves(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
-        "_, linear = _clamp_halves(z, linear, clamp)\n            if offset is not None:\n                linear += offset\n        if dweight",
-    ),
-    "clamped values pass gradient": (
-        kernels,
-        "dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)",
-        "dz = tl.where(over, 0.0, dz)",
-    ),
-    "offset before the clamp": (
-        kernels,
-        "        if clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)\n        if offset is not None:\n            linear += offset\n",
-        "        if offset is not None:\n            linear += offset\n        if clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)\n",
-    ),
-    "offset forgotten in backward": (
-        kernels,
-        "            if offset is not None:\n                linear += offset\n        if dweight_ptr",
-        "        if dweight_ptr",
-    ),
-    "token weight in its own gradient": (
-        kernels,
-        "tl.sum(tl.where(inside, y * dy, 0.0), 1)",
-        "tl.sum(tl.where(inside, y * dy * tl.load(weight_ptr + rows)[:, None].to(tl.float32), 0.0), 1)",
-    ),
-    "token weight's gradient of the next tile's row": (
-        kernels,
-        "dweight_ptr + tile * M.to(tl.int64)",
-        "dweight_ptr + tile * (M.to(tl.int64) - 1)",
-    ),
-    "token weight forgotten in backward": (
-        kernels,
-        "            dy *= weight\n",
-        "",
-    ),
-    "bias gradient rounded a strip": (
-        kernels,
-        "tl.store(at, tl.sum(dbias, 0),",
-        "tl.store(at, tl.sum(dbias, 0).to(tl.bfloat16).to(tl.float32),",
-    ),
-    "dx rounded through bf16": (
-        kernels,
-        "columns[None, :], dz, mask=inside)",
-        "columns[None, :], dz.to(tl.bfloat16).to(tl.float32), mask=inside)",
-    ),
-    "bias gradient of dx as stored": (
-        kernels,
-        "        dbias += dz\n",
-        "        dbias += dz.to(dx_ptr.dtype.element_ty).to(tl.float32)\n",
-    ),
-    "strips overlap by a block": (
-        kernels,
-        "for first in tl.range(0, ROWS, BLOCK_M, num",
-        "for first in tl.range(0, ROWS + 1, BLOCK_M, num",
-    ),
-    "strips lose their last block": (
-        kernels,
-        "for first in tl.range(0, ROWS, BLOCK_M, num",
-        "for first in tl.range(0, ROWS - BLOCK_M, BLOCK_M, num",
-    ),
-    "last arriver sums a strip too few": (
-        strips,
-        "mask = (strips < STRIPS)",
-        "mask = (strips < STRIPS - 1)",
-    ),
-    "second to last arriver sums": (strips, "== tl.num_programs(1) - 1", "== tl.maximum(tl.num_programs(1) - 2, 0)"),
-    "counter not set back": (kernels, "            tl.store(arrived_ptr + tile, 0)\n", ""),
-    "counter of the first tile for all": (kernels, "arrive(arrived_ptr, tile)", "arrive(arrived_ptr, 0)"),
-    "last row lost": (kernels, "    real = rows < M\n", "    real = rows < M - 1\n"),
-    "last column lost": (kernels, "    within = (columns < H)[None, :]", "    within = (columns < H - 1)[None, :]"),
-    "a store one row too far": (kernels, "inside = (rows < M)[:, None] &", "inside = (rows <= M)[:, None] &"),
-    "row stride taken for the width": (
-        rows,
-        "tl.load(x_ptr + rows[:, None] * X_ROW +",
-        "tl.load(x_ptr + rows[:, None] * (H * PARTS) +",
-    ),
-    "erf by tanh": (
-        activations,
-        "    return z * tl.where(z > 0.0, 1.0 - tail, tail)",
-        "    return z * _gelu_sigmoid(z)[0]",
-    ),
-    "erf's polynomial shortened": (
-        activations,
-        "    p = 0.0356757128203033 * t - 0.15720702012459717\n",
-        "    p = -0.15720702012459717\n",
-    ),
-    "gelu's derivative with digits cancelled": (
-        activations,
-        "s + z * s * rest * (_GELU_1",
-        "s + (z * s - z * s * s) * (_GELU_1",
-    ),
-    "last row counted again where its block ends later": (kernels, "inside = real[:, None] & within", "inside = within"),
-    "relu's edge has a slope": (activations, "return tl.where(z <= 0.0, 0.0, 1.0)", "return tl.where(z < 0.0, 0.0, 1.0)"),
-    "quick gelu's constant in the derivative": (activations, "s + 1.702 * (z * s * rest)", "s + 1.7 * (z * s * rest)"),
-    "gelu's cubic term in the derivative": (activations, "_GELU_1 + 3.0 * _GELU_3 * z * z", "_GELU_1 + 2.0 * _GELU_3 * z * z"),
-    "fp8 scale off by one step on reading": (
-        fp8,
-        "(exponents << 23).to(tl.float32, bitcast=True)",
-        "((exponents + 1) << 23).to(tl.float32, bitcast=True)",
-    ),
-    "fp8 exponents of the second half read from the first": (
-        rows,
-        "at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]",
-        "at = rows[:, None] * (runs * PARTS) + (columns // RUN)[None, :]",
-    ),
-    "fp8 rounds down": (fp8, "(size_bits + 0x7FFFF + ((size_bits >> 20) & 1))", "size_bits"),
-    "fp8 runs counted over the whole row": (
-        rows,
-        "runs = tl.cdiv(H, RUN)\n        at",
-        "runs = tl.cdiv(H * PARTS, RUN) // PARTS\n        at",
-    ),
+MUTANTS = {  # name: module, function, what is there, what stands there instead
+    "bias rounded to bf16 before the add": (rows, "load_vector", "(vector_ptr + columns, mask=inside, other=0.0)", "(vector_ptr + columns, mask=inside, other=0.0).to(tl.bfloat16)"),
+    "x rounded to bf16": (rows, "load_rows", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
+    "linear half's bias in backward is the gate's": (kernels, "_backward_kernel", "(bias_ptr, columns + H", "(bias_ptr, columns"),
+    "linear half's bias in forward is the gate's": (kernels, "_forward_kernel", "columns + H", "columns"),
+    "clamp before the bias": (kernels, "_forward_kernel", "z = x + load_vector", "if clamp is not None:\n        x = tl.where(x > clamp, clamp, x)\n    z = x + load_vector"),
+    "upper clamp's edge passes no gradient": (kernels, "_backward_kernel", " > clamp,", " >= clamp,"),
+    "lower clamp's edge passes no gradient": (kernels, "_backward_kernel", "linear <", "linear <="),
+    "gate clamped on both sides": (kernels, "_clamp_halves", "clamp, gate", "clamp, tl.where(gate < -clamp, -clamp, gate)"),
+    "gate's derivative at the unclamped value": (kernels, "_backward_kernel", "z, linear ", "_, linear "),
+    "clamped values pass gradient": (kernels, "_backward_kernel", "dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)", "dz = tl.where(over, 0.0, dz)"),
+    "offset before the clamp": (kernels, "_forward_kernel", "clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)\n        if offset is not None:\n            linear += offset", "offset is not None:\n            linear += offset\n        if clamp is not None:\n            z, linear = _clamp_halves(z, linear, clamp)"),
+    "offset forgotten in backward": (kernels, "_backward_kernel", "            if offset is not None:\n                linear += offset\n        ", "        "),
+    "token weight in its own gradient": (kernels, "_backward_kernel", " * dy, 0.", " * dy * tl.load(weight_ptr + rows)[:, None].to(tl.float32), 0."),
+    "token weight's gradient of the next tile's row": (kernels, "_backward_kernel", "M.to(tl.int64)", "(M.to(tl.int64) - 1)"),
+    "token weight forgotten in backward": (kernels, "_backward_kernel", "            dy *= weight\n", ""),
+    "bias gradient rounded a strip": (kernels, "_backward_kernel", "(dbias, 0)", "(dbias, 0).to(tl.bfloat16).to(tl.float32)"),
+    "dx rounded through bf16": (kernels, "_backward_kernel", "dz, mask", "dz.to(tl.bfloat16).to(tl.float32), mask"),
+    "bias gradient of dx as stored": (kernels, "_backward_kernel", "dbias += dz", "dbias += dz.to(dx_ptr.dtype.element_ty).to(tl.float32)"),
+    "strips overlap by a block": (kernels, "_backward_kernel", "0, ROWS,", "0, ROWS + 1,"),
+    "strips lose their last block": (kernels, "_backward_kernel", "0, ROWS,", "0, ROWS - BLOCK_M,"),
+    "last arriver sums a strip too few": (strips, "sum_strips", " < STRIPS", " < STRIPS - 1"),
+    "second to last arriver sums": (strips, "arrive", "num_programs(1) - 1", "maximum(tl.num_programs(1) - 2, 0)"),
+    "counter not set back": (kernels, "_backward_kernel", "            tl.store(arrived_ptr + tile, 0)\n", ""),
+    "counter of the first tile for all": (kernels, "_backward_kernel", "arrived_ptr, tile", "arrived_ptr, 0"),
+    "last row lost": (kernels, "_backward_kernel", "rows < M", "rows < M - 1"),
+    "last column lost": (kernels, "_backward_kernel", "(columns < H)", "(columns < H - 1)"),
+    "a store one row too far": (kernels, "_forward_kernel", "(rows < M)", "(rows <= M)"),
+    "row stride taken for the width": (rows, "load_rows", " * X_ROW +", " * (H * PARTS) +"),
+    "erf by tanh": (activations, "_gelu_exact", "tl.where(z > 0.0, 1.0 - tail, tail)", "_gelu_sigmoid(z)[0]"),
+    "erf's polynomial shortened": (activations, "_normal_tail", "0.0356757128203033 * t - ", "-"),
+    "gelu's derivative with digits cancelled": (activations, "_gelu_derivative", "z * s * rest", "(z * s - z * s * s)"),
+    "last row counted again where its block ends later": (kernels, "_backward_kernel", "real[:, None] & ", ""),
+    "relu's edge has a slope": (activations, "_relu_derivative", "z <= 0.0", "z < 0.0"),
+    "quick gelu's constant in the derivative": (activations, "_quick_gelu_derivative", "s + 1.702", "s + 1.7"),
+    "gelu's cubic term in the derivative": (activations, "_gelu_derivative", "_GELU_1 + 3", "_GELU_1 + 2"),
+    "fp8 scale off by one step on reading": (fp8, "fp8_decode", "exponents <", "(exponents + 1) <"),
+    "fp8 exponents of the second half read from the first": (rows, "load_rows", " + PART * runs", ""),
+    "fp8 rounds down": (fp8, "fp8_encode", "(size_bits + 0x7FFFF + ((size_bits >> 20) & 1))", "size_bits"),
+    "fp8 runs counted over the whole row": (rows, "load_rows", "(H, RUN)", "(H * PARTS, RUN) // PARTS"),
 }
 
 
@@ -167,13 +63,12 @@ ONLY_INTERPRETED = {"second to last arriver sums", "gelu's derivative with digit
 def test_mutants_are_caught(name):
     if DEVICE == "cuda" and name in ONLY_INTERPRETED:
         pytest.skip("sure to be caught in the interpreter only")
-    broken, old, new, *times = MUTANTS[name]
-    mutant = mutate(broken, old, new, room=module, times=times[0] if times else 1)
+    mutant = mutate(*MUTANTS[name], entry=module)
     assert any(not judge_case(mutant, case) for case in CASES), "no case catches it"
 
 
 def test_a_copy_without_a_change_passes():
-    copy = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=module)
+    copy = copy_package(module)
     assert copy is not module and copy.bias_activation is not module.bias_activation
     for case in CASES[:12]:
         report = judge_case(copy, case)

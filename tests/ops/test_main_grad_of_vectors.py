@@ -1,7 +1,6 @@
 """Norm weights and biases that carry main_grad: gathered there in fp32 by every op that has such, in every kind of pass."""
 
 import contextlib
-import importlib
 from collections import Counter
 
 import pytest
@@ -12,10 +11,13 @@ from ops.norm_oracle import BF16, DEVICE, FP16, FP32
 from ops.norm_oracle import small_tiles as norm_tiles
 
 import onepass
+from onepass.gradients import vectors
 from onepass.gradients.main_grad import captured_by_grad
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
-from onepass.kernels import launch
-from onepass.testing.mutants import mutate
+from onepass.kernels import column_reduce
+from onepass.ops.activation import kernels as activation_kernels
+from onepass.ops.norm import backward as norm_backward
+from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import poisoned, unchanged
 
 M, H = 300, 40
@@ -316,78 +318,63 @@ def test_megatron_fsdps_buffer_is_overwritten(name, backend):
 
 # ---- mutants of the addition ----
 
-SUMS = "result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)"
-STRIPS = "kernels.column_reduce"
-NORM, ACTIVATION = "ops.norm.backward", "ops.activation.kernels"
-MUTANTS = {  # name: module, what is there, what stands there instead, a case
-    "sums put in the place of main_grad": (STRIPS, SUMS, "result += 0.0", ("rms_norm", "")),
-    "main_grad twice": (STRIPS, SUMS, SUMS.replace("result += ", "result += 2 * "), ("rms_norm", "")),
+MUTANTS = {  # name: module, function, what is there, what stands there instead, a case
+    "sums put in the place of main_grad": (
+        column_reduce, "sum_strips",
+        "tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)", "0.0", ("rms_norm", ""),
+    ),
+    "main_grad twice": (column_reduce, "sum_strips", "result += ", "result += 2 * ", ("rms_norm", "")),
     "two roundings": (
-        STRIPS,
-        SUMS,
-        f"result = result.to(out_ptr.dtype.element_ty).to(tl.float32)\n        {SUMS}",
-        ("rms_norm", ""),
+        column_reduce, "sum_strips",
+        "result +", "result = result.to(out_ptr.dtype.element_ty).to(tl.float32)\n        result +", ("rms_norm", ""),
     ),
     "main_grad of the columns before": (
-        STRIPS,
-        SUMS,
-        SUMS.replace("+ columns", "+ tl.maximum(columns - 1, 0)"),
-        ("rms_norm", ""),
+        column_reduce, "sum_strips",
+        "columns, mask", "tl.maximum(columns - 1, 0), mask", ("rms_norm", ""),
     ),
     "first half of a gated bias put": (
-        ACTIVATION,
-        "dbias_ptr, columns, strips, PARTS * H, columns < H, ADD",
-        "dbias_ptr, columns, strips, PARTS * H, columns < H, False",
+        activation_kernels, "_backward_kernel",
+        "columns, strips, PARTS * H, columns < H, ADD",
+        "columns, strips, PARTS * H, columns < H, False",
         ("bias_activation", "strips"),
     ),
     "second half of a gated bias put": (
-        ACTIVATION,
-        "columns + H, strips, PARTS * H, columns < H, ADD",
-        "columns + H, strips, PARTS * H, columns < H, False",
-        ("bias_activation", "strips"),
+        activation_kernels, "_backward_kernel",
+        "H, strips, PARTS * H, columns < H, ADD", "H, strips, PARTS * H, columns < H, False", ("bias_activation", "strips"),
     ),
     "plan of an activation that does not add": (
-        ACTIVATION,
-        "clamp, offset, into is not None, device)",
-        "clamp, offset, False, device)",
-        ("bias_activation", "strips"),
+        activation_kernels, "activation_backward",
+        "into is not None", "False", ("bias_activation", "strips"),
     ),
-    "plan of a norm that does not add": (
-        NORM,
-        "centered, into is not None, x.element_size()",
-        "centered, False, x.element_size()",
-        ("rms_norm", "rows"),
-    ),
-    "one program's sums put": (NORM, "(programs == 1) & (not ADD)", "(programs == 1)", ("rms_norm", "alone")),
-    "programs' sums put": (NORM, "programs, H, ADD, SHARE_S", "programs, H, False, SHARE_S", ("rms_norm", "rows")),
-    "shared rows' sums put": (NORM, "groups, H, ADD, SHARE_S", "groups, H, False, SHARE_S", ("rms_norm", "shared")),
-    "few wide strips' sums put": (STRIPS, "STRIPS, H, ADD, 1,", "STRIPS, H, False, 1,", ("rms_norm", "chunks")),
+    "plan of a norm that does not add": (norm_backward, "norm_backward", "into is not None,", "False,", ("rms_norm", "rows")),
+    "one program's sums put": (norm_backward, "_rows_kernel", " & (not ADD)", "", ("rms_norm", "alone")),
+    "programs' sums put": (norm_backward, "_rows_kernel", "ADD, SHARE_S", "False, SHARE_S", ("rms_norm", "rows")),
+    "shared rows' sums put": (norm_backward, "_shared_kernel", "ADD, SHARE_S", "False, SHARE_S", ("rms_norm", "shared")),
+    "few wide strips' sums put": (column_reduce, "share_strips", "H, ADD, 1", "H, False, 1", ("rms_norm", "chunks")),
     "dbias put": (
-        STRIPS,
-        "other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD,",
-        "other_ptr, helper, helpers, STRIPS, WIDTH, H, False,",
+        column_reduce, "share_tiles",
+        "other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD",
+        "other_ptr, helper, helpers, STRIPS, WIDTH, H, False",
         ("layer_norm", "rows"),
     ),
-    "dweight and dbias exchanged": (NORM, "dweight, dbias = into", "dbias, dweight = into", ("layer_norm", "rows")),
+    "dweight and dbias exchanged": (norm_backward, "norm_backward", "dweight, dbias ", "dbias, dweight ", ("layer_norm", "rows")),
     "zeros in the place of main_grad": (
-        "gradients.vectors",
-        "if main_grad is None else kernel_target(main_grad, request)",
-        "if True else main_grad",
-        ("rms_norm", "rows"),
+        vectors, "_kernel_output",
+        "main_grad is None else kernel_target(main_grad, request)", "True else main_grad", ("rms_norm", "rows"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU would compile each")
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    module, old, new, case = MUTANTS[name]
-    library = mutate(importlib.import_module(f"onepass.{module}"), old, new, room=onepass)
+    *change, case = MUTANTS[name]
+    library = mutate(*change, entry=onepass)
     assert not added_right(*case, BF16, library)
 
 
 @needs_triton
 def test_a_copy_without_a_change_adds():
-    library = mutate(launch, "_INT32_MAX = 0x7FFFFFFF", "_INT32_MAX = 2147483647", room=onepass)
+    library = copy_package(onepass)
     assert added_right("layer_norm", "rows", BF16, library) and added_right("bias_activation", "strips", BF16, library)

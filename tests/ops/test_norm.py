@@ -12,14 +12,14 @@ from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case,
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.norm.norm as room
+import onepass.ops.norm.norm as module
 from onepass.kernels.language import triton
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import kernels
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
 kinds = pytest.mark.parametrize("layer", (True, False), ids=("layer", "rms"))
-frugals = pytest.mark.parametrize("frugal", (False, True), ids=("", "memory_efficient"))
+memory_efficient_or_not = pytest.mark.parametrize("memory_efficient", (False, True), ids=("", "memory_efficient"))
 paths = pytest.mark.parametrize("path", ("rows", "chunks", "shared"))
 
 
@@ -81,7 +81,7 @@ def test_any_shape_layout_and_type(data):
         weight is not None and draw(st.booleans()), draw(st.booleans()), 0.5, uses=draw(st.sampled_from(("both", "y"))),
         layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
@@ -101,14 +101,14 @@ def test_no_rows_give_nothing_and_zero_gradients(shape, layer, backend):
 @needs_triton
 @kinds
 @paths
-@frugals
-def test_nan_and_infinities_stay_in_their_rows(layer, path, frugal):
+@memory_efficient_or_not
+def test_nan_and_infinities_stay_in_their_rows(layer, path, memory_efficient):
     inputs = tensors((5,), layer=layer)
     for value in (float("nan"), float("inf")):
         with torch.no_grad():
             inputs[0][2, 3] = value
-        with small_tiles(room, path):
-            y, h, dx, *_ = gradients(op(layer, backend="triton", memory_efficient=frugal), inputs)
+        with small_tiles(module, path):
+            y, h, dx, *_ = gradients(op(layer, backend="triton", memory_efficient=memory_efficient), inputs)
         for t in (y, dx):
             rows = t.isfinite().all(-1)
             assert not rows[2] and rows.sum() == 4
@@ -138,11 +138,11 @@ def test_outputs_are_tensors_of_their_own(layer, backend):
 
 @backends
 @kinds
-@frugals
+@memory_efficient_or_not
 @pytest.mark.parametrize("frozen", range(1, 16))
-def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, frugal, backend):
+def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, memory_efficient, backend):
     inputs = tensors(layer=layer)
-    call = op(layer, backend=backend, memory_efficient=frugal)
+    call = op(layer, backend=backend, memory_efficient=memory_efficient)
     everything = dict(zip((i for i in range(4) if inputs[i] is not None), gradients(call, inputs)[2:], strict=True))
     for i, t in enumerate(inputs):
         if t is not None:
@@ -159,7 +159,7 @@ def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, frugal, back
 def test_a_kernel_is_asked_for_no_gradient_that_nobody_wants(path, monkeypatch):
     calls = []
     stock = kernels.backward_into
-    with small_tiles(room, path):
+    with small_tiles(module, path):
         monkeypatch.setattr(kernels, "backward_into", lambda *args: calls.append(args[8:11]) or stock(*args))
         for frozen in range(7):
             inputs = tensors()[:3]
@@ -171,10 +171,10 @@ def test_a_kernel_is_asked_for_no_gradient_that_nobody_wants(path, monkeypatch):
 
 @backends
 @kinds
-@frugals
-def test_one_output_used_alone(layer, frugal, backend):
+@memory_efficient_or_not
+def test_one_output_used_alone(layer, memory_efficient, backend):
     inputs = tensors(layer=layer)
-    call = op(layer, backend=backend, memory_efficient=frugal)
+    call = op(layer, backend=backend, memory_efficient=memory_efficient)
     grads = {}
     for used in ("y", "h"):
         leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
@@ -222,11 +222,11 @@ def test_x_and_the_residual_get_gradients_of_their_own(layer, backend):
 
 @backends
 @kinds
-@frugals
-def test_saved_tensors_are_not_written(layer, frugal, backend):
+@memory_efficient_or_not
+def test_saved_tensors_are_not_written(layer, memory_efficient, backend):
     inputs = tensors(layer=layer)
     with saved_tensors() as kept:
-        y, h = op(layer, backend=backend, memory_efficient=frugal)(*inputs)
+        y, h = op(layer, backend=backend, memory_efficient=memory_efficient)(*inputs)
     with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
         (y.sum() + h.square().sum()).backward()
 
@@ -236,14 +236,14 @@ def test_saved_tensors_are_not_written(layer, frugal, backend):
 def test_what_is_kept(layer):
     for residual in (False, True):
         x, weight, bias, other = tensors((9, 4), 100, BF16, layer)
-        for frugal in (False, True):
+        for memory_efficient in (False, True):
             with saved_tensors() as kept:
-                call = op(layer, backend="triton", memory_efficient=frugal)
+                call = op(layer, backend="triton", memory_efficient=memory_efficient)
                 h = outputs(call(x, weight, bias, other if residual else None))[1:]
-            statistics = 0 if frugal else 36 * 4 * (2 if layer else 1)
+            statistics = 0 if memory_efficient else 36 * 4 * (2 if layer else 1)
             assert bytes_kept(kept, x, weight, bias, *h) == statistics
             assert (x.data_ptr() in {t.data_ptr() for t in kept}) != residual  # h is kept in the place of x
-            assert len(kept) == (3 if layer else 2) + (0 if frugal else 1)
+            assert len(kept) == (3 if layer else 2) + (0 if memory_efficient else 1)
 
 
 @needs_triton
@@ -254,8 +254,8 @@ def test_memory_efficient_gives_the_same(layer, path, gamma):
     inputs = tensors((9,), 44, layer=layer)
     with torch.no_grad():
         inputs[1].mul_(gamma)
-    with small_tiles(room, path):
-        kept, again = (gradients(op(layer, backend="triton", memory_efficient=frugal), inputs) for frugal in (False, True))
+    with small_tiles(module, path):
+        kept, again = (gradients(op(layer, backend="triton", memory_efficient=less), inputs) for less in (False, True))
     if path == "shared":  # the same way to find the statistics both times
         assert nearly_equal(kept, again)
     for a, b in zip(kept, again, strict=True):
@@ -308,10 +308,10 @@ def test_transforms_take_the_formula_or_raise(layer):
 
 @backends
 @kinds
-@frugals
-def test_compiling_gives_the_same(layer, frugal, backend):
+@memory_efficient_or_not
+def test_compiling_gives_the_same(layer, memory_efficient, backend):
     inputs = tensors(dtype=BF16, layer=layer)
-    call = op(layer, backend=backend, memory_efficient=frugal)
+    call = op(layer, backend=backend, memory_efficient=memory_efficient)
 
     def block(x, weight, bias, residual):
         return tuple(t * 2 for t in outputs(call(x, weight, bias, residual)))
@@ -417,8 +417,8 @@ def test_explain_names_the_kernels(name, H, words):
     x = torch.empty(16, H, device=DEVICE, dtype=BF16)
     said = onepass.explain(name, x, backend="triton")
     assert all(word in said.variant for word in (*words, "keeps x and its rows' statistics")), said.variant
-    frugal = onepass.explain(name, x, backend="triton", memory_efficient=True).variant
-    assert "keeps x only" in frugal and ("once more" in frugal) == (H > 4096)
+    memory_efficient = onepass.explain(name, x, backend="triton", memory_efficient=True).variant
+    assert "keeps x only" in memory_efficient and ("once more" in memory_efficient) == (H > 4096)
     assert "keeps h and its" in onepass.explain(name, x, residual=x, backend="triton").variant
     assert "nothing to do" in onepass.explain(name, x[:0], backend="triton").variant
 

@@ -8,7 +8,7 @@ from ops.norm_oracle import BF16, DEVICE, FP16, FP32
 from torch.nn import functional as F
 
 import onepass
-import onepass.ops.norm.norm_linear as room
+import onepass.ops.norm.norm_linear as module
 from onepass.ops.norm import kernels
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
@@ -41,7 +41,7 @@ def report_of(function, dtype, layer, with_bias, centered, uses, params=None, le
             return call
         return lambda x, nw, nb: call(x, nw, plain[0].to(x.dtype), plain[1] if with_bias is False else plain[1].to(x.dtype), nb)
 
-    reference = of(room.norm_linear_reference)
+    reference = of(module.norm_linear_reference)
     ours, exact = run(of(function, backend=backend), given, dys), run(reference, given, dys, torch.float64)
     if dtype is FP32:
         return {name: relative(ours[name], exact[name]) for name in exact}
@@ -258,31 +258,22 @@ def test_explain(layer):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "no norm_bias": (
-        "kernels.forward(x, residual, norm_weight, norm_bias,",
-        "kernels.forward(x, residual, norm_weight, None,",
-        "values",
-    ),
-    "the weight's gradient of x itself": (
-        "weight_gradient(rows, rows_of(normed)",
-        "weight_gradient(rows, rows_of(h)",
-        "values",
-    ),
+    "no norm_bias": (module, "_norm_forward", "residual, norm_weight, norm_bias", "residual, norm_weight, None", "values"),
+    "the weight's gradient of x itself": (module, "_backward_single", "(normed)", "(h)", "values"),
     "d norm(x) forgotten": (
-        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)",
-        "(rows @ weight)",
-        "values",
+        module, "_through_linear",
+        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
     ),
-    "dx over the caller's gradient": ("ours=rows is not None", "ours=True", "writes"),
-    "norm(x) kept in the place of x": ("save_for_backward(h, norm_weight", "save_for_backward(normed, norm_weight", "values"),
+    "dx over the caller's gradient": (module, "_backward_single", "ours=rows is not None", "ours=True", "writes"),
+    "norm(x) kept in the place of x": (module, "_NormLinear.forward", "h, norm_weight", "normed, norm_weight", "values"),
 }
 
 
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_copy_is_caught(name):
-    old, new, by = MUTANTS[name]
-    broken = mutate(room, old, new).norm_linear
+    *change, by = MUTANTS[name]
+    broken = mutate(*change).norm_linear
     if by == "values":
         errors = report_of(broken, FP32, True, True, False, "both", backend="triton")
         assert any(error > 1e-6 for error in errors.values())

@@ -8,7 +8,7 @@ from ops.norm_oracle import BF16, DEVICE, FP32
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-import onepass.ops.norm.norm_linear as room
+import onepass.ops.norm.norm_linear as module
 from onepass.testing.poison import unchanged
 
 
@@ -137,12 +137,12 @@ def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
     weight = torch.nn.Parameter(torch.randn(8, 16, device=DEVICE))
     weight.main_grad = torch.zeros(8, 16, device=DEVICE)
     with torch.autocast(DEVICE, BF16):
-        y = room.norm_linear(x, norm_weight, weight, bias, backend=backend)
+        y = module.norm_linear(x, norm_weight, weight, bias, backend=backend)
     assert y.dtype is BF16
     dy = torch.randn_like(y)
     y.backward(dy)
     exact = [t.detach().double().requires_grad_() for t in (x, norm_weight, weight, bias)]
-    room.norm_linear_reference(*exact).backward(dy.double())
+    module.norm_linear_reference(*exact).backward(dy.double())
     for got, true in zip((x.grad, norm_weight.grad, weight.main_grad, bias.grad), exact, strict=True):
         assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
     assert x.grad.dtype is dtype

@@ -10,7 +10,7 @@ from ops.norm_oracle import BF16, DEVICE, FP32
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-import onepass.ops.norm.norm_linear as room
+import onepass.ops.norm.norm_linear as module
 from onepass.parallel import DeferredWgrad
 from onepass.runtime import backend as registry
 from onepass.testing.budget import compare, run
@@ -59,7 +59,7 @@ def report_of(function, dtype, layer, added, used, lead=(3, 11), residual_type=N
 
         return with_rest
 
-    reference = of(room.norm_linear_reference, stored=dtype)
+    reference = of(module.norm_linear_reference, stored=dtype)
     ours, exact = run(of(function, backend=backend), inputs, dys), run(reference, inputs, dys, torch.float64)
     for name in ("x", "residual"):
         assert inputs[name] is None or ours[f"d{name}"].dtype == inputs[name].dtype
@@ -270,7 +270,7 @@ def test_autocast_leaves_the_residual_stream_as_it_is(backend):
     assert (y.dtype, h.dtype) == (BF16, FP32) and torch.equal(h, inputs[0] + residual)
     torch.autograd.backward([y, h], [incoming(y), incoming(h, 1)])
     exact = [t if t is None else t.detach().double().requires_grad_() for t in (*inputs, residual)]
-    ys = op(False, room.norm_linear_reference)(*exact)
+    ys = op(False, module.norm_linear_reference)(*exact)
     torch.autograd.backward(ys, [incoming(t, i).double() for i, t in enumerate((y, h))])
     for got, true in zip((*inputs, residual), exact, strict=True):
         if got is not None:
@@ -304,26 +304,25 @@ def test_another_backend_is_told(monkeypatch):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "h's gradient forgotten by the kernel": ("dh = dh if needs[0] else None", "dh = None", ("y", "h")),
-    "h's gradient forgotten where it is alone": ("(dh if needs[0] else None, None, None)", "(None, None, None)", ("h",)),
-    "h's gradient for norm(h)'s": ("more[-1] if ctx.returns[1]", "more[0] if ctx.returns[1]", RETURN),
-    "x kept in the place of h": ("save_for_backward(h, norm_weight", "save_for_backward(x, norm_weight", ("y",)),
+    "h's gradient forgotten by the kernel": (module, "_through_norm", "dh if needs[0] else ", "", ("y", "h")),
+    "h's gradient forgotten where it is alone": (module, "_backward_single", "dh if needs[0] else ", "", ("h",)),
+    "h's gradient for norm(h)'s": (module, "_NormLinear.backward", "more[-1]", "more[0]", RETURN),
+    "x kept in the place of h": (module, "_NormLinear.forward", "h, norm_weight", "x, norm_weight", ("y",)),
     "x normalised in the place of h": (
-        "return normed, x if h is None else h, stats",
-        "return kernels.forward(x, None, norm_weight, norm_bias, options, keep)[0], x if h is None else h, stats",
-        ("y",),
+        module, "_norm_forward",
+        "normed, x", "kernels.forward(x, None, norm_weight, norm_bias, options, keep)[0], x", ("y",),
     ),
-    "x for h": ("return normed, x if h is None else h, stats", "return normed, x, stats", ("y", "h")),
-    "no gradient of the residual": ("dresidual = dx.to(residual_type)", "dresidual = 0 * dx.to(residual_type)", ("y",)),
-    "dx over d norm(h) of another type": ("ours and dx_type == ctx.product", "ours", "wide residual"),
+    "x for h": (module, "_norm_forward", "x if h is None else h", "x", ("y", "h")),
+    "no gradient of the residual": (module, "_NormLinear.backward", "dresidual = dx", "dresidual = 0 * dx", ("y",)),
+    "dx over d norm(h) of another type": (module, "_through_norm", "ours and dx_type == ctx.product", "ours", "wide residual"),
 }
 
 
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_copy_is_caught(name):
-    old, new, used = MUTANTS[name]
-    broken = mutate(room, old, new).norm_linear
+    *change, used = MUTANTS[name]
+    broken = mutate(*change).norm_linear
     if used == "wide residual":
         report = report_of(broken, BF16, True, True, RETURN, (4, 64), FP32, "triton")
         assert not report

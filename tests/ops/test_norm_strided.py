@@ -11,7 +11,7 @@ from ops.calls import equal, nearly_equal, needs_triton
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32, Case, heads_laid_out, judge_case
 
 import onepass
-import onepass.ops.norm.norm as room
+import onepass.ops.norm.norm as module
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import forward as norm_forward
 from onepass.testing.poison import bytes_kept, saved_tensors
@@ -47,31 +47,32 @@ def cases():
     for ((lead, H), (layout, dy_layout)), layer in itertools.product(itertools.product(shapes, layouts), (False, True)):
         yield Case(layer, lead=lead, H=H, bias=FP32 if layer else None, eps=0.25, layout=layout, dy_layout=dy_layout)
     plain = Case(lead=(2, 3, 5), H=128, dtype=BF16, weight=BF16, layout="part", dy_layout="part")
-    for options in ({}, {"frugal": True}, {"weight": None}, {"centered": True}, {"residual": BF16}, {"dtype": FP16, "H": 1024}):
+    more = {"memory_efficient": True}, {"weight": None}, {"centered": True}, {"residual": BF16}, {"dtype": FP16, "H": 1024}
+    for options in ({}, *more):
         for layer in (False, True):
             yield replace(plain, layer=layer, **options)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_within_the_budget(case):
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, report
 
 
 @kinds
-@pytest.mark.parametrize("frugal", (False, True), ids=("", "memory_efficient"))
+@pytest.mark.parametrize("memory_efficient", (False, True), ids=("", "memory_efficient"))
 @pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
-def test_nothing_is_copied_and_nothing_more_is_kept(dtype, frugal, layer, launched):
+def test_nothing_is_copied_and_nothing_more_is_kept(dtype, memory_efficient, layer, launched):
     product = torch.randn(2, 5, 7 * 24, device=DEVICE, dtype=dtype)
     x = product[..., 24 : 5 * 24].view(2, 5, 4, 24).requires_grad_()
     weight = torch.randn(24, device=DEVICE, requires_grad=True)
     with saved_tensors() as kept:
-        y = norm(layer, x, weight, memory_efficient=frugal)
+        y = norm(layer, x, weight, memory_efficient=memory_efficient)
     dy = heads_laid_out(torch.randn_like(y), "part")
     dx, _ = torch.autograd.grad(y, (x, weight), dy)
     (forward, backward) = launched
     assert [forward[0].data_ptr(), backward[0].data_ptr(), backward[2].data_ptr()] == [x.data_ptr(), dy.data_ptr(), x.data_ptr()]
-    assert bytes_kept(kept, product, weight) == (0 if frugal else 40 * 4 * (2 if layer else 1))
+    assert bytes_kept(kept, product, weight) == (0 if memory_efficient else 40 * 4 * (2 if layer else 1))
     assert y.is_contiguous() and dx.is_contiguous()
 
 
@@ -109,9 +110,9 @@ def test_any_strides_give_what_contiguous_rows_give(data):
     draw = data.draw
     shape = *draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)), draw(st.integers(1, 40))
     x, dy = (_spread(draw, torch.randn(shape, device=DEVICE)) for _ in range(2))
-    layer, frugal = draw(st.booleans()), draw(st.booleans())
-    got = there_and_back(layer, x, dy, memory_efficient=frugal)
-    expected = there_and_back(layer, x.contiguous(), dy.contiguous(), memory_efficient=frugal)
+    layer, memory_efficient = draw(st.booleans()), draw(st.booleans())
+    got = there_and_back(layer, x, dy, memory_efficient=memory_efficient)
+    expected = there_and_back(layer, x.contiguous(), dy.contiguous(), memory_efficient=memory_efficient)
     assert nearly_equal(got, expected)
 
 

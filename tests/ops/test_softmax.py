@@ -12,7 +12,7 @@ from ops.calls import Operators, backends, equal, gradients, needs_triton, says
 from ops.softmax_oracle import BF16, DEVICE, FP16, FP32, INF, LAYOUTS, MASKS, NAN, Case, judge_case, small_tiles
 
 import onepass
-import onepass.ops.softmax.softmax as room
+import onepass.ops.softmax.softmax as module
 from onepass.ops.softmax import kernels
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
@@ -48,13 +48,13 @@ def test_the_formula_by_hand(backend):
 @needs_triton
 @pytest.mark.parametrize("case", [*oracle.main_cases(), *oracle.real_cases()], ids=str)
 def test_within_the_budget(case):
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
 @pytest.mark.parametrize("case", [case for case in oracle.main_cases() if case.path == "rows"], ids=str)
 def test_the_torch_backend_is_within_the_budget(case):
-    report = judge_case(room, case, "torch")
+    report = judge_case(module, case, "torch")
     assert report, f"{case}\n{report}"
 
 
@@ -69,7 +69,7 @@ def test_any_shape_layout_type_and_mask(data):
         draw(st.sampled_from(("", *MASKS))), draw(st.booleans()), draw(st.sampled_from(("", "rows", "single"))),
         odd=draw(st.booleans()), layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip
-    report = judge_case(room, case)
+    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
@@ -91,7 +91,7 @@ def test_what_is_left_out_is_zero_whatever_it_was(causal, path, backend):
     results = []
     for value in (0.0, NAN, INF, -INF):
         given = torch.where(nothing, value, x).requires_grad_()
-        with small_tiles(room, path):
+        with small_tiles(module, path):
             y = onepass.softmax(given, mask=mask, causal=causal, backend=backend)
             (dx,) = torch.autograd.grad(y, given, torch.where(nothing, value, dy))
         results.append((y.detach(), dx))
@@ -111,7 +111,7 @@ def test_nan_and_infinities_stay_in_their_rows(path, backend):
             with torch.no_grad():
                 x[row] = x[row] if value != -INF else -INF
                 x[row, 1] = value
-            with small_tiles(room, path):
+            with small_tiles(module, path):
                 y, dx = gradients(lambda t, o=options: onepass.softmax(t, backend=backend, **o), [x])
             out = y == 0
             for t in (y, dx):
@@ -126,7 +126,7 @@ def test_causal_reads_nothing_right_of_the_diagonal_but_a_run(path):
     """Runs are of 16 bytes. That more is not read is seen by memory that is not there."""
     rows, columns = 5, 64
     x, dy = (torch.randn(rows, columns, device=DEVICE) for _ in range(2))
-    with small_tiles(room, path):
+    with small_tiles(module, path):
         y = onepass.softmax(x, causal=True, backend="triton")
         few = x[:, :8].contiguous()
         assert torch.equal(y[:, :8], onepass.softmax(few, causal=True, backend="triton")) and not y[:, 8:].any()
@@ -220,7 +220,7 @@ def test_only_y_is_kept(dtype, backend):
 @paths
 def test_twice_over_a_retained_graph_and_called_again(path, backend):
     x, mask = scores(), left_out(7, 24)
-    with small_tiles(room, path):
+    with small_tiles(module, path):
         y = onepass.softmax(x, mask=mask, causal=True, backend=backend)
         dy = torch.randn_like(y)
         with unchanged(x=x, y=y, dy=dy, mask=mask):

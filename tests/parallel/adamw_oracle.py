@@ -92,11 +92,11 @@ def kept(optimizer, parameters):
     return [tuple(empty if each is None else each for each in found[name].values()) for name, _ in optimizer._main_grads.named]
 
 
-def judge(room, main_grads_of, case, steps=3):
+def judge(module, main_grads_of, case, steps=3):
     """What is wrong, or nothing: each step from the state in which the last one left it, against fp64."""
     parameters = parameters_of(case)
     main_grads = main_grads_of(parameters)
-    optimizer = room.AdamW(main_grads, groups_of(case, parameters))
+    optimizer = module.AdamW(main_grads, groups_of(case, parameters))
     optimizer.set_step(case.begun)
     for step in range(1, steps + 1):
         main_grads.zero_()

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from onepass.gradients import main_grads as room
+from onepass.gradients import main_grads as module
 from onepass.gradients import releasable_storage as released
 
 
@@ -20,7 +20,7 @@ def poisoned(large=64, buffer=4096):
     with (
         patch.object(released.ReleasableBuffer, "_fill", filled),
         patch.object(released, "_LARGE", large),
-        patch.object(room, "_RELEASED_BYTES", buffer),
+        patch.object(module, "_RELEASED_BYTES", buffer),
     ):
         yield
 

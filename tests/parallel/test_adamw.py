@@ -30,7 +30,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import onepass
-from onepass.gradients import adamw as room
+from onepass.gradients import adamw as module
 from onepass.gradients import adamw_formula
 from onepass.gradients.adamw_formula import AdamWSlice, joined_master, master_of, store_master
 from onepass.kernels.language import triton
@@ -51,7 +51,7 @@ def backend(request):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("backend")
 def test_steps_are_the_formulas(name):
-    assert not judge(room, named, CASES[name])
+    assert not judge(module, named, CASES[name])
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -482,7 +482,7 @@ def test_what_is_written_in_the_gradients_is_taken(failing, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_an_interrupt_while_masters_are_joined_changes_no_weight(dtype, monkeypatch):
     parameters, main_grads, optimizer = stepped(dtype)
-    before, joined_master, left = kept(optimizer, parameters), room.master_in_gradient, [3]
+    before, joined_master, left = kept(optimizer, parameters), module.master_in_gradient, [3]
 
     def interrupted(stretch):
         left[0] -= 1
@@ -491,7 +491,7 @@ def test_an_interrupt_while_masters_are_joined_changes_no_weight(dtype, monkeypa
             raise KeyboardInterrupt
         return joined_master(stretch)
 
-    monkeypatch.setattr(room, "master_in_gradient", interrupted)
+    monkeypatch.setattr(module, "master_in_gradient", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.masters_in_gradients():
         pytest.fail("it is not to be entered")
     assert clear(main_grads)

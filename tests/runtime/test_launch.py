@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onepass.kernels import launch
-from onepass.ops.activation import kernels as room
+from onepass.ops.activation import kernels as module
 from onepass.ops.activation.formula import ActivationOptions
 
 pytest.importorskip("triton")
@@ -12,14 +12,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def bound(*fixed, num_warps=4):
-    return room._forward_kernel.bind(*fixed, num_warps=num_warps)
+    return module._forward_kernel.bind(*fixed, num_warps=num_warps)
 
 
 def test_kinds_differ_where_triton_compiles_differently():
     flat, half = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
 
     def kind(x, bias, M):
-        return room._forward_kernel.kind(-1, (x, bias, None, x, None, None, None, M, None))[0]
+        return module._forward_kernel.kind(-1, (x, bias, None, x, None, None, None, M, None))[0]
 
     kinds = [
         kind(flat, flat, 2),
@@ -31,12 +31,12 @@ def test_kinds_differ_where_triton_compiles_differently():
     kinds += [kind(half, flat, 2), kind(flat, half, 2), kind(half[4:], flat, 2), kind(flat, flat, 1 << 32)]
     assert len(set(kinds)) == len(kinds)
     assert kind(flat, flat, 3) == kind(flat, flat, 2**31 - 1) == kinds[0] == kind(flat[4:], flat[8:], 16)
-    assert room._forward_kernel.kind(0, (flat, flat, None, flat, None, None, None, 2, None))[0] != kinds[0]  # another device
+    assert module._forward_kernel.kind(0, (flat, flat, None, flat, None, None, None, 2, None))[0] != kinds[0]  # another device
 
 
 def test_arguments_come_back_with_addresses():
     x = torch.zeros(16)
-    _, addresses = room._forward_kernel.kind(-1, (x, None, None, x[4:], None, None, None, 7, None))
+    _, addresses = module._forward_kernel.kind(-1, (x, None, None, x[4:], None, None, None, 7, None))
     assert addresses == (x.data_ptr(), None, None, x.data_ptr() + 16, None, None, None, 7, None)
 
 
@@ -69,9 +69,9 @@ def test_arguments_in_the_wrong_order_are_refused():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
 def test_a_plan_is_kept_and_a_new_size_needs_none():
-    act, options = room.find_activation("relu"), ActivationOptions("relu", None, None)
+    act, options = module.find_activation("relu"), ActivationOptions("relu", None, None)
     for M in (5, 17, 33):
         x = torch.randn(M, 48, device=DEVICE)
-        assert torch.equal(room.activation_forward(x, None, None, None, options, x.dtype), x.relu())
-    plans = [len(room._forward_plan(act, M, 48, 48, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
+        assert torch.equal(module.activation_forward(x, None, None, None, options, x.dtype), x.relu())
+    plans = [len(module._forward_plan(act, M, 48, 48, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too

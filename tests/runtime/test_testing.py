@@ -160,15 +160,22 @@ def test_what_autograd_keeps_is_seen():
 
 
 def test_a_mutant_must_follow_the_code():
-    with pytest.raises(ValueError, match=r"must be in onepass.kernels.layout 1 times, but is 0 times"):
-        mutate(layout, "no such text", "other")
-    with pytest.raises(ValueError, match="but is"):
-        mutate(layout, "stride", "strides")
+    with pytest.raises(ValueError, match=r"'no such text' must be in onepass.kernels.layout:as_rows once, but is there 0 times"):
+        mutate(layout, "as_rows", "no such text", "other")
+    with pytest.raises(ValueError, match=r"once, but is there \d+ times: the mutant has to follow the code"):
+        mutate(layout, "", "stride", "strides")
+    with pytest.raises(ValueError, match="must have one no_such_function, but has 0"):
+        mutate(layout, "no_such_function", "stride", "strides")
+
+
+def test_a_mutant_is_found_however_lines_are_broken():
+    mutant = mutate(layout, "as_rows", "(x.contiguous(),\n    x.shape[-1])", "None")
+    assert mutant.as_rows(torch.ones(4, 6).T) is None
 
 
 def test_a_mutant_leaves_the_real_one_alone():
     before, op = dict(sys.modules), op_records.OPS["bias_activation"]
-    mutant = mutate(layout, "x.stride(-1) != 1", "x.stride(-1) == 1")
+    mutant = mutate(layout, "_levels", "x.stride(-1) != 1", "x.stride(-1) == 1")
     x = torch.ones(4, 6)[:, :3]
     assert mutant is not layout and layout.as_rows(x)[0] is x and mutant.as_rows(x)[0] is not x
     assert op_records.OPS["bias_activation"] is op

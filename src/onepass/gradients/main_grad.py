@@ -85,6 +85,9 @@ def is_concatenated(tensor_or_node: Any) -> bool:
 # ---- what a pass asks for ----
 
 
+_will_execute = torch._C._will_engine_execute_node
+
+
 class GradRequest(Enum):
     """What a backward pass wants of one gradient."""
 
@@ -103,10 +106,10 @@ def grad_requests(ctx: Any, *given: bool) -> list[GradRequest]:
     if torch.compiler.is_compiling():  # the registered op asks when it runs
         return [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in needs[: len(given)]]
     found = []
-    edges = iter(ctx.next_functions)  # of tensors only
-    for there, needed in zip(given, needs, strict=False):
-        node = next(edges)[0] if there else None
-        found.append(_request_of(node) if needed else GradRequest.SKIP)
+    edges, edge = ctx.next_functions, 0  # of tensors only
+    for argument, there in enumerate(given):  # zip and iterators take 1 us more, of a call's 50
+        found.append(_request_of(edges[edge][0]) if needs[argument] else GradRequest.SKIP)
+        edge += there
     return found
 
 
@@ -114,7 +117,7 @@ def _request_of(node: Any) -> GradRequest:
     if is_concatenated(node):
         return _request_of_concatenated(node)
     try:
-        request = torch._C._will_engine_execute_node(node)
+        request = _will_execute(node)
     except RuntimeError as error:
         if "leaf node" not in str(error):  # no pass is running: somebody calls backward by hand
             return GradRequest.ACCUMULATE
@@ -213,6 +216,10 @@ def _placeholder_of_concatenated(parameter: Tensor) -> Tensor:
     return kept.expand(parameter.shape)
 
 
+def _nobody_waits(parameter: Tensor) -> bool:
+    return not hasattr(parameter, "grad_added_to_main_grad") and not is_concatenated(parameter)
+
+
 def _is_cleared(parameter: Tensor) -> bool:
     return hasattr(parameter, "main_grads")
 
@@ -306,7 +313,9 @@ def _gradient(
     if needs_dispatcher(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
-        way.add(_target_in_pass(main_grad, request), first, second)
+        way.add(main_grad if request is GradRequest.ACCUMULATE else _target_in_pass(main_grad, request), first, second)
+        if request is GradRequest.ACCUMULATE and _nobody_waits(parameter):  # the usual case: 1 us less
+            return None
         _mark(parameter)
     return placeholder(parameter, request)
 
@@ -347,13 +356,16 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
 
 
 def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
-    beta = float(keep)
+    beta = 1.0 if keep else 0.0
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)
-    elif first.dtype == main_grad.dtype:
-        main_grad.addmm_(first.t(), second, beta=beta)
+    elif first.dtype == main_grad.dtype:  # a beta that is passed takes 1 us more
+        main_grad.addmm_(first.t(), second) if keep else torch.mm(first.t(), second, out=main_grad)
     elif first.is_cuda and main_grad.dtype is torch.float32:
-        torch.addmm(main_grad, first.t(), second, beta=beta, out_dtype=torch.float32, out=main_grad)
+        if keep:
+            torch.addmm(main_grad, first.t(), second, out_dtype=torch.float32, out=main_grad)
+        else:
+            torch.mm(first.t(), second, out_dtype=torch.float32, out=main_grad)
     elif main_grad.dtype is torch.float32:
         wide = second.float()
         for at in range(0, main_grad.shape[0], _CPU_ROWS):

@@ -76,10 +76,10 @@ def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
 def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:
     """The weight and the bias of a product with rows of K numbers, made of x: of x's type, which autocast would see to."""
     check_floating("weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != K:
-        raise ValueError(f"weight must have shape (N, {K}), with {name}'s last dimension, but has {tuple(weight.shape)}")
-    cast = under_autocast(x)
-    if weight.dtype != x.dtype and not cast:
+    shape = weight.shape
+    if len(shape) != 2 or shape[1] != K:
+        raise ValueError(f"weight must have shape (N, {K}), with {name}'s last dimension, but has {tuple(shape)}")
+    if weight.dtype != x.dtype and not under_autocast(x):
         raise TypeError(f"weight must have {name}'s type {x.dtype}, but is {weight.dtype}")
     check_device("weight", weight, x, name)
     if bias is None:
@@ -87,6 +87,6 @@ def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None, name: s
     check_floating("bias", bias, optional=True)
     if bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
-    if bias.dtype != x.dtype and not cast:
+    if bias.dtype != x.dtype and not under_autocast(x):
         raise TypeError(f"bias must have {name}'s type {x.dtype}, but is {bias.dtype}")
     check_device("bias", bias, x, name)

@@ -1,9 +1,12 @@
-"""Deliberately broken copies of a module: an oracle that does not catch them does not test.
+"""Deliberately broken copies of the package: an oracle that does not catch them does not test.
 
-    import onepass.ops.activation.bias_activation as room
-    mutant = mutate(room, "(step < ROWS) & ", "")                       # raises if the source has no such text any more
-    mutant = mutate(strips, "tl.num_programs(1)", "...", room=room)     # a room whose shared code is broken
-    assert not within_budget(mutant.bias_activation, ...)
+    from onepass.kernels import column_reduce
+    from onepass.ops.norm import norm
+    mutant = mutate(column_reduce, "sum_strips", " < STRIPS", " < STRIPS - 1", entry=norm)
+    assert not within_budget(mutant.rms_norm, ...)
+
+A mutant names the function that it breaks and the few words that it changes there, which must be in that function exactly once.
+It holds through moves within a file and through any other edit of the function, and raises where it does not.
 
 A mutant lives in a world of its own: all of onepass is imported once more with the change in place, under another namespace of
 registered ops, and put aside; the registries, caches and kernels of the real one are as they were.
@@ -11,11 +14,13 @@ registered ops, and put aside; the registries, caches and kernels of the real on
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +31,7 @@ from onepass.runtime import dispatch
 
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
+_FOLLOW = "the mutant has to follow the code"
 _GRID_SYNC = "onepass.kernels.grid_sync"
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
@@ -47,26 +53,49 @@ def _ours(name: str) -> bool:
     return (name == "onepass" or name.startswith("onepass.")) and not testing
 
 
-def _replaced(module: ModuleType, old: str, new: str, times: int) -> str:
+def _extent(module: ModuleType, function: str) -> tuple[str, int, int]:
+    """Return the module's source, and where `function` ("name" or "Class.name") begins and ends in it; "" is the whole module."""
     source = Path(str(module.__file__)).read_text()
-    found = source.count(old)
-    if found != times or old == new:
-        raise ValueError(
-            f"{old!r} must be in {module.__name__} {times} times, but is {found} times: the mutant has to follow the code"
-        )
-    return source.replace(old, new)
+    found: ast.AST = ast.parse(source)
+    for name in filter(None, function.split(".")):
+        inner = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == name]
+        if len(inner) != 1:
+            raise ValueError(f"{module.__name__} must have one {function}, but has {len(inner)}: {_FOLLOW}")
+        found = inner[0]
+    if not isinstance(found, (ast.FunctionDef, ast.ClassDef)):
+        return source, 0, len(source)
+    lines = source.splitlines(keepends=True)
+    return source, sum(map(len, lines[: found.lineno - 1])), sum(map(len, lines[: found.end_lineno]))
 
 
-def mutate(module: ModuleType, old: str, new: str, *, room: ModuleType | None = None, times: int = 1) -> ModuleType:
-    """A copy of `room` (by default the module itself) in a onepass where `old` is `new` in `module`'s source.
+def _replace(module: ModuleType, function: str, old: str, new: str) -> str:
+    source, first, last = _extent(module, function)
+    before, after = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
+    words = r"\s+".join(map(re.escape, old.split()))  # however lines are broken
+    text, found = re.subn(re.escape(before) + words + re.escape(after), lambda _: new, source[first:last])
+    if found != 1 or old == new:
+        where = f"{module.__name__}{':' if function else ''}{function}"
+        raise ValueError(f"{old!r} must be in {where} once, but is there {found} times: {_FOLLOW}")
+    return source[:first] + text + source[last:]
 
-    `old` must be there `times` times.
+
+def mutate(module: ModuleType, function: str, old: str, new: str, *, entry: ModuleType | None = None) -> ModuleType:
+    """Return `entry`, by default `module`, of a onepass in which `old` is `new` in `function` of `module`.
+
+    `function` may be "Class.method", and "" for a module's own statements. A space in `old` is any space or line break.
     """
+    return _import_again(entry or module, {module.__name__: _replace(module, function, old, new)})
+
+
+def copy_package(entry: ModuleType) -> ModuleType:
+    """Return `entry` of a onepass that is imported once more, with no change: what passes there fails for no other reason."""
+    return _import_again(entry, {})
+
+
+def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
     number = next(_numbers)
-    sources = {dispatch.__name__: _replaced(dispatch, _NAMESPACE, f'NAMESPACE = "onepass_mutant{number}"', 1)}
-    sources[module.__name__] = _replaced(module, old, new, times)
-    if module is dispatch:
-        sources[module.__name__] = sources[module.__name__].replace(_NAMESPACE, f'NAMESPACE = "onepass_mutant{number}"')
+    text = sources.get(dispatch.__name__) or Path(str(dispatch.__file__)).read_text()
+    sources[dispatch.__name__] = text.replace(_NAMESPACE, f'NAMESPACE = "onepass_mutant{number}"')
     files = {}
     for name, source in sources.items():
         files[name] = Path(_folder.name) / f"{name.replace('.', '_')}_{number}.py"
@@ -75,7 +104,7 @@ def mutate(module: ModuleType, old: str, new: str, *, room: ModuleType | None = 
     finder = _Substitutes(files)
     sys.meta_path.insert(0, finder)
     try:
-        copy = importlib.import_module((room or module).__name__)
+        copy = importlib.import_module(entry.__name__)
         if _GRID_SYNC in sys.modules and _GRID_SYNC in real:  # how the interpreter's programs wait is not the mutant's affair
             vars(sys.modules[_GRID_SYNC])["yield_to_programs"] = vars(real[_GRID_SYNC])["yield_to_programs"]
         return copy

@@ -398,11 +398,11 @@ def test_weights_that_lie_apart_are_not_copied(family):
 
 
 def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):
-    import onepass.integrations.huggingface.attentions as room
+    import onepass.integrations.huggingface.attentions as module
 
     asked = []
-    stock = room.attention
-    monkeypatch.setattr(room, "attention", lambda *args, **options: asked.append(options) or stock(*args, **options))
+    stock = module.attention
+    monkeypatch.setattr(module, "attention", lambda *args, **options: asked.append(options) or stock(*args, **options))
     model = made()
     huggingface.apply(model)
     step(model, **batch())

@@ -19,7 +19,7 @@ from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product
 from onepass.parallel.collectives import group_of_several
 from onepass.parallel.tensor_parallel import check_divisible, tp_layout
-from onepass.runtime.autocast import product_type
+from onepass.runtime.autocast import product_type, under_autocast
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
 from onepass.runtime.dispatch import cast, under_functorch
@@ -106,7 +106,8 @@ def linear(
         ``[..., N]`` in x's type, or autocast's.
     """
     _check_tensors(x, weight, bias)
-    deferred = check_deferred(deferred, weight)
+    if deferred is not None:
+        deferred = check_deferred(deferred, weight)
     chosen = choose("linear", backend, None)
     layout = None
     if allreduce_dgrad or sequence_parallel or reduce_output:
@@ -119,7 +120,7 @@ def linear(
         )  # fmt: skip
     if layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
-    return linear_product(cast(x, product_type(x)), weight, bias, layout, deferred)
+    return linear_product(cast(x, product_type(x)) if under_autocast(x) else x, weight, bias, layout, deferred)
 
 
 define_op(
