@@ -73,6 +73,13 @@ def test_tiles_are_those_of_the_architecture():
     assert {each.key for each in hopper} - {each.key for each in ampere}  # fewer rows on their way
 
 
+def test_in_turn_each_launch_is_for_one_architecture_and_each_kernel_for_all():
+    every, some = (aot._tasks(aot.ARCHS, "swiglu 16384x16384", in_turn) for in_turn in (False, True))
+    planned = {arch: aot._planned("swiglu 16384x16384", arch) for arch in aot.ARCHS}
+    assert set(some) < set(every) and {index for index, _ in some} == {index for index, _ in every}
+    assert {(planned[arch][i].kernel, arch) for i, arch in some} == {(planned[arch][i].kernel, arch) for i, arch in every}
+
+
 def test_recording_leaves_no_trace():
     aot.launches("relu 16384x16384")
     x = torch.randn(3, 8)
@@ -105,7 +112,7 @@ def test_spills_are_counted_in_the_code_of_what_has_a_stack(stack, code, spills,
     ("spills", "failure", "status"), [(0, "", 0), (2, "", 1), (0, "CompilationError: no", 1)], ids=["fine", "spills", "fails"]
 )
 def test_exit_status(spills, failure, status, monkeypatch, capsys):
-    def compiled(archs, only, jobs):
+    def compiled(archs, only, jobs, in_turn):
         return [aot.Compiled("kernel", "call", "bf16", arch, 32, 0, spills, failure) for arch in archs]
 
     monkeypatch.setattr(aot, "compile_all", compiled)
@@ -116,7 +123,7 @@ def test_exit_status(spills, failure, status, monkeypatch, capsys):
 
 
 def test_an_uncovered_kernel_fails_the_whole_check(monkeypatch, capsys):
-    monkeypatch.setattr(aot, "compile_all", lambda archs, only, jobs: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
+    monkeypatch.setattr(aot, "compile_all", lambda archs, only, jobs, in_turn: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
     monkeypatch.setattr(aot, "uncovered", lambda found: ["kernel _forgotten"])
     assert aot.main(["--arch", "90"]) == 1
     assert "_forgotten" in capsys.readouterr().out

@@ -136,23 +136,21 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
 
 def small_cases() -> list[Case]:
     """Every feature, in tiles so small that there are several of each kind: what the mutants are tried on."""
-    both = Case(small=True), Case(small=True, interleaved=True)
-    cases = []
-    for case in both:
-        cases += [
-            case,
-            replace(case, R=10, D=21, HQ=5, HK=3, scale=1.5),  # odd sizes, partly turned
-            replace(case, HQ=1, HK=7, D=6, R=6, lead=(3, 1, 5), tables="each"),
-            replace(case, dtype=BF16, R=8, tables="each", dy_layout="heads first"),
-            replace(case, dtype=FP16, k_dtype=FP32, table=FP16, tables="unlike"),
-            replace(case, layout="fused", dy_layout="one head", tables="one lead"),
-            replace(case, layout="heads first", dy_layout="fused", tables="sliced", scale=0.5),
-            replace(case, layout="swapped", lead=(2, 3, 5), dy_layout="swapped", tables="each"),  # three that do not merge
-            replace(case, layout="strided"),
-            replace(case, tables="strided", table=BF16, layout="heads first"),
-            replace(case, HQ=1, HK=1, D=8, R=6, lead=(3, 11)),  # several tokens a program
-        ]
-    return cases
+    plain = Case(small=True)
+    variants = [
+        {},
+        {"R": 10, "D": 21, "HQ": 5, "HK": 3, "scale": 1.5},  # odd sizes, partly turned
+        {"HQ": 1, "HK": 7, "D": 6, "R": 6, "lead": (3, 1, 5), "tables": "each"},
+        {"dtype": BF16, "R": 8, "tables": "each", "dy_layout": "heads first"},
+        {"dtype": FP16, "k_dtype": FP32, "table": FP16, "tables": "unlike"},
+        {"layout": "fused", "dy_layout": "one head", "tables": "one lead"},
+        {"layout": "heads first", "dy_layout": "fused", "tables": "sliced", "scale": 0.5},
+        {"layout": "swapped", "lead": (2, 3, 5), "dy_layout": "swapped", "tables": "each"},  # three that do not merge
+        {"layout": "strided"},
+        {"tables": "strided", "table": BF16, "layout": "heads first"},
+        {"HQ": 1, "HK": 1, "D": 8, "R": 6, "lead": (3, 11)},  # several tokens a program
+    ]
+    return [replace(plain, interleaved=interleaved, **variant) for variant in variants for interleaved in (False, True)]
 
 
 def real_cases() -> list[Case]:

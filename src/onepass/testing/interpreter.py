@@ -10,8 +10,8 @@ As Triton 3.6 ships it, the interpreter fails in silence on these counts, which 
 - Other arithmetic on bf16 works on the bit patterns too: here it raises. Kernels load and go to fp32 at once, so none needs it.
 - `range(runtime_argument)` raises under numpy >= 2.4.
 - numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
-- Each call of a device function patches the whole language anew, most of the cost of a program: here once a launch; and types
-  and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
+- Each launch, and each call of a device function, patches the whole language anew, most of the cost of a program: here once a
+  process; and types and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
 - Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
   (`kernels/grid_sync.py`), and programs that wait for what never comes raise.
 - @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
@@ -109,12 +109,12 @@ def _refusing_bf16(stock: Any) -> Any:
     return op
 
 
-# ---- the language, patched once a launch ----
+# ---- the language, patched once a process ----
 
 _patch_tensor: Any = interpreter._patch_lang_tensor
 _patch_language: Any = interpreter._patch_lang
 _EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function that sees both
-_launching = False
+_patched = False
 
 
 def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
@@ -130,22 +130,13 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         tensor.__index__ = index
 
 
-class _Launch:
-    """What a launch gives back to undo the patches: the stock scope, and the note that one is under way."""
-
-    def __init__(self) -> None:
-        global _launching
-        self.scope = _patch_language(_EVERYWHERE)
-        _launching = True
-
-    def restore(self) -> None:
-        global _launching
-        _launching = False
-        self.scope.restore()
-
-
 def _patch_once(function: Any) -> Any:
-    return interpreter._LangPatchScope() if _launching else _Launch()
+    """Patch the language for good at the first launch: doing so takes longer than many a program."""
+    global _patched
+    if not _patched:
+        _patch_language(_EVERYWHERE)
+        _patched = True
+    return interpreter._LangPatchScope()  # nothing to undo
 
 
 # ---- launches ----
