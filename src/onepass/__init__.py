@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from onepass.profiling.record import profile
 
 _moved.install()
-_norm_backends.register()  # by name, never by "auto"; loads none of those packages
+_norm_backends.register()  # selected by name only, never by "auto"; imports none of those packages
 
 __version__ = _version("onepass")
 __all__ = [
@@ -66,7 +66,7 @@ _AT_FIRST_USE = {"compare": "profiling.model", "fuse": "fusion.fused", "profile"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is no op at its first use: it takes longer to load than all ops."""
+    """Import names that are not ops at their first use: they take longer to load than all ops."""
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(_import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)

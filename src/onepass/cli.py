@@ -1,4 +1,4 @@
-"""The `onepass` command: train, bench, profile, explain, doctor. Each imports what it needs when it is asked for."""
+"""The `onepass` command: train, bench, profile, explain, doctor. A subcommand imports its dependencies when it is used."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if typing.TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # one line: who wants the usage asks for it
+    def error(self, message: str) -> NoReturn:  # one line; --help prints the usage
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 fine, 1 something is wrong or broken, 2 what was asked for can't be done, 130 interrupted."""
+    """Run the command. Exit status: 0 success, 1 an error or something broken, 2 a request that can't be met, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(argv)
     args, unknown = parser.parse_known_args(argv)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser, with the arguments of the command that argv names and of no other: those cost imports."""
+    """Return the parser. Only the subcommand that argv names gets its arguments, because they cost imports."""
     parser = _Parser(prog="onepass", description="Fused training kernels for PyTorch: train, measure, explain, check.")
     parser.add_argument("--version", action="version", version=f"onepass {version('onepass')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -92,13 +92,13 @@ def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     parser.set_defaults(run=doctor.run)
 
 
-# ---- explain: a call is described by shapes, and nothing of its size is allocated ----
+# ---- explain: shapes describe the call, and fake tensors allocate no memory ----
 
 _H200_PROCESSORS = 132
 
 
 def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """The op's own keyword options become command line options: what its signature says is what can be asked."""
+    """Add explain's arguments. The keyword options in the op's signature become command line options."""
     from onepass.bench.options import DTYPES
     from onepass.runtime.op import OPS
 
@@ -119,11 +119,11 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-_shape.__name__ = "shape"  # what argparse calls it in its messages
+_shape.__name__ = "shape"  # argparse prints this name in error messages
 
 
 def _options(function: Callable[..., Any]) -> list[tuple[Parameter, Any]]:
-    """The parameters after the first tensor that a command line can say, each with its type less None."""
+    """Return the parameters after the first tensor that a command line can give, each with its type without None."""
     hints = typing.get_type_hints(function)
     found = []
     for parameter in list(signature(function).parameters.values())[1:]:
@@ -185,7 +185,7 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
             for parameter, kind in _options(known.function)
             for value in [getattr(args, parameter.name)]
         }
-        known.function(x, **options | {"backend": "torch"})  # refuses what the call itself would refuse
+        known.function(x, **options | {"backend": "torch"})  # raises what the call itself would raise
         explanation = explain(args.op, x, **options)
     if not elsewhere:
         return explanation, []
@@ -196,7 +196,7 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
 
 
 def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any]) -> Tensor | None:
-    """An optional tensor of the shape and type that the op's samples say, else a vector along x's last dimension in its type."""
+    """Return an optional tensor, or None. The op's samples give its shape and dtype, by default x's last dimension and dtype."""
     if isinstance(value, tuple):
         return x.new_empty(value)
     if not value:
@@ -208,7 +208,7 @@ def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: di
 
 @contextlib.contextmanager
 def _pretended_gpu() -> Iterator[None]:
-    """Tiles follow from the number of multiprocessors; where there is no GPU to ask, take the one we measure on."""
+    """Report the properties of an H200, the GPU of our measurements, on a machine without a GPU: tiles depend on them."""
     properties = types.SimpleNamespace(
         multi_processor_count=_H200_PROCESSORS, shared_memory_per_block_optin=232448, major=9, minor=0
     )

@@ -1,7 +1,7 @@
-"""`onepass doctor`: what this machine has, which backends it can use, and the traps it would walk into.
+"""`onepass doctor`: report this machine's hardware and versions, which backends it can use, and known problems.
 
-Exit status: 1 where something is broken (calls raise, results are wrong, or a GPU's kernels can't run for a reason that can be
-mended here), 0 otherwise. What works, but slower or with less, is a warning.
+Exit status: 1 if something is broken, else 0. Broken means that calls raise, results are wrong, or a GPU's kernels can't run for
+a reason that can be fixed on this machine. What works, but slower or with fewer features, is a warning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Check:
-    """One known trap or one self-test: what was found, and what to do where that is not fine."""
+    """The result of one check for a known problem, or of one self-test, with advice if it is not ok."""
 
     name: str
     verdict: str
@@ -48,7 +48,7 @@ class Check:
 class Diagnosis:
     versions: dict[str, str]
     devices: list[dict[str, Any]]
-    backends: dict[str, dict[str, dict[str, str | None]]]  # op, device, backend: why it can't be used there, or None
+    backends: dict[str, dict[str, dict[str, str | None]]]  # op -> device -> backend -> why it can't be used, or None
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -57,7 +57,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    broken: list[Check] = []  # what raised when it was looked at
+    broken: list[Check] = []  # the probes that raised
     devices = [torch.device("cpu"), *_tried("GPUs", _gpus, broken)]
     found = Diagnosis(_versions(), _devices(devices, broken), _backends(devices, broken))
     checks: list[Check] = []
@@ -75,7 +75,7 @@ def diagnose() -> Diagnosis:
 
 
 def _tried(name: str, probe: Callable[[], Iterable[T]], checks: list[Check]) -> list[T]:
-    """What a probe finds. Where it raises (of any library below: that is what is to be reported) a check is broken instead."""
+    """Return a probe's results. If it raises, add a broken check and return []: errors of any library are to be reported."""
     try:
         return list(probe())
     except Exception as error:
@@ -89,7 +89,7 @@ def _title(trap: Callable[..., Any]) -> str:
     return trap.__name__.strip("_").replace("_", " ")
 
 
-# ---- what is here ----
+# ---- hardware and versions ----
 
 
 def _versions() -> dict[str, str]:
@@ -132,7 +132,7 @@ def _facts(device: torch.device) -> Iterable[tuple[str, Any]]:
 
 
 def _backends(devices: list[torch.device], broken: list[Check]) -> dict[str, dict[str, dict[str, str | None]]]:
-    """Where a backend can't even be asked, it is not named, and a broken check is."""
+    """Return op -> device -> backend -> reason. A backend whose probe raises is left out, and a broken check is added."""
     found: dict[str, dict[str, dict[str, str | None]]] = {}
     for op in sorted(OPS):
         found[op] = {}
@@ -263,7 +263,7 @@ def _triton_cache() -> Iterator[Check]:
 
 
 def _writable(directory: Path) -> bool:
-    """Whether files can be made there, or in the nearest parent there is: asked by making one, which says it of root too."""
+    """Whether files can be created there, or in the nearest existing parent. It creates one: os.access misleads for root."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     try:
@@ -274,7 +274,7 @@ def _writable(directory: Path) -> bool:
 
 
 def _addmm(device: torch.device) -> Iterator[Check]:
-    """Gradients that a matrix product itself adds to an fp32 main_grad need this, on CUDA only."""
+    """Check addmm(out_dtype=), with which a matrix product adds a weight's gradient to an fp32 main_grad. Only CUDA needs it."""
     out, a = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
     try:
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
@@ -289,7 +289,7 @@ _TRAPS = (_triton_version, _driver, _interpreter, _numpy, _chosen_backend, _comp
 _GPU_TRAPS = (_capability, _addmm)
 
 
-# ---- the self-test: a forward and a backward on each device, by each native backend that can, against fp64 ----
+# ---- self-test: forward and backward on each device, by each native backend that supports it, against fp64 ----
 
 
 def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
@@ -308,14 +308,14 @@ def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
 
 
 def _refused(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels can't take the op's sample in this type, or None."""
+    """Return why the kernels can't take the op's sample in this dtype, or None."""
     sample = _sample(op)
     known = OPS[op]
     return known.unsupported(sample.call(known.call, *sample.tensors(device, dtype)))
 
 
 def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> float:
-    """The worst error of the result and of the gradients, as a fraction of what is allowed."""
+    """Return the worst error of the result and the gradients, as a fraction of the allowed error."""
     sample = _sample(op)
     tensors = sample.tensors(device, dtype)
     exactly = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
@@ -337,7 +337,7 @@ def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Te
 
 
 def _worst(fractions: list[float]) -> float:
-    return max(fractions, key=lambda fraction: (fraction != fraction, fraction))  # NaN is: max alone would not say so
+    return max(fractions, key=lambda fraction: (fraction != fraction, fraction))  # NaN is the worst; max alone may drop it
 
 
 def _error(got: Tensor, exact: Tensor) -> float:

@@ -51,13 +51,13 @@ def one_by_one(moe, x, k):
 @pytest.mark.parametrize("fused", (True, False))
 def test_each_token_by_its_experts(k, fused):
     moe, x = made(moe_router_topk=k, moe_aux_loss_coeff=0.25, bias_activation_fusion=fused), tokens(3, 7)
-    y, uneven = moe(x)
+    y, aux_loss = moe(x)
     expected, own = one_by_one(moe, x, k)
     assert relative(y.detach(), expected.detach()) < 1e-14
-    assert relative(uneven.detach(), 0.25 * own.detach()) < 1e-14
+    assert relative(aux_loss.detach(), 0.25 * own.detach()) < 1e-14
     inputs = [x, *moe.parameters()]
     dy = torch.randn_like(y)
-    got = torch.autograd.grad((y * dy).sum() + uneven, inputs)
+    got = torch.autograd.grad((y * dy).sum() + aux_loss, inputs)
     wanted = torch.autograd.grad((expected * dy).sum() + 0.25 * own, inputs)
     assert all(relative(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
 
@@ -161,7 +161,7 @@ def test_an_expert_nobody_goes_to():
 
 def test_no_tokens():
     moe = made(moe_aux_loss_coeff=0.1)
-    y, uneven = moe(tokens(0, 3))
+    y, aux_loss = moe(tokens(0, 3))
     assert y.shape == (0, 3, H)
-    (y.sum() + uneven).backward()
+    (y.sum() + aux_loss).backward()
     assert all(not t.grad.any() for t in moe.parameters())

@@ -1,4 +1,4 @@
-"""Calls of activation_linear, for its tests."""
+"""Inputs and calls of activation_linear, shared by its tests."""
 
 import torch
 from ops.bias_activation_oracle import DEVICE, FP32, GATED
@@ -9,7 +9,7 @@ NAMES = ("x", "weight", "bias", "activation_bias", "token_weight")
 
 
 def tensors(activation="swiglu", lead=(5, 3), K=40, N=24, dtype=FP32, vector=None, without=()):
-    """What NAMES says, all of which ask for a gradient; `vector` is the type of activation_bias and token_weight."""
+    """Return tensors in the order of NAMES, all with requires_grad. `vector` is activation_bias's and token_weight's dtype."""
     wide = 2 * K if activation in GATED else K
     some = {
         "x": torch.randn(*lead, wide, device=DEVICE).to(dtype),

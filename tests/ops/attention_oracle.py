@@ -1,6 +1,6 @@
-"""The oracle of attention: one function that says whether a module computes a case within the budget.
+"""The oracle of attention: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -24,8 +24,11 @@ LAYOUTS = ("contiguous", "sliced", "swapped", "unaligned", "strided", "followed"
 
 @dataclass(frozen=True)
 class Case:
-    """One call. R: how much of a head is turned, 0 for no tables. `spread`: of q and k, so of the logits. `small`: with tiles so
-    small that there are several of each kind."""
+    """One call.
+
+    R: how many dimensions of a head are rotated, 0 for no tables. spread: the standard deviation of q and k, and of the logits.
+    small: use tiles so small that there are several of each kind.
+    """
 
     B: int = 2
     S: int = 37
@@ -38,7 +41,7 @@ class Case:
     scale: float | None = None
     spread: float = 1.0
     layout: str = "contiguous"
-    each: bool = False  # tables of each sequence's own
+    each: bool = False  # each sequence has its own tables
     overwrite: bool = False
     small: bool = False
 
@@ -55,7 +58,7 @@ class Case:
 
 
 class Made(torch.autograd.Function):
-    """What a layer makes, lying so: no leaf, which could not be overwritten."""
+    """A layer's output in a memory layout. It is not a leaf, which could not be overwritten."""
 
     @staticmethod
     def forward(ctx, x, layout):
@@ -67,7 +70,7 @@ class Made(torch.autograd.Function):
 
 
 def draw(case: Case, seed: int = 0):
-    """qkv, contiguous; the tables, or None for both; the gradient of y."""
+    """Return contiguous qkv, the tables or None for both, and the gradient of y."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -86,7 +89,7 @@ def draw(case: Case, seed: int = 0):
 
 @contextlib.contextmanager
 def small_tiles(module, small: bool = True):
-    """The module with tiles of 16 and 32 tokens."""
+    """Patch the module's tiles to 16 and 32 tokens."""
     if not small:
         yield
         return
@@ -107,13 +110,12 @@ def small_tiles(module, small: bool = True):
 
 
 def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor):
-    """By name; one token has no softmax, and so nothing but a value's gradient."""
+    """Return the results by name. The softmax over one token is constant, so only v has a gradient then."""
     dq, dk, dv = parts_of(dqkv, case.heads, case.groups)
     return {"y": y, "dv": dv} if case.S == 1 else {"y": y, "dq": dq, "dk": dk, "dv": dv}
 
 
 def exact(case: Case, qkv, cos, sin, dy):
-    """The formula in fp64."""
     leaf = qkv.detach().double().requires_grad_()
     cos, sin = (t if t is None else t.double() for t in (cos, sin))
     y = real.attention_reference(leaf, case.heads, case.groups, cos=cos, sin=sin, **case.options)
@@ -121,7 +123,7 @@ def exact(case: Case, qkv, cos, sin, dy):
 
 
 def baseline(case: Case, qkv, cos, sin, dy):
-    """In fp32, of what is rounded to qkv's type where it is stored or is an operand of a product: as flash attention has it."""
+    """Compute in fp32, but round stored tensors and operands of products to qkv's dtype, as flash attention does."""
 
     def rounded(x):
         return x.to(qkv.dtype).float()
@@ -134,7 +136,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
         return x.repeat_interleave(case.heads // x.shape[1], 1)
 
     def back(x, heads):
-        """Summed over the heads that share a group."""
+        """Sum over the query heads that share a key and value head."""
         return x.unflatten(1, (heads, -1)).sum(2).transpose(1, 2)
 
     q, k, v = parts_of(qkv.detach().float(), case.heads, case.groups)
@@ -154,7 +156,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
 
 
 def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
-    """y and qkv's gradient, of a qkv that something else has made."""
+    """Return y, qkv's gradient, and qkv afterwards. qkv is the output of another operator."""
     leaf = qkv.detach().requires_grad_()
     made = Made.apply(leaf, case.layout)
     options = case.options | {"cos": cos, "sin": sin, "overwrite": case.overwrite, "backend": backend}
@@ -164,9 +166,9 @@ def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not.
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too.
 
-    Its rows are not judged one by one: the first query has one key, and so no gradient but rounding.
+    Single rows are not judged: the first query has one key, so its gradient is rounding only.
     """
     qkv, cos, sin, dy = draw(case)
     with small_tiles(module, case.small):
@@ -181,7 +183,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
         return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
     trial = as_parts(case, y, dqkv), baseline(case, qkv, cos, sin, dy), exact(case, qkv, cos, sin, dy)
     found = [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
-    if backend == "torch":  # which rounds the gradients of each head before they are summed over those that share a group
+    if backend == "torch":  # it rounds each head's gradients before it sums over the heads that share a group
         found = [replace(finding, allowed=2 * finding.allowed) for finding in found]
     return BudgetReport(found)
 
@@ -190,7 +192,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
 
 
 def small_cases() -> list[Case]:
-    """Every feature, in tiles so small that there are several of each kind: what the mutants are tried on."""
+    """Return every feature, in tiles so small that there are several of each kind: for the mutants."""
     case = Case(small=True)
     return [
         case,
@@ -203,7 +205,7 @@ def small_cases() -> list[Case]:
 
 
 def real_cases() -> list[Case]:
-    """The real tiles, at sizes that are not theirs."""
+    """Return cases with the real tiles, at sizes that are not multiples of them."""
     case = Case()
     return [
         *(replace(case, S=S, overwrite=bool(S % 2)) for S in (1, 17, 130)),

@@ -1,6 +1,6 @@
-"""The oracle of bias_activation: one function that says whether a module computes a case within the budget.
+"""The oracle of bias_activation: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """H is y's last dimension; lead the others."""
+    """One call. H is y's last dimension, `lead` the others."""
 
     activation: str = "gelu"
     lead: tuple[int, ...] = (3, 7)
@@ -58,22 +58,22 @@ class Case:
         return "-".join(part.replace("torch.", "") for part in parts)
 
 
-# ---- inputs made to break it ----
+# ---- adversarial inputs ----
 
 
 def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values (or for expanded: the first row's), lying otherwise in memory."""
+    """Return the same values in another memory layout. "expanded" repeats the first row."""
     if layout == "strided":  # every second element
         wide = torch.full((*t.shape, 2), float("nan"), dtype=t.dtype, device=t.device)
         return wide[..., 0].copy_(t)
-    if layout == "sliced":  # rows of a wider tensor, from an odd element on
+    if layout == "sliced":  # rows of a wider tensor, from an odd offset
         wide = torch.full((*t.shape[:-1], t.shape[-1] + 5), float("nan"), dtype=t.dtype, device=t.device)
         return wide[..., 3 : 3 + t.shape[-1]].copy_(t)
     if layout == "transposed" and t.dim() > 1:  # the last two dimensions
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "swapped" and t.dim() > 2:  # the first two dimensions: whole rows, but not evenly spaced
         return t.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "followed" and t.dim() > 2:  # each sequence by a row that is not its own
+    if layout == "followed" and t.dim() > 2:  # each sequence is followed by a row of NaN
         longer = torch.full((*t.shape[:-2], t.shape[-2] + 1, t.shape[-1]), float("nan"), dtype=t.dtype, device=t.device)
         return longer[..., :-1, :].copy_(t)
     if layout == "expanded":
@@ -85,7 +85,7 @@ def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def draw(case: Case, seed: int = 0):
-    """x, bias, token_weight and dy of a case: drawn on the CPU, so the same on every machine."""
+    """Return x, bias, token_weight and dy. They are drawn on the CPU, so every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -93,13 +93,13 @@ def draw(case: Case, seed: int = 0):
 
     x = 1.5 * randn(*case.lead, case.W)
     if case.gated and case.save == "fp8":
-        x[..., case.H :] *= 100  # halves of unlike scale
+        x[..., case.H :] *= 100  # the halves have different scales
     bias = None if case.bias is None else randn(case.W).to(case.bias)
     x = x.to(case.dtype)
     if bias is not None:
-        bias[::3] = (bias[::3] * 8).round().clamp(-16, 16) / 8  # these columns can meet an edge exactly
+        bias[::3] = (bias[::3] * 8).round().clamp(-16, 16) / 8  # in these columns x + bias can equal an edge exactly
     shift = torch.zeros(case.W) if bias is None else bias.float()
-    rows = x.view(-1, case.W)  # exact edges: of relu, and both of a clamp, which pass gradient
+    rows = x.view(-1, case.W)  # exact edges: relu's, and both of a clamp, at which the gradient passes
     for row, edge in enumerate((0.0, case.clamp, None if case.clamp is None else -case.clamp)):
         if edge is not None and row < len(rows):
             rows[row, ::3] = (edge - shift[::3]).to(case.dtype)
@@ -116,14 +116,14 @@ def draw(case: Case, seed: int = 0):
     }, dy
 
 
-# ---- tiles so small that there are several of each kind, and the last ends inside ----
+# ---- tiles so small that there are several of each kind, and the last one is partial ----
 
 
 @contextlib.contextmanager
 def small_tiles(module):
-    """Few, fat programs for the interpreter; several strips, the last of which ends inside a block; several column tiles.
+    """Patch the tiles: few, large programs for the interpreter, several column tiles and strips, the last strip partial.
 
-    A module that is a mutant has kernels of its own, which are found from what it imports.
+    A mutant has its own kernels, which are found from what it imports.
     """
     names = vars(module.kernels)
 
@@ -136,7 +136,7 @@ def small_tiles(module):
         rows = 12 if M > 12 else names["ceil_div"](M, 4) * 4  # three blocks of 4
         return names["ColumnTiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
 
-    # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
+    # counters persist from call to call, as on a GPU, so that one that isn't reset is found
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
 
     def scratch(floats, count, device):
@@ -175,7 +175,7 @@ def formula(case: Case):
 
 
 def wide(case: Case, inputs, dy, dtype):
-    """The formula's results in `dtype`; with save="fp8" the gradients are those at the x that was kept."""
+    """Return the formula's results in `dtype`. With save="fp8" the gradients are those at the saved x."""
     results = run(formula(case), inputs, dy, dtype)
     if case.save != "fp8":
         return results
@@ -185,9 +185,9 @@ def wide(case: Case, inputs, dy, dtype):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     trials = []
-    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # few numbers: pooled
+    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module) as counters:
         for seed in seeds:
             inputs, dy = draw(case, seed)
@@ -209,7 +209,7 @@ CLAMPS = ((None, 0.0), (1.0, 0.0), (None, 1.0), (0.75, 0.5))
 
 
 def main_cases() -> list[Case]:
-    """Every activation in every type, with the other features in turn: what the mutants are tried on, and a GPU."""
+    """Return every activation in every dtype, with the other features in turn: for the mutants and for a GPU."""
     cases, turn = [], itertools.count()
     for dtype, activation in itertools.product((FP32, BF16, FP16), (*PLAIN, *GATED)):
         i = next(turn)

@@ -1,4 +1,4 @@
-"""What the tests of several ops do with a call: its outputs, its gradients, and whether two of either are equal."""
+"""Helpers for tests of several ops: run a call, return its outputs and gradients, and compare them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=need
 
 
 class Operators(TorchDispatchMode):
-    """Watches, as a checkpoint's policy does: the names of what is run."""
+    """A dispatch mode, like a selective checkpoint's, that records the names of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -27,12 +27,12 @@ def outputs(returned):
 
 
 def incoming(y, i=0):
-    """A gradient for an output, the i-th: no two of its numbers are equal."""
+    """Return a gradient for the i-th output. All its elements differ."""
     return torch.linspace(-1, 2 + i, y.numel(), device=y.device).view(y.shape).to(y.dtype)
 
 
 def gradients(function, inputs):
-    """The outputs and the gradients of inputs that ask for one, on fresh leaves."""
+    """Return the outputs, and the gradients of the inputs with requires_grad. The inputs are replaced by new leaves."""
     leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
     ys = outputs(function(*leaves))
     torch.autograd.backward(ys, [incoming(y, i) for i, y in enumerate(ys)])
@@ -44,7 +44,10 @@ def equal(first, second):
 
 
 def nearly_equal(first, second):
-    """But for the last bits in fp32: on a GPU a kernel that keeps statistics is another binary, which rounds in another order."""
+    """Assert equality up to the last bits in fp32. On a GPU a kernel that saves statistics is another binary.
+
+    It may sum in another order.
+    """
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item() if b.numel() else 0)
@@ -56,13 +59,13 @@ def relative(got, exact):
 
 
 def says(words, raised):
-    """Whether an error says all these words."""
+    """Assert that an error's message contains all these words."""
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
 
 
 def caught(mutant, cases, judge_case):
-    """Whether one of the cases finds a broken copy of a module wrong, or it raises: a shape or a grid that can't be."""
+    """Whether a mutant fails one of the cases. Raising counts as failing: a mutation can make an invalid shape or grid."""
     for case in cases:
         try:
             if not judge_case(mutant, case):

@@ -1,4 +1,4 @@
-"""What tests of several ops watch."""
+"""Fixtures that record kernel launches."""
 
 import pytest
 
@@ -19,11 +19,11 @@ def _watched(monkeypatch, read):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Of each launch the arguments that vary."""
+    """Record each launch's varying arguments."""
     return _watched(monkeypatch, lambda bound, args: args)
 
 
 @pytest.fixture
 def kernels_launched(monkeypatch):
-    """Of each launch the kernel's name."""
+    """Record each launch's kernel name."""
     return _watched(monkeypatch, lambda bound, args: bound.kernel.jit.fn.__name__)

@@ -1,6 +1,6 @@
-"""The oracle of cross_entropy: one function that says whether a module computes a case within the budget.
+"""The oracle of cross_entropy: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded
 
 @dataclass(frozen=True)
 class Case:
-    """lead: the shape of labels; every third row is ignored, but for the first."""
+    """One call. `lead` is the shape of labels. Rows 2, 5, 8 and so on are ignored."""
 
     lead: tuple[int, ...] = (5,)
     V: int = 72
@@ -51,7 +51,7 @@ class Case:
 
 
 def cases():
-    """Few and fat: rows of one tile and of several, of all types, with all options."""
+    """Return few, large cases: rows of one tile and of several, in all dtypes, with all options."""
     return [
         Case(),
         Case((2, 3), 4200, BF16, "none", 0.1, 1e-3, labels=torch.int32),
@@ -66,7 +66,7 @@ def cases():
 
 
 class _Made(torch.autograd.Function):
-    """Logits as an op makes them, in the memory of the leaf that a test looks at."""
+    """Logits that are the output of an op, not a leaf. They share the leaf's memory, which the test inspects."""
 
     @staticmethod
     def forward(ctx, leaf):
@@ -81,7 +81,7 @@ made = _Made.apply
 
 
 def draw(case, seed=0):
-    """logits, labels and the loss's gradient: drawn on the CPU, so the same on every machine."""
+    """Return logits, labels and the loss's gradient. They are drawn on the CPU, so every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
     logits = (case.spread * torch.randn(*case.lead, case.V, generator=generator)).to(case.dtype)
     labels = torch.randint(case.V, case.lead, generator=generator)
@@ -93,7 +93,7 @@ def draw(case, seed=0):
 
 
 def results(function, case, logits, labels, dy, dtype=None):
-    """The loss and its gradient, and of the gradient the tokens that are right, and the others."""
+    """Return the loss and its gradient, and the gradient's elements at the labels and elsewhere, each by itself."""
     found = run(lambda x: function(x, labels), {"logits": logits}, dy, dtype)
     at = torch.where((labels >= 0) & (labels < case.V), labels, 0).long().unsqueeze(-1)
     found["the right ones'"] = found["dlogits"].gather(-1, at)
@@ -102,7 +102,7 @@ def results(function, case, logits, labels, dy, dtype=None):
 
 
 def judge_case(module, case, seed=0, backend="triton"):
-    """Whether `module.cross_entropy` is right on a case, writes nothing outside, and nothing it may not."""
+    """Judge `module.cross_entropy` on a case against the budget. Tensors and memory that it must not write are checked too."""
     logits, labels, dy = draw(case, seed)
     wide = [results(lambda x, y: real.cross_entropy_reference(x, y, **case.options), case, logits, labels, dy, dtype)
             for dtype in (FP32, FP64)]  # fmt: skip
@@ -124,7 +124,7 @@ def judge_case(module, case, seed=0, backend="triton"):
 
 
 def _exact(case, got, labels, where, logits):
-    """Ignored rows have nothing, to the last bit; the loss is fp32; the gradient lies where it should, and nowhere else."""
+    """Check that ignored rows are exactly 0, that the loss is fp32, and that the gradient is written only where it belongs."""
     ignored = labels == case.ignore_index
     rest = int(got["dlogits"][ignored].count_nonzero())
     if case.reduction == "none":
@@ -133,7 +133,7 @@ def _exact(case, got, labels, where, logits):
     rows_apart = case.layout in ("contiguous", "sliced", "unaligned")
     elsewhere = case.over and rows_apart and got["dlogits"].data_ptr() != where
     around = logits._base if case.layout in ("strided", "sliced") else logits
-    overwritten = around.numel() - logits.numel() - int(around.isnan().sum())  # what lies between rows is NaN
+    overwritten = around.numel() - logits.numel() - int(around.isnan().sum())  # memory between rows holds NaN
     return [
         Finding("logits", "written beside", overwritten, 0, 0),
         Finding("ignored rows", "numbers that are not 0", rest, 0, 0),

@@ -1,7 +1,7 @@
-"""The oracle of dropout_add: one function that says whether a module computes a case within the budget.
+"""The oracle of dropout_add: `judge_case` decides whether a module computes a case within the error budget.
 
-Which elements are kept is computed here once more, word by word as Philox's paper has it. The real module must pass every case,
-and each of the mutants must fail one.
+The mask of kept elements is computed here a second time, word by word as in Philox's paper. The real module must pass every case,
+and each mutant must fail one.
 """
 
 import contextlib
@@ -24,7 +24,10 @@ SEED = 0x5DEECE66D1234567
 
 @dataclass(frozen=True)
 class Case:
-    """`p` may be "low" or "high": then such that an element whose random number is such a half of a word lies on the edge."""
+    """One call. `p` of "low" or "high" is a threshold equal to the random number of an element.
+
+    That element takes the low or the high half of a word.
+    """
 
     lead: tuple[int, ...] = (3, 7)
     H: int = 72
@@ -32,8 +35,8 @@ class Case:
     residual: torch.dtype = FP32
     bias: torch.dtype | None = FP32
     p: float | str = 0.25
-    first: int | None = None  # the number of the first row, where ranks have parts
-    in_memory: bool = True  # the seed
+    first: int | None = None  # the index of the first row, if ranks have shards of the rows
+    in_memory: bool = True  # whether the seed is a tensor
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
 
@@ -51,7 +54,7 @@ class Case:
 
 
 def philox(counter, key, rounds=7):
-    """Arrays of uint64 that hold words."""
+    """Return the four output words. Counter, key and result are uint64 arrays that hold 32-bit words."""
     low = numpy.uint64(0xFFFFFFFF)
     c, k = list(counter), list(key)
     for _ in range(rounds):
@@ -62,7 +65,7 @@ def philox(counter, key, rounds=7):
 
 
 def halves(seed, first, rows, H):
-    """The 16-bit number of each element, [rows, H]."""
+    """Return the 16-bit random number of each element, [rows, H]."""
     numbers = numpy.arange(first, first + rows, dtype=numpy.uint64)[:, None]
     columns = numpy.arange(H, dtype=numpy.uint64)[None, :]
     low, high = (numpy.uint64(n) for n in (0xFFFFFFFF, 32))
@@ -75,7 +78,7 @@ def halves(seed, first, rows, H):
 
 
 def probability(case):
-    """p, and how many of 65536 it drops."""
+    """Return p, and the threshold: how many of 65536 random numbers it drops."""
     if isinstance(case.p, str):
         threshold = int(halves(SEED, case.first or 0, case.rows, case.H)[0, 0 if case.p == "low" else 1])
         return threshold / 65536, threshold
@@ -103,7 +106,7 @@ def draw(case, seed=0):
     return {"x": x, "residual": residual, "bias": bias}, laid_out(dy.to(case.residual).to(DEVICE), case.dy_layout)
 
 
-# ---- tiles so small that there are several of each kind, and the last ends inside; a seed that is known ----
+# ---- tiles so small that there are several of each kind, and the last one is partial; a known seed ----
 
 
 @contextlib.contextmanager
@@ -135,7 +138,7 @@ def small_tiles(module):
         rows = 12 if M > 12 else ceil_div(M, 4) * 4  # three blocks of 4
         return Tiles(4, width(H), ceil_div(H, width(H)), ceil_div(M, rows), rows, 4)
 
-    # a GPU keeps its counters from call to call: so they are kept here, where one left behind is seen
+    # counters persist from call to call, as on a GPU, so that one that isn't reset is found
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
 
     def scratch(floats, count, device):
@@ -180,9 +183,9 @@ def call(module, case, backend):
 
 
 def judge_case(module, case, backend="triton"):
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     trials = []
-    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # few numbers: pooled
+    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module) as counters, known_seed(module, case):
         for seed in seeds:
             inputs, dy = draw(case, seed)
@@ -203,7 +206,7 @@ SHAPES = (((3, 7), 72), ((37,), 65), ((), 33), ((2, 1, 3, 2), 130), ((5, 4), 1),
 
 
 def main_cases():
-    """Every shape, type and layout with the other features in turn: what the mutants are tried on, and a GPU."""
+    """Return every shape with every dtype, with layouts and the other features in turn: for the mutants and for a GPU."""
     cases = []
     for i, (dtype, (lead, H)) in enumerate(itertools.product((FP32, BF16, FP16), SHAPES)):
         cases.append(

@@ -1,4 +1,4 @@
-"""How the tests of linear_cross_entropy call it: inputs, gradients, and a weight with a main_grad."""
+"""Helpers for tests of linear_cross_entropy: inputs, gradients, and a weight with a main_grad."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ again_and_again = pytest.mark.parametrize("way", [way for way in WAYS if way != 
 
 
 def tensors(lead=(20,), D=12, V=70, dtype=FP32, rest=True):
-    """hidden, weight, labels, bias and token_weight, which all ask for a gradient but for labels; the second is ignored."""
+    """Return hidden, weight, labels, bias and token_weight; all but labels have requires_grad. The second label is ignored."""
     hidden, weight = torch.randn(*lead, D, device=DEVICE), torch.randn(V, D, device=DEVICE) / max(D, 1) ** 0.5
     labels = torch.randint(V, lead, device=DEVICE)
     labels.view(-1)[1:2] = -100
@@ -28,7 +28,7 @@ def tensors(lead=(20,), D=12, V=70, dtype=FP32, rest=True):
 
 
 def fresh(inputs):
-    """Leaves of the same numbers."""
+    """Return new leaves with the same values."""
     kept = [t if t is None else t.detach() for t in inputs]
     return [t if t is None or not t.is_floating_point() else t.requires_grad_() for t in kept]
 
@@ -38,7 +38,7 @@ def outputs(returned):
 
 
 def gradients(call, inputs, dys=None):
-    """The differentiable outputs, and the gradients of fresh leaves."""
+    """Return the differentiable outputs and the gradients of new leaves."""
     leaves = fresh(inputs)
     outs = outputs(call(*leaves))
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs] if dys is None else dys)
@@ -46,7 +46,7 @@ def gradients(call, inputs, dys=None):
 
 
 def products(call, inputs):
-    """How many times the tokens' product with the head's weight is computed, forward and backward."""
+    """Return how many products of the size of hidden @ weight.T a forward and backward compute."""
 
     def run():
         loss = call(*inputs)

@@ -1,8 +1,8 @@
-"""The oracle of linear_cross_entropy: one function that says whether a module computes a case, in a given way, within the budget.
+"""The oracle of linear_cross_entropy: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one. The baseline is what eager code does: products as
-cuBLAS leaves them, logits and their gradient rounded once to the operands' type, all else in fp32. Where gradients are made in
-forward and wait, the logits' is rounded before it is multiplied by what comes back, as the design has it.
+A case names the plan ("way") that the module must use. The real module must pass every case, and each mutant must fail one. The
+baseline is eager code: it rounds logits and their gradient once to the operands' dtype and computes all else in fp32. If the plan
+makes gradients in forward, the logits' gradient is rounded before it is multiplied by the incoming gradient, as designed.
 """
 
 import gc
@@ -24,7 +24,7 @@ from onepass.testing.poison import poisoned, unchanged
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALL = 1 << 30
-WAYS = {  # name: the plan's way, tokens and columns at a time; the last of each are fewer
+WAYS = {  # name -> the plan's way, and its tokens and columns at a time; the last chunks are smaller
     "keep_logits": ("keep_logits", ALL, ALL),
     "grad_in_forward": ("grad_in_forward", 16, ALL),
     "known_grad_scale": ("known_grad_scale", 16, ALL),
@@ -37,7 +37,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 @pytest.fixture(autouse=True)
 def whole_sums():
-    """cuBLAS may make a product of small matrices in parts, and add these in 16 bits, unless it is told not to."""
+    """Forbid reduced-precision reductions: cuBLAS may split a product of small matrices and add the parts in 16 bits."""
     products = torch.backends.cuda.matmul
     before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
@@ -45,15 +45,15 @@ def whole_sums():
     products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
 
 
-UPSTREAM = 1.75  # what comes back for the loss
+UPSTREAM = 1.75  # the loss's incoming gradient
 
 
-_FIRST = 1 << 60  # of the budgets that stand for a way
-_forced = {}  # budget: way
+_FIRST = 1 << 60  # the first of the chunk_bytes values that stand for a way
+_forced = {}  # chunk_bytes -> way
 
 
 def forced(module, way):
-    """The chunk_bytes with which a module's calls, and their backward, are done in this way, whatever is cheapest."""
+    """Return a chunk_bytes that makes a module's calls, and their backward, use this way whatever is cheapest."""
     if way is None:
         return None
     if not hasattr(module.steps.make_plan, "stock"):
@@ -83,12 +83,12 @@ def _planner(stock):
 
 
 def reductions_of(way):
-    """Finished gradients wait for one number only."""
+    """Return the reductions that a way supports. Gradients made in forward can only be scaled by one number."""
     return ("mean", "sum") if way == "grad_in_forward" else ("mean", "sum", "none")
 
 
 def op(way=None, module=real, **options):
-    """The op in one of its ways, where that needs a promise of 1 unless another is given. A CPU interprets on demand."""
+    """Return the op forced to one way. known_grad_scale gets grad_scale 1 by default; a CPU runs the torch backend by default."""
     options.setdefault("backend", "torch" if DEVICE == "cpu" else None)
     if way == "known_grad_scale":
         options.setdefault("grad_scale", 1.0)
@@ -104,7 +104,10 @@ def op(way=None, module=real, **options):
 
 @dataclass(frozen=True)
 class Case:
-    """lead: the shape of labels, of which every third is ignored. main: the type of main_grads, into which two calls go."""
+    """One call. `lead` is the shape of labels, of which every third is ignored.
+
+    `main` is the main_grads' dtype; with it, two calls accumulate.
+    """
 
     mode: str | tuple[str, int, int] = "keep_logits"
     reduction: str = "mean"
@@ -153,7 +156,10 @@ NAMES = ("hidden", "weight", "bias", "token_weight")
 
 
 def draw(case, seed=0):
-    """The tensors by name, and what comes back for each output: drawn on the CPU, so the same on every machine."""
+    """Return the tensors by name, labels and each output's incoming gradient.
+
+    They are drawn on the CPU, so every machine gets the same values.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     hidden, weight = drawn(*case.lead, case.D), 2 * drawn(case.V, case.D) / case.D**0.5
@@ -162,7 +168,7 @@ def draw(case, seed=0):
     labels = torch.randint(case.V, case.lead, generator=generator)
     flat = labels.view(-1)
     best = F.linear(hidden, weight, bias).argmax(-1).view(-1)
-    flat[::2] = best[::2]  # so that some are right
+    flat[::2] = best[::2]  # so that some predictions are correct
     flat[:1] = case.V - 1
     flat[2::3] = case.ignore_index
     plain = case.reduction != "none" or case.promised
@@ -177,24 +183,24 @@ def draw(case, seed=0):
     return given, labels.to(DEVICE), [dy.to(DEVICE) for dy in dys]
 
 
-# ---- what a call takes ----
+# ---- memory and flops of a call ----
 
 
 class Taken(NamedTuple):
-    """What PyTorch's allocator gave out for a function on a CPU, and which products it ran."""
+    """The memory that a function allocated on a CPU, and the flops of its matrix products."""
 
-    most: int  # bytes at a time, beyond what was there before
-    left: int
+    most: int  # peak bytes, beyond those allocated before
+    left: int  # bytes still allocated at the end
     flops: int  # of matrix products
 
     def products(self, inputs):
-        """How many times the tokens' product with the head's weight was computed."""
+        """Return how many products of the size of hidden @ weight.T were computed."""
         return self.flops / (2 * inputs[0].numel() * inputs[1].shape[0])
 
 
 def taken(function):
-    """By PyTorch's profiler, which sees what is allocated within an operator too, and is no dispatch mode: nobody watches."""
-    gc.collect()  # what earlier tests left would count as freed
+    """Measure a function with PyTorch's profiler. It also sees allocations inside operators, and installs no dispatch mode."""
+    gc.collect()  # garbage of earlier tests would count as freed
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, acc_events=True) as seen:
         kept = function()
     now = most = flops = 0
@@ -213,7 +219,10 @@ def taken(function):
 
 
 class _Rounded(torch.autograd.Function):
-    """A product in fp32 as it is kept in the operands' type, and its gradient too, over a factor that is multiplied in later."""
+    """Round an fp32 product to the operands' dtype, and its gradient too.
+
+    The gradient is rounded without `factor`, which is multiplied in after the rounding.
+    """
 
     @staticmethod
     def forward(ctx, product, dtype, wide, factor):
@@ -226,7 +235,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _factor(case, labels, token_weight):
-    """What the rows' own gradients are multiplied by in backward, where they were made in forward."""
+    """Return the factor that backward multiplies into rows' gradients that were made in forward, else 1."""
     if "grad_in_forward" not in (case.mode, case.mode[0]) or case.full:
         return 1.0
     if case.reduction == "sum":
@@ -272,7 +281,7 @@ def _results(case, outs, leaves, grads, labels):
 
 
 def _backward(case, outs, dys):
-    """Of all that is differentiable, if anything is; of a loss whose gradient is promised, by itself."""
+    """Run backward of all differentiable outputs, if any. A loss with grad_scale is differentiated by itself."""
     if not outs[0].requires_grad:
         return
     count = 1 if case.promised or not case.full else 4
@@ -307,7 +316,7 @@ def _ours(module, case, given, labels, dys, backend):
 
 
 def judge_case(module, case, seeds=1, backend="triton"):
-    """Whether `module.linear_cross_entropy` is right on a case, of several draws, and writes nothing that it may not."""
+    """Judge `module.linear_cross_entropy` on several draws of a case. Inputs that it must not write are checked too."""
     trials, found = [], []
     for seed in range(seeds):
         given, labels, dys = draw(case, seed)
@@ -324,7 +333,7 @@ def judge_case(module, case, seeds=1, backend="triton"):
 
 
 def _wrong(case, given, ours, exact):
-    """Rows where the largest logit is another, but for those that rounding may turn."""
+    """Count rows with a wrong `correct`, except where the two largest logits are so close that rounding may swap them."""
     wide = [None if given[name] is None else given[name].double() for name in NAMES[:3]]
     most = F.linear(*wide).topk(2).values
     sure = most[..., 0] - most[..., 1] > (0 if case.dtype is FP32 else 0.05)
@@ -332,7 +341,7 @@ def _wrong(case, given, ours, exact):
 
 
 def _exactly(case, ours, given, labels):
-    """What is ignored has no loss and no gradient, to the last bit; the loss is fp32, gradients have their tensors' types."""
+    """Check that ignored rows have a loss and a gradient of exactly 0, and the dtypes: fp32 losses, gradients their tensors'."""
     ignored = labels == case.ignore_index
     rest = 0
     if case.reduction == "none":

@@ -1,4 +1,4 @@
-"""Calls of norm_linear, for its tests."""
+"""Inputs and calls of norm_linear, shared by its tests."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ USES = ("y", "norm", "both")
 
 
 def tensors(lead=(3, 5), K=40, N=24, dtype=FP32, layer=True, with_bias=True, params=None):
-    """x, norm_weight, weight, bias and norm_bias, all of which ask for a gradient; `params` is the type of the norm's own."""
+    """Return x, norm_weight, weight, bias and norm_bias with requires_grad. `params` is the dtype of the norm's parameters."""
     x, norm_weight, bias = (torch.randn(*shape, device=DEVICE) for shape in ((*lead, K), (K,), (N,)))
     weight, norm_bias = torch.randn(N, K, device=DEVICE) / K**0.5, torch.randn(K, device=DEVICE)
     params = dtype if params is None else params

@@ -1,6 +1,6 @@
-"""The oracle of layer_norm and rms_norm: one function that says whether a module computes a case within the budget.
+"""The oracle of layer_norm and rms_norm: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+`module` is the real module or a mutant. The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `path` names the tiles that are put in the place of the real ones, "" none."""
+    """One call. `path` names tiles of PATHS that replace the real ones; "" keeps the real ones."""
 
     layer: bool = False
     path: str = ""
@@ -36,9 +36,9 @@ class Case:
     centered: bool = False
     memory_efficient: bool = False  # memory_efficient
     eps: float = 1e-5
-    mean: float = 0.0  # of x's rows, in standard deviations
-    scale: float = 1.0  # of x
-    gamma: float = 1.0  # the size of the weight
+    mean: float = 0.0  # the mean of x's rows, in standard deviations
+    scale: float = 1.0  # the standard deviation of x
+    gamma: float = 1.0  # the standard deviation of the weight
     uses: str = "both"  # which of y and h get a gradient
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
@@ -54,7 +54,10 @@ class Case:
 
 
 def heads_laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values of heads [..., S, heads, H], lying as a part of each token's row or before the tokens; or as `laid_out`."""
+    """Return the same values of heads [..., S, heads, H] in another memory layout.
+
+    "part": a slice of each token's row. "heads first": heads before tokens. Others: as `laid_out`.
+    """
     if layout == "part" and t.dim() > 2:
         wide = torch.full((*t.shape[:-2], t.shape[-2] * t.shape[-1] + 5), float("nan"), dtype=t.dtype, device=t.device)
         return wide[..., 3:-2].unflatten(-1, t.shape[-2:]).copy_(t)
@@ -64,7 +67,7 @@ def heads_laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def draw(case: Case, seed: int = 0):
-    """x, weight, bias and residual, and the gradients of the outputs: drawn on the CPU, so the same on every machine."""
+    """Return x, weight, bias and residual, and the outputs' gradients. Drawn on the CPU: every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -86,15 +89,15 @@ def draw(case: Case, seed: int = 0):
     return inputs, dy if case.residual is None else (dy, dh if case.uses == "both" else None)
 
 
-# ---- tiles so small that there are several of each kind, and the last ends inside ----
+# ---- tiles so small that there are several of each kind, and the last one is partial ----
 
-# forward: pieces of a row and how many are held, or none: several rows a program, in registers
+# forward: the size of a row's pieces and how many a program holds; (0, 0): several rows a program, in registers
 # backward: shared, rows at a time, columns, warps, programs a multiprocessor
 PATHS = {
     "rows": ((0, 0), (False, 4, 0, 4, 2)),
     "single": ((0, 0), (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
     "chunks": ((32, 2), (False, 2, 64, 4, 1)),
-    "late": ((16, 3), (False, 1, 16, 1, 3)),  # weights are read again for each row
+    "late": ((16, 3), (False, 1, 16, 1, 3)),  # weights are reloaded for each row
     "fold": ((128, 1), (False, 2, 256, 1, 1)),
     "shared": ((16, 1), (True, 1, 16, 2, 4)),
     "crowd": ((16, 3), (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
@@ -103,7 +106,7 @@ MULTIPROCESSORS = 3
 
 
 def modules_of(module) -> dict[str, dict]:
-    """The globals of a module and of all it is made of, by their names: a mutant's are not those that can be imported."""
+    """Return name -> globals of a module and of all onepass modules that it uses. A mutant's can't be imported."""
     found, queue = {}, [vars(module)]
     while queue:
         names = queue.pop()
@@ -120,7 +123,7 @@ def modules_of(module) -> dict[str, dict]:
 
 
 class Counters:
-    """A GPU keeps counters and words from call to call: so these are kept, and one left behind, or one past them, is seen."""
+    """Counters that persist from call to call, as on a GPU. `clean` finds one that isn't reset, or a write past the end."""
 
     def __init__(self):
         self.words, self.taken = torch.full((1 << 14,), 7, dtype=torch.int32, device=DEVICE), 0
@@ -137,13 +140,13 @@ class Counters:
 
 @contextlib.contextmanager
 def small_tiles(module, path: str):
-    """The module with the tiles of a path on a GPU of three multiprocessors; gives the counters, which must stay zeros.
+    """Patch the module to the tiles of a path, on a GPU of three multiprocessors. Yield the counters, which must stay 0.
 
-    A module that is a mutant has modules of its own, which are found from its functions.
+    A mutant has modules of its own, which are found from its functions.
     """
     modules = modules_of(module)
     backward, forward = (modules[f"onepass.ops.norm.{way}"] for way in ("backward", "forward"))
-    if DEVICE == "cpu":  # the interpreter's repairs reach the real `meeting`: a mutant's has the one that waits for ever
+    if DEVICE == "cpu":  # the interpreter patches only the real grid_sync: a mutant's copy would wait for ever
         from onepass.testing import interpreter
 
         modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
@@ -209,9 +212,9 @@ def formula(case: Case):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     trials = []
-    seeds = range(4 if case.H < 32 else 1)  # few numbers: pooled
+    seeds = range(4 if case.H < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module, case.path) as counters:
         for seed in seeds:
             inputs, dy = draw(case, seed)
@@ -225,7 +228,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
             types = [(name, t.dtype) for name, t in inputs.items() if t is not None]
             assert all(ours[f"d{name}"].dtype == dtype for name, dtype in types)
             trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))
-    # how a row's mean is rounded is up to chance, for the baseline too: half an ulp of it, in rows whose numbers vary by about 1
+    # a row's mean may be rounded either way, in the baseline too: allow half an ulp of it, as rows have a deviation of about 1
     with mock.patch.object(budget, "SLACK", budget.SLACK + (abs(case.mean) * 2**-24 if case.layer else 0.0)):
         return compare(trials, case.dtype)
 
@@ -234,7 +237,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
 
 
 def small_cases() -> list[Case]:
-    """Every kernel with every feature, in tiles so small that there are several of each kind: what the mutants are tried on."""
+    """Return every kernel with every feature, in tiles so small that there are several of each kind: for the mutants."""
     layer = Case(True, bias=FP32)
     rms = Case()
     mixed = {"dtype": BF16, "weight": FP32, "residual": BF16}
@@ -276,7 +279,7 @@ def small_cases() -> list[Case]:
 
 
 def real_cases() -> list[Case]:
-    """The real tiles: sizes short and long, of few rows as the interpreter has time for few."""
+    """Return cases with the real tiles, short and long. They have few rows, because the interpreter is slow."""
     layer = Case(True, weight=FP32, bias=FP32)
     heads = Case(lead=(3, 2, 4), H=64, dtype=BF16, weight=BF16)
     cases = [
@@ -304,13 +307,13 @@ def real_cases() -> list[Case]:
     ]
     for layout in LAYOUTS:
         cases.append(replace(layer, H=40, lead=(4, 3), layout=layout, dy_layout=layout, residual=FP32))
-    # numbers made to break it
+    # adversarial values
     for path in ("rows", "chunks", "fold"):
         M, H = (9, 300) if path == "fold" else (11, 100)
         cases += [
             replace(layer, path=path, lead=(M,), H=H, mean=100.0),
             replace(layer, path=path, lead=(M,), H=H, mean=100.0, memory_efficient=True),
-            replace(layer, path=path, lead=(M,), H=H, mean=100.0, scale=1e18),  # no square of x is finite
+            replace(layer, path=path, lead=(M,), H=H, mean=100.0, scale=1e18),  # the squares of x overflow
             Case(path=path, lead=(M,), H=H, scale=1e-20),
             Case(path=path, lead=(M,), H=H, scale=1e15),
             replace(layer, path=path, lead=(M,), H=H, scale=1e15),

@@ -1,6 +1,6 @@
-"""The oracle of rope: one function that says whether a module computes a case within the budget.
+"""The oracle of rope: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ TABLES = ("for all", "each", "one lead", "sliced", "unlike", "strided")
 
 @dataclass(frozen=True)
 class Case:
-    """One call: q is [*lead, HQ, D]. `small`: with tiles so small that there are several of each kind."""
+    """One call. q has shape [*lead, HQ, D]. `small`: use tiles so small that there are several of each kind."""
 
     lead: tuple[int, ...] = (2, 7)
     HQ: int = 6
@@ -29,10 +29,10 @@ class Case:
     D: int = 16
     R: int = 16
     dtype: torch.dtype = FP32
-    k_dtype: torch.dtype | None = None  # q's
+    k_dtype: torch.dtype | None = None  # None: q's dtype
     table: torch.dtype = FP32
     interleaved: bool = False
-    scale: float = 1.0  # of the tables: not 1 where a model stretches its positions
+    scale: float = 1.0  # the tables' factor, not 1 in models that scale positions
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
     tables: str = "for all"
@@ -47,12 +47,12 @@ class Case:
         return "-".join(part.replace("torch.", "") for part in parts)
 
 
-# ---- inputs made to break it ----
+# ---- adversarial inputs ----
 
 
 def heads_laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values (or for expanded ones and one head: some of them everywhere), lying otherwise in memory."""
-    if layout == "fused":  # a part of a wider projection
+    """Return the same values in another memory layout. "expanded" and "one head" repeat some of the values."""
+    if layout == "fused":  # a slice of a wider projection
         wide = torch.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device)
         return wide[..., x.shape[-2] : 2 * x.shape[-2], :].copy_(x)
     if layout == "heads first":
@@ -63,18 +63,18 @@ def heads_laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def tables_laid_out(cos: torch.Tensor, sin: torch.Tensor, kind: str):
-    """Both tables, drawn for every token."""
+    """Return both tables in a layout. The given tables have values for every token."""
     if kind == "for all" or (kind == "one lead" and cos.dim() == 2):
         return [t.reshape(-1, *t.shape[-2:])[0] for t in (cos, sin)]
     if kind == "one lead":
         return [t[:1].contiguous() for t in (cos, sin)]
-    if kind == "unlike":  # each strides of its own
+    if kind == "unlike":  # the two tables have different strides
         return [laid_out(cos, "sliced"), sin]
     return [laid_out(t, kind) for t in (cos, sin)]
 
 
 def draw(case: Case, seed: int = 0):
-    """q, k, the tables, and the gradients of the outputs: drawn on the CPU, so the same on every machine."""
+    """Return q and k, the tables, and the outputs' gradients. They are drawn on the CPU, so all machines get the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -91,8 +91,8 @@ def draw(case: Case, seed: int = 0):
 
 @contextlib.contextmanager
 def small_tiles(module, small: bool = True):
-    """The module with tiles of 64 numbers."""
-    kernels = module.rotate.__globals__  # a mutant's are not those that can be imported
+    """Patch the module's tiles to 64 elements."""
+    kernels = module.rotate.__globals__  # a mutant's kernels can't be imported
     caches = kernels["_tiles"], kernels["_plan"], kernels["_bind"]
     before = kernels["_VALUES"]
     kernels["_VALUES"] = 64 if small else before
@@ -110,7 +110,7 @@ def small_tiles(module, small: bool = True):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     inputs, (cos, sin), dys = draw(case)
     with small_tiles(module, case.small):
         try:
@@ -154,7 +154,6 @@ def small_cases() -> list[Case]:
 
 
 def real_cases() -> list[Case]:
-    """The real tiles."""
     llama = Case(lead=(2, 3), HQ=32, HK=8, D=128, R=128, dtype=BF16)
     cases = [
         llama,

@@ -1,8 +1,8 @@
-"""The oracle of softmax: one function that says whether a module computes a case within the budget.
+"""The oracle of softmax: `judge_case` decides whether a module computes a case within the error budget.
 
-The exact result is the formula in fp64. The baseline is the formula in fp32 that stores y rounded, as the op does, and makes dx
-of the stored y. dx is judged once more by itself: as the exact gradient of the y that the module stored. The real module must
-pass every case, and each of the mutants must fail one.
+The exact result is the formula in fp64. The baseline is the formula in fp32; it stores y rounded, as the op does, and computes dx
+from the stored y. dx is also judged alone, as the exact gradient of the y that the module stored. `module` is the real one or a
+mutant. The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ class Case:
     scale: float = 0.5
     mask: str = ""
     causal: bool = False
-    path: str = ""  # "": the real tiles
-    size: float = 2.0  # of the scores
-    odd: bool = False  # some rows have NaN and infinities, left in and left out, and dy has NaN where the mask leaves out
-    low: bool = False  # some rows have the lowest number of their type only
+    path: str = ""  # "" for the real tiles
+    size: float = 2.0  # the standard deviation of the scores
+    odd: bool = False  # some rows have NaN and infinities, masked and not masked, and dy has NaN where it is masked
+    low: bool = False  # some rows have only the lowest number of their dtype
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
 
@@ -48,7 +48,7 @@ class Case:
 
 
 def draw_mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
-    """True where a score is left out: a third of them, and all of some rows. `shape` is x's, which it is broadcast to."""
+    """Return a mask, True for masked scores: a third of them, and all of some rows. `shape` is x's shape."""
 
     def random(*some: int) -> torch.Tensor:
         found = torch.rand(some, generator=generator) < 1 / 3
@@ -75,7 +75,7 @@ def draw_mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> 
         return torch.cat([random(*shape), torch.ones(*shape[:-1], 3, dtype=torch.bool)], -1)[..., : shape[-1]]
     if kind == "expanded" and d > 2:
         return random(*shape[:-3], 1, *shape[-2:]).expand(shape)
-    if kind == "gaps" and d > 2:  # after all rows of a matrix, and after all matrices
+    if kind == "gaps" and d > 2:  # unused memory after the rows of each matrix, and after the matrices
         return random(*shape[:-3], shape[-3] + 1, shape[-2] + 1, shape[-1])[..., : shape[-3], : shape[-2], :]
     if kind == "alternating":
         return random(*(1 if (d - i) % 2 else size for i, size in enumerate(shape[:-1])), shape[-1])
@@ -83,7 +83,7 @@ def draw_mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def draw(case: Case, seed: int = 0):
-    """x and the mask, and dy: drawn on the CPU, so the same on every machine."""
+    """Return x and the mask, and dy. They are drawn on the CPU, so every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
     x = case.size * torch.randn(case.shape, generator=generator)
     dy = torch.randn(case.shape, generator=generator)
@@ -104,12 +104,12 @@ def draw(case: Case, seed: int = 0):
     return {"x": x, "mask": None if mask is None else mask.to(DEVICE)}, dy
 
 
-# ---- tiles so small that there are several of each kind, and the last ends inside ----
+# ---- tiles so small that there are several of each kind, and the last one is partial ----
 
 
 @contextlib.contextmanager
 def small_tiles(module, path: str):
-    """The module with a few rows a program, or one as rows above 1024 have it. A mutant's kernels are its functions' own."""
+    """Patch the module's tiles: a few rows a program, or one, as for rows above 1024. A mutant's kernels can't be imported."""
     names = module.softmax_forward.__globals__
     tiles, stock = names["SoftmaxTiles"], names["softmax_tiles"]
 
@@ -131,13 +131,13 @@ def small_tiles(module, path: str):
 
 
 def gradient(y: torch.Tensor, dy: torch.Tensor, scale: float) -> torch.Tensor:
-    """dx of a y that is stored: what is 0 has none."""
+    """Return dx for the stored y. It is 0 where y is 0."""
     products = torch.where(y == 0, 0.0, y * dy)
     return torch.where(y == 0, 0.0, scale * y * (dy - products.sum(-1, keepdim=True)))
 
 
 class _StoredSoftmax(torch.autograd.Function):
-    """The formula, with y rounded to the storage type for backward."""
+    """The formula, with y rounded to the storage dtype for backward."""
 
     @staticmethod
     def forward(ctx, x, mask, case):
@@ -163,9 +163,9 @@ def exact(case: Case):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     trials = []
-    seeds = range(4 if case.shape[-1] < 32 else 1)  # few numbers: pooled
+    seeds = range(4 if case.shape[-1] < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module, case.path):
         for seed in seeds:
             inputs, dy = draw(case, seed)
@@ -191,7 +191,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
 
 
 def main_cases() -> list[Case]:
-    """Every path with every mask and layout, types and causality in turn: what the mutants are tried on, and a GPU."""
+    """Return every path with every mask, causal or not, with dtypes and layouts in turn: for the mutants and for a GPU."""
     cases = []
     turn = 0
     for path in ("rows", "single"):
@@ -225,7 +225,7 @@ def main_cases() -> list[Case]:
 
 
 def real_cases() -> list[Case]:
-    """The real tiles: sizes narrow and wide, of few rows as the interpreter has time for few."""
+    """Return cases with the real tiles, narrow and wide. They have few rows, because the interpreter is slow."""
     cases = [
         Case((7, 1), mask="full"),
         Case((1, 1)),

@@ -1,6 +1,6 @@
-"""`onepass bench`: every op against its peers, in one run, on the machine at hand.
+"""`onepass bench`: measure every op against its peers, in one run, on this machine.
 
-One file an op (`bench/<op>.py`, named as in `onepass.ops`) says which cases, which peers and what is exact; the rest is shared:
-`model` what such a file fills in, `registry` finds it, `runner` measures, `accuracy` judges, `report`, `record` and `picture`
-show it, `command` is what the command line calls.
+Each op has a case file (`bench/<op>.py`, named as in `onepass.ops`) that defines its cases, its peers and the exact formula. The
+rest is shared: `model` defines what a case file fills in, and `registry` finds it. `runner` measures and `accuracy` checks.
+`report`, `record` and `picture` show the results. `command` is what the command line calls.
 """

@@ -1,10 +1,9 @@
-"""Is it right? Every output against fp64, on inputs nobody has seen, before anything is timed.
+"""Check every output and gradient against fp64, on new inputs, before anything is timed.
 
-All rows are compared, in chunks that fit in memory. Ours must be as good as the formula in fp32 rounded once (1.25 x its
-relative RMS error + 1e-6); with matrix products, whose operands have the storage type, as good as a baseline that rounds those
-too. A sum over all rows is one number, with no spread to compare, and may be off by a fixed part. A peer may round as eager code
-does. Where memory is handed out again, it holds NaN before the call, so an element that was never written is not right by
-accident.
+All rows are compared, in chunks that fit in memory. onepass must be as good as the formula in fp32 rounded once: 1.25 x its
+relative RMS error + 1e-6. With matrix products, whose operands have the storage dtype, the baseline rounds those operands too. A
+sum over all rows is one number without a spread to compare; a fixed relative error is allowed. A peer may round as eager code
+does. Memory that the allocator reuses holds NaN before the call, so an element that was never written is not right by accident.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Inputs, OpBench, differentiate, outputs_of
 
-_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # elements of fp64 at a time; the formula needs a dozen such
-_ONE_NUMBER = {torch.float32: 1e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}  # how far ours may be off, of such operands
+_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # fp64 elements at a time; the formula needs a dozen such tensors
+_ONE_NUMBER = {torch.float32: 1e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}  # allowed relative error, by operand dtype
 
 
 def judged(
     bench: OpBench, case: BenchCase, inputs: Inputs, got: dict[str, Tensor], ours: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The errors of what a contender got, and how large they may be."""
+    """Return the errors of a contender's outputs and gradients, and the allowed errors."""
     formula = bench.formula(case)
     found, baseline = errors(formula, inputs, got, with_baseline=ours and bench.baseline is None)
     if not ours:
@@ -35,13 +34,13 @@ def judged(
 
 
 def allowed_to_peers(dtype: torch.dtype) -> float:
-    """What eager code loses by rounding each intermediate, with room: beyond this it computes something else."""
+    """Return the error that eager code makes by rounding each intermediate, with a margin. Above it a peer is wrong."""
     return 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
 
 
 @dataclass
 class _Difference:
-    """Relative RMS of what arrives in parts."""
+    """The relative RMS error of tensors that arrive in chunks."""
 
     squares: dict[str, Tensor] = field(default_factory=dict)
     exact_squares: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class _Difference:
 def errors(
     formula: Call, inputs: Inputs, got: dict[str, Tensor], with_baseline: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The relative RMS error of each output and gradient, by name; and the same of the formula in fp32, or nothing."""
+    """Return the relative RMS errors of outputs and gradients by name, and the same of the formula in fp32 or an empty dict."""
     ours, baseline = _Difference(), _Difference()
     exact_sums: dict[str, Tensor] = {}
     baseline_sums: dict[str, Tensor] = {}
@@ -91,7 +90,7 @@ def _summed(name: str, inputs: Inputs) -> bool:
 
 
 def _formula_on(formula: Call, inputs: Inputs, part: slice, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The outputs and gradients of some rows, computed in `dtype` from the values the contender was given."""
+    """Return the formula's outputs and gradients for some rows, computed in `dtype` from the contender's inputs."""
     tensors = {}
     for name, tensor in inputs.tensors.items():
         value = tensor.detach()[part] if name in inputs.by_row else tensor.detach()
@@ -101,7 +100,7 @@ def _formula_on(formula: Call, inputs: Inputs, part: slice, dtype: torch.dtype) 
 
 
 def outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
-    """The outputs and gradients, as the contender gives them, in memory that held NaN."""
+    """Return the contender's outputs and gradients, computed in memory that held NaN."""
     incoming = inputs.fresh_grads()
     poison(inputs)
     return _by_name(call, inputs, inputs.tensors, incoming)
@@ -119,11 +118,11 @@ def _by_name(call: Call, inputs: Inputs, tensors: dict[str, Tensor], incoming: l
 
 
 def poison(inputs: Inputs) -> None:
-    """Leave NaN in the blocks that PyTorch will hand out for results of these sizes."""
+    """Fill with NaN the blocks that PyTorch's allocator will reuse for results of these sizes."""
     like = [*inputs.grads.values(), *inputs.asked.values()]
     blocks = [torch.full_like(tensor.detach(), float("nan")) for tensor in like for _ in range(2)]
     del blocks
 
 
 def too_far(errors_of: dict[str, float], allowed: dict[str, float]) -> list[str]:
-    return [name for name, error in errors_of.items() if not error <= allowed[name]]  # `not <=`: NaN is too far
+    return [name for name, error in errors_of.items() if not error <= allowed[name]]  # `not <=`: NaN counts as too far

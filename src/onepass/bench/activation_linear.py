@@ -1,11 +1,10 @@
-"""activation_linear against the two calls it replaces: an activation, and the matrix product that follows.
+"""activation_linear against the two calls that it replaces: an activation, and the matrix product that follows.
 
-Time      is the products', so a copy says nothing: forward and backward are set against those of `separate`, which is our
-          bias_activation and then F.linear. What is to be won is memory: the activation's output is not kept (see what is kept
-          and the peak).
+Time      matrix products dominate, so times are relative to those of `separate`, not to a copy's. `separate` is onepass's
+          bias_activation and then F.linear. The op saves memory: the activation's output is not kept (see kept and peak MiB).
 Bytes     forward reads x and the weight and writes y; backward reads dy, x and the weight, and writes dx and dweight.
-Asked for the gradients of x and of the product's weight. No biases, as in a Llama's MLP.
-Peers     eager and torch.compile: the activation as people write it, then F.linear.
+Gradients of x and of the product's weight. There are no biases, as in a Llama's MLP.
+Peers     eager and torch.compile: the activation's formula, then F.linear.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _formula(case: BenchCase) -> Call:
 
 
 def _baseline(case: BenchCase) -> Call:
-    """The activation in fp32, rounded once, and products of what is stored."""
+    """Compute the activation in fp32, round it once, and multiply in the stored dtype."""
 
     def call(x: Tensor, weight: Tensor) -> Result:
         return F.linear(bias_activation_reference(x.float(), activation=case.variant).to(x.dtype), weight)
@@ -61,7 +60,7 @@ def _baseline(case: BenchCase) -> Call:
     return call
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:

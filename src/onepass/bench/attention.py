@@ -1,14 +1,14 @@
-"""attention against its peers: causal attention of a fused projection, its queries and keys turned first.
+"""attention against its peers: causal attention of a fused QKV projection, whose queries and keys are rotated first.
 
-Time      is the products', so a copy says nothing: forward and backward are set against those of `rope + SDPA`, which is our rope
-          and then PyTorch's attention as it chooses by itself. FLOPs are 2 B heads D S^2 forward, of the causal half, and 2.5
-          times as many backward, for TFLOP/s of a time.
+Time      matrix products dominate, so times are relative to those of `rope + SDPA`, not to a copy's. `rope + SDPA` is onepass's
+          rope and then PyTorch's attention with the kernel of its choice. To compute TFLOP/s: forward has 2 B heads D S^2 FLOPs,
+          of the causal half, and backward 2.5 times as many.
 Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and writes dqkv.
-Variants  `turned`, and `plain`, without rotation: all run under torch.use_deterministic_algorithms, so that every run gives the
-          same bits. `any order`: none do, and ours has deterministic=False.
-Shapes    sequences x tokens x heads x groups of keys and values x width of a head, all of which is turned.
-Peers     rope + SDPA, flash, cuDNN: our rope before PyTorch's attention, its own choice or one kernel of it (cuDNN's has no fixed
-          order). torch.compile: rotation as people write it and PyTorch's attention.
+Variants  `turned`, and `plain`, without rotation: all contenders run under torch.use_deterministic_algorithms, so that every run
+          gives the same bits. `any order`: none does, and onepass has deterministic=False.
+Shapes    sequences x tokens x heads x key and value heads x head dimension. The whole head dimension is rotated.
+Peers     rope + SDPA, flash, cuDNN: onepass's rope before PyTorch's attention, with the kernel of its choice or a given one.
+          cuDNN's has no fixed order. torch.compile: eager rotation and PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onepass.runtime.backend import explain
 
 OP = "attention"
 _ANY = ", any order"
-# the first two are what notes speak of
+# notes cite the first two
 _TURNED = [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)]
 _SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1]}
 _CPU = {variant: [(1, 512, 8, 2, 64)] for variant in _SHAPES}
@@ -76,7 +76,7 @@ def _formula(case: BenchCase) -> Call:
 
 @contextmanager
 def _in_order(case: BenchCase) -> Iterator[None]:
-    """In a fixed order, unless the case says any: PyTorch asks when it runs, backward too."""
+    """Use deterministic algorithms, unless the case allows any order. PyTorch reads the setting at run time, in backward too."""
     had, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(not case.variant.endswith(_ANY))
@@ -88,7 +88,7 @@ def _in_order(case: BenchCase) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-# ---- ours ----
+# ---- onepass ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -98,7 +98,7 @@ def _ours(case: BenchCase) -> Call:
     return call
 
 
-# ---- PyTorch's ----
+# ---- PyTorch ----
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _compiled(case: BenchCase) -> Call:
 
 def _contenders(case: BenchCase) -> list[Contender]:
     found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
-    if case.variant.endswith(_ANY):  # in a fixed order there is flash attention only, which is what SDPA takes
+    if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
         if torch.cuda.is_available():
             found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))

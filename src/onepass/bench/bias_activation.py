@@ -1,13 +1,14 @@
 """bias_activation against its peers: bias and activation, and backward with the bias gradient.
 
-Bytes     forward reads x and writes y; backward reads dy and x and writes dx. The bias and its gradient are one row.
-Peers     eager and torch.compile: the two lines people write.
-          Liger: an activation without a bias, which is added before; its one function for a gate and a linear part that lie
-          in one tensor (swiglu only) as a contender of its own.
-          Megatron-core: the function its configuration takes; for quick_geglu that is the one for experts, whose token weight
-          is 1 here. It sums the bias gradient from a rounded tensor and is allowed to, as eager is.
-          QuACK and Apex fuse activations into matrix products only; Transformer Engine has activations without a bias, and
-          with one only inside its MLP.
+Bytes     forward reads x and writes y; backward reads dy and x and writes dx. The bias and its gradient are one row each and are
+          not counted.
+Peers     eager and torch.compile: the addition and the activation's formula.
+          Liger: an activation without a bias, so eager code adds it before. A contender of its own is Liger's function for a
+          gate and a linear part in one tensor (swiglu only).
+          Megatron-core: the function that its configuration selects. For quick_geglu that is the one for experts, with token
+          weights of 1. It sums the bias gradient from a rounded tensor, which is allowed, as in eager code.
+          QuACK and Apex fuse activations into matrix products only. Transformer Engine fuses a bias with an activation only
+          inside its MLP.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    """(rows, width of the output): x is twice as wide where there is a gate."""
+    """Return the cases. A shape is (rows, width of the output); x is twice as wide if there is a gate."""
     if device.type == "cuda" and not quick:
         shapes = [(variant, 16384, 16384 if variant == "gelu" else 14336) for variant in _ALL]
         shapes += [(variant, 2048, 16384) for variant in _ALL]
@@ -47,7 +48,7 @@ def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchC
         shapes += [(variant, *shape) for shape in ((50_000, 64), (777, 5000)) for variant in ("gelu", "swiglu")]
     else:
         shapes = [("gelu", 512, 2048), ("swiglu", 512, 2048), ("geglu", 512, 2048), ("swiglu", 20_000, 64)]
-    order = {variant: i for i, variant in enumerate(_ALL)}  # by variant: what one has compiled serves its next case
+    order = {variant: i for i, variant in enumerate(_ALL)}  # by variant: its cases reuse compiled kernels
     return [_case(*shape, dtype) for shape in sorted(shapes, key=lambda shape: order[shape[0]])]
 
 
@@ -70,7 +71,7 @@ def _formula(case: BenchCase) -> Call:
     return partial(bias_activation_reference, activation=case.variant)
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -132,11 +133,11 @@ def _megatron(case: BenchCase) -> Call:
     function: Call = imported(f"megatron.core.fusions.{module}", name)
     if case.variant != "quick_geglu":
         return function
-    ones: list[Tensor] = []  # made once: a router's weights are there already
+    ones: list[Tensor] = []  # made once and not timed: in a model the router provides them
 
     def with_ones(x: Tensor, bias: Tensor) -> Result:
         if not ones:
-            ones.append(torch.ones(x.shape[0], 1, device=x.device))  # fp32, as routers give it
+            ones.append(torch.ones(x.shape[0], 1, device=x.device))  # fp32, as a router's weights are
         return function(x, bias, ones[0])
 
     return with_ones

@@ -1,7 +1,7 @@
-"""`onepass bench [op ...]`: measure ops against their peers and show it; `onepass bench huggingface`: whole training steps.
+"""`onepass bench [op ...]`: measure ops against their peers; `onepass bench huggingface`: measure whole training steps.
 
-Exit status: 0 where every result of ours is right, 1 where one is not, 2 where what was asked for can't be done, 130 where
-it was interrupted; what had been measured by then is kept.
+Exit status: 0 if every onepass result is right, 1 if one is not, 2 if the request can't be met, 130 if interrupted. Results
+measured before an interruption are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
 from onepass.runtime.errors import CommandError, check_output
 from onepass.runtime.install_hint import install_hint
 
-_NAMED = ("bf16", "fp16", "fp32")  # fp64 is what they are measured against
+_NAMED = ("bf16", "fp16", "fp32")  # not fp64: errors are measured against it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
     plans = _chosen(plans, args)
 
-    from onepass.bench.report import BenchReport  # rich: not needed for saying no
+    from onepass.bench.report import BenchReport  # imports rich, which a refused request doesn't need
 
     report = BenchReport()
     clock = clock_for(device)
@@ -102,7 +102,7 @@ def _finish(args: argparse.Namespace, result: BenchRun, say: Callable[[str], Non
     return stopped if stopped is not None else 1 if failed else 0
 
 
-# ---- what was asked for ----
+# ---- the request ----
 
 
 def _ops(named: list[str]) -> list[str]:
@@ -114,7 +114,7 @@ def _ops(named: list[str]) -> list[str]:
 
 
 def _device(named: str | None) -> torch.device:
-    """With its number, and made the current one."""
+    """Return the device with its index, and make it the current device."""
     try:
         device = find_device(named)
     except ValueError as error:
@@ -142,7 +142,7 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
 
 
 def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[runner.BenchPlan]:
-    """--case and --peer applied, or a word on what there is."""
+    """Apply --case. Raise CommandError with the known names if --case or --peer matches none."""
     cases = [case for plan in plans for case in plan.cases]
     names = _contender_names([(plan.bench, case) for plan in plans for case in plan.cases])
     for peer in args.peer or ():
@@ -167,7 +167,7 @@ def _ours_runs_as(plan: runner.BenchPlan, device: torch.device) -> str:
 
 
 def _without(plans: list[runner.BenchPlan]) -> dict[str, str]:
-    """Which packages have nothing to compare, in which of these ops, and why."""
+    """Return package -> why it has nothing to compare, for each op."""
     found: dict[str, list[str]] = {}
     for plan in plans:
         for name, why in plan.bench.without.items():

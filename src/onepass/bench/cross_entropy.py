@@ -1,13 +1,14 @@
-"""cross_entropy of logits that are there, against its peers: the mean over rows and its gradient.
+"""cross_entropy of given logits, against its peers: the mean over rows and its gradient.
 
 Bytes     forward reads the logits; backward reads them and writes their gradient.
-Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as it is written in models.
-          Liger: writes the gradient over the logits, whether asked or not, and in forward already: what others do in backward.
-          QuACK: without smoothing, which it has not.
-          Megatron-core's fused vocab-parallel loss needs a process group, and casts its gradient to bf16 whatever the logits.
-Over the logits, in the variant "over" and always in Liger: they are gone then. Such a contender gets a copy, made at its first
-          call, and finds at each later one what the last has left there: the same work on other numbers.
-Errors    the mean is one number, so rows are not judged in parts: the exact gradient takes 8 bytes a logit, several times over.
+Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as models write it.
+          Liger: always writes the gradient over the logits, and in forward; others do it in backward.
+          QuACK: without label smoothing, which it lacks.
+          Megatron-core's fused vocab-parallel loss is not compared. It needs a process group, and casts its gradient to bf16
+          whatever the logits' dtype.
+In place  the variant "over", and Liger always, overwrite the logits with their gradient. Such a contender gets a copy, made at
+          its first call. Later calls find the previous call's results there: the same work on other numbers.
+Errors    the mean is one number, so rows are not compared in chunks: the exact gradient takes 8 bytes a logit, several times.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.runtime.backend import explain
 
 OP = "cross_entropy"
-_SMOOTHING = {"plain": 0.0, "smoothing": 0.1, "over": 0.0}  # over: the gradient goes over the logits
+_SMOOTHING = {"plain": 0.0, "smoothing": 0.1, "over": 0.0}  # over: the gradient overwrites the logits
 _SHAPES = [(8192, 128256), (16384, 32000), (4096, 50257)]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,7 +57,7 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
 
 
 def _called(loss: Loss) -> Call:
-    """With a dimension for the one loss, as results have them."""
+    """Return the loss as shape [1]: results have a dimension."""
 
     def call(logits: Tensor, labels: Tensor) -> Tensor:
         return loss(logits, labels).view(1)
@@ -68,7 +69,7 @@ def _formula(case: BenchCase) -> Call:
     return _called(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -89,11 +90,11 @@ def _compiled(case: BenchCase) -> Call:
     return _called(compiled(_eager_loss(case)))
 
 
-# ---- over the logits ----
+# ---- in place ----
 
 
 class _ReplacedLogits(torch.autograd.Function):
-    """Other memory in the place of the logits; its gradient is theirs."""
+    """Substitute another tensor for the logits. The logits get its gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, other: list[Tensor]) -> Tensor:
@@ -105,7 +106,7 @@ class _ReplacedLogits(torch.autograd.Function):
 
 
 def _on_a_copy(loss: Loss) -> Call:
-    copies: dict[int, list[Tensor]] = {}  # by the logits they were made of, of which the last is kept
+    copies: dict[int, list[Tensor]] = {}  # by the address of the logits that they copy; only the last is kept
 
     def on_a_copy(logits: Tensor, labels: Tensor) -> Tensor:
         if logits.data_ptr() not in copies:

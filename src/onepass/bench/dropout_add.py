@@ -1,12 +1,12 @@
-"""dropout_add against its peers: a bias, dropout of a tenth, and the residual, as a transformer's layer ends.
+"""dropout_add against its peers: a bias, dropout with p of 0.1, and the residual, as a transformer layer ends.
 
-Bytes     forward reads x and the residual and writes y; backward reads dy and writes dx. The residual's gradient is dy itself,
-          the bias and its gradient are one row. A mask, or what random state stands for one, is each contender's own affair.
-Peers     eager and torch.compile: the line people write, F.dropout in it.
-          Megatron-core: its `bias_dropout_add`, compiled as it does; it keeps no mask either, and sums the bias gradient from a
-          rounded tensor, as eager does.
-Errors    each contender drops other elements. Which is found out at its first call: from the same random state ones are dropped,
-          too, and the formula is told what is left of them. How many are dropped is judged there.
+Bytes     forward reads x and the residual and writes y; backward reads dy and writes dx. The residual's gradient is dy itself.
+          Bias and its gradient are one row each. A contender's mask, or the random state in its place, is not counted.
+Peers     eager and torch.compile: one line with F.dropout.
+          Megatron-core: its `bias_dropout_add`, compiled as Megatron-core does. It saves no mask either, and sums the bias
+          gradient from a rounded tensor, as eager does.
+Errors    each contender drops other elements. The first call finds out which: it applies the same random state to a tensor of
+          ones and gives the formula the mask. It also checks how many elements are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onepass.runtime.backend import explain
 OP = "dropout_add"
 P = 0.1
 _VARIANTS = ("bias", "plain")
-# of the contender whose first call was the last such: which elements it keeps, and what they are multiplied by
+# the mask of kept elements and their factor, of the contender that made its first call last
 _found: list[tuple[Tensor, float]] = []
 
 
@@ -48,7 +48,7 @@ def _tiny(case: BenchCase) -> BenchCase:
 
 
 def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
-    """The rows' numbers, too, which the formula is told in parts; contenders do without."""
+    """Return the inputs. `rows` has the row indices, by which the formula on a chunk finds its mask; contenders ignore it."""
     rows, width = case.shape
 
     def random(*shape: int) -> Tensor:
@@ -86,10 +86,10 @@ def _watched(function: Call, scale: float = 1 / (1 - P)) -> Call:
 
 
 def _mask_of(function: Call, x: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """What the next call from the present random state will keep; the state is then as it was."""
+    """Return the mask of the elements that the next call will keep. Leave the random state as the next call needs it."""
     ones, zeros = torch.ones_like(x, requires_grad=True), torch.zeros_like(residual, requires_grad=True)
     nothing = None if bias is None else torch.zeros_like(bias, requires_grad=True)
-    function(ones, zeros, nothing)  # compilers may draw while they compile
+    function(ones, zeros, nothing)  # compilation may draw random numbers
     devices = [x.device] if x.is_cuda else []
     with torch.random.fork_rng(devices):
         y = function(ones, zeros, nothing)
@@ -101,14 +101,14 @@ def _mask_of(function: Call, x: Tensor, residual: Tensor, bias: Tensor | None) -
     return mask
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
     def ours(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
         return dropout_add(x, residual, P, bias=bias)
 
-    return _watched(ours, scale_of(threshold_of("p", P)))  # a tenth is no multiple of 2**-16
+    return _watched(ours, scale_of(threshold_of("p", P)))  # 0.1 is rounded to a multiple of 2**-16
 
 
 def _plain(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:

@@ -1,4 +1,4 @@
-"""What only a GPU can tell of a call: the memory it needs and keeps, and its time without any launches, under a CUDA graph."""
+"""Measurements that need a GPU: the memory that a call needs and keeps, and its time in a CUDA graph, without launches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import torch
 from onepass.bench.model import Call, Inputs, differentiate, outputs_of
 from onepass.runtime.ceilings import Clock
 
-_IN_A_GRAPH = 20  # calls: what starting a graph costs is spread over them
-_WARM = 3  # calls before a capture: what is compiled, loaded or allocated once may not be inside
+_IN_A_GRAPH = 20  # calls a graph: they share the cost of its launch
+_WARM = 3  # calls before a capture, which may not contain one-time compilation, loading or allocation
 
 
 def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float, float]:
-    """The peak: what forward and backward need at most beyond the inputs, results included. What is kept: all that forward leaves
-    beyond inputs and outputs, for backward."""
+    """Return the peak and the kept memory of a call.
+
+    The peak is the most that forward and backward allocate beyond the inputs, results included. The kept memory is what forward
+    leaves allocated beyond inputs and outputs, for backward.
+    """
     grads = inputs.fresh_grads()
-    call(*inputs.tensors.values())  # what is made once is made here
+    call(*inputs.tensors.values())  # one-time allocations happen here
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -33,13 +36,13 @@ def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float,
 
 
 def _asked_for(device: torch.device) -> int:
-    """Bytes that somebody holds, without what the allocator adds: up to a MiB a tensor."""
+    """Return the bytes in use as requested, without the allocator's rounding of up to a MiB a tensor."""
     held: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     return held
 
 
 def replay_us(call: Callable[[], object], clock: Clock) -> float:
-    """The GPU's time of one call, microseconds: some of them, on the same tensors, in one graph that is replayed."""
+    """Return the GPU time of one call in microseconds, from replays of a graph of several calls on the same tensors."""
     here = torch.cuda.current_stream(clock.device)
     stream = torch.cuda.Stream(clock.device)
     stream.wait_stream(here)
@@ -53,8 +56,11 @@ def replay_us(call: Callable[[], object], clock: Clock) -> float:
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Not `with torch.cuda.graph`, which after a failure leaves its stream the current one and the allocator in its capture: then
-    no cache could be emptied again."""
+    """Capture several calls, and end the capture properly if one fails.
+
+    `with torch.cuda.graph` leaves its stream current after a failure, and the allocator in its capture. torch.cuda.empty_cache
+    would never work again.
+    """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     graph.capture_begin(pool)
     try:
@@ -63,7 +69,7 @@ def _captured(call: Callable[[], object], device: torch.device) -> torch.cuda.CU
         graph.capture_end()
     except BaseException:
         for end in (graph.capture_end, lambda: torch._C._cuda_endAllocateToPool(device.index, pool)):
-            with suppress(RuntimeError):  # the one or the other has ended already
+            with suppress(RuntimeError):  # one of the two has ended already
                 end()
         raise
     return graph

@@ -1,8 +1,8 @@
-"""`onepass bench huggingface`: training steps of Hugging Face models, eager, compiled, by Liger and by onepass.
+"""`onepass bench huggingface`: training steps of Hugging Face models, eager, compiled, with Liger and with onepass.
 
-Each contender trains each model in a process of its own (huggingface_process.py). One that fails is a row that says so. What does
-not fit into --budget is left out and said to be. With --json the rows are written as they come, beside those that the file has
-of other cases and contenders from the same commit, machine and versions: so one table can be filled by several commands.
+Each contender trains each model in a process of its own (huggingface_process.py). If it fails, its row says so. Contenders that
+don't fit into --budget are skipped, and their rows say so. --json writes the rows as they come. It keeps the file's rows of other
+cases and contenders, if they are from the same commit, machine and versions. So several commands can fill one table.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(args: argparse.Namespace) -> None:
-    """Those of this command where it wasn't asked for."""
+    """Raise CommandError if this command's options are given without the command."""
     for option in ("contender", "steps", "budget"):
         if getattr(args, option) is not None:
             raise CommandError(f"--{option} is only for {NAME}: onepass bench {NAME}")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     steps = args.steps or (STEPS_QUICK if args.quick else STEPS)
     facts = _facts(device, steps, args.quick)
 
-    from onepass.bench.huggingface_report import ModelReport  # rich: not needed for saying no
+    from onepass.bench.huggingface_report import ModelReport  # imports rich, which a refused request doesn't need
 
     report = ModelReport()
     report.header(facts)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
                     found = _measured(case, name, device, steps, args.quick, ends)
                 of_case = rows.setdefault(case.name, {})
                 if found.status == "skipped":
-                    of_case.setdefault(name, found)  # what an earlier command found stays
+                    of_case.setdefault(name, found)  # keeps an earlier command's result
                 else:
                     of_case[name] = found
                     compare(list(of_case.values()))
@@ -100,12 +100,12 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def _wrong(case: ModelCase, rows: list[ModelResult]) -> bool:
-    """Ours too far from eager, or broken. Being slow is no error."""
+    """Whether a onepass contender is too far from eager, or raised. Being slow is no error."""
     missed = [found for bar in case.bars if bar.figure in RIGHT and (found := reached(bar, rows)) and not found[1]]
     return bool(missed) or any(row.mine and row.status == "error" for row in rows)
 
 
-# ---- what was asked for ----
+# ---- the request ----
 
 
 def _wanted(args: argparse.Namespace, device: torch.device) -> list[ModelCase]:
@@ -174,7 +174,7 @@ def _measured(case: ModelCase, name: str, device: torch.device, steps: int, quic
 
 
 def _run(command: list[str], log: Path, seconds: float | None) -> int | None:
-    """The status a process ends with, or None where it takes longer. None that it starts outlives it."""
+    """Run a process and return its exit status, or None on a timeout. Kill all processes that it started."""
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -186,7 +186,7 @@ def _run(command: list[str], log: Path, seconds: float | None) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """And a compiler's processes."""
+    """Kill a process and its children, such as a compiler's workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -196,7 +196,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
-    """What must be the same for rows to stand in one table."""
+    """Return the facts that rows of one table must share."""
     peers = {name: version for name, version in find_peers().items() if name == LIGER}
     return {
         "commit": commit(),
@@ -209,7 +209,7 @@ def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
 
 
 def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
-    """The rows of a file that is from the same commit, machine and versions; none where that can't be said."""
+    """Return a file's rows if it is from the same commit, machine and versions. If that is unknown, return none."""
     known = facts["commit"] is not None and not facts["commit"].endswith("+")
     if path is None or not path.exists() or not known:
         return {}
@@ -224,7 +224,7 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
         found = rows.setdefault(row["case"], {})[row["contender"]] = ModelResult(
             **{name: row[name] for name in _FIELDS & row.keys()}
         )
-        found.losses = [float(loss) for loss in found.losses]  # a NaN is a word there
+        found.losses = [float(loss) for loss in found.losses]  # JSON has NaN as a string
         found.losses_again = [float(loss) for loss in found.losses_again]
         found.errors = {kind: float(error) for kind, error in found.errors.items()}
     for of_case in rows.values():
@@ -258,7 +258,7 @@ def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """NaN, which JSON lacks, becomes a word; of figures more than seven digits is noise."""
+    """Round floats to seven digits: more is noise. NaN and infinity, which JSON lacks, become strings."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if abs(value) < float("inf") else str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What `onepass bench huggingface` compares: models by their sizes, who trains them, and what is asked of us."""
+"""The cases of `onepass bench huggingface`: models and their sizes, contenders, and acceptance bars for onepass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MINE = (OURS, OURS_COMPILED)
 
 @dataclass(frozen=True)
 class AcceptanceBar:
-    """At most this: a number, or so many times what another contender has."""
+    """An upper bound of a contender's figure: a number, or a multiple of another contender's figure."""
 
     contender: str
     figure: str  # a key of FIGURES
@@ -22,14 +22,14 @@ class AcceptanceBar:
     of: str | None = None
 
 
-# What a bar can be about: how it is said, and how it is written.
+# The figures of acceptance bars: description and number format.
 FIGURES = {
     "ms": ("ms a step", ".1f"),
     "peak_gib": ("peak GiB", ".2f"),
     "loss_apart": ("losses' distance to eager's", ".1e"),
     "error_of_eager": ("gradients' error over eager's", ".2f"),
 }
-RIGHT = ("loss_apart", "error_of_eager")  # where one of ours is over such a bar it is wrong, not slow
+RIGHT = ("loss_apart", "error_of_eager")  # a onepass contender above such a bar is wrong, not slow
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ _REAL = [
     ),
     ModelCase("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.95, EAGER),)),
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
-    # Softcapped attention, which SDPA doesn't have, keeps the scores: one sequence is what fits.
+    # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.
     ModelCase("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
 ]  # fmt: skip
-# Their norms' gradients are a few numbers, whose errors are a matter of chance.
+# The norms of tiny models have few gradient elements, whose errors vary by chance: error_of_eager is larger.
 _QUICK = [
     ModelCase("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
     ModelCase("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
@@ -95,22 +95,22 @@ _QUICK = [
 
 @dataclass
 class ModelResult:
-    """One contender on one case. Its process fills in what it measured, `compare` what follows from eager's."""
+    """One contender's figures on one case. Its process fills in the measurements, `compare` the distances from eager."""
 
     contender: str
     status: str = "ok"  # "ok", "error", "skipped"
     message: str | None = None
-    ms: float | None = None  # a step, the median of the rounds
+    ms: float | None = None  # per step, the median of the rounds
     ms_range: list[float] = field(default_factory=list)
-    cpu_ms: float | None = None  # a step, until the CPU has said all that is to be done
+    cpu_ms: float | None = None  # per step, until the CPU has queued all work
     peak_gib: float | None = None
-    first_s: float | None = None  # the first step, what is compiled included
-    seconds: float | None = None  # all that the process took
+    first_s: float | None = None  # the first step, including compilation
+    seconds: float | None = None  # the whole process
     losses: list[float] = field(default_factory=list)
-    losses_again: list[float] = field(default_factory=list)  # eager's, of a second training
-    errors: dict[str, float] = field(default_factory=dict)  # of each kind of parameter's gradients, against fp32
-    loss_apart: float | None = None  # from eager's; of eager, from its own of a second training
-    error_of_eager: float | None = None  # the worst, over the same kind's of eager
+    losses_again: list[float] = field(default_factory=list)  # eager's losses in a second training
+    errors: dict[str, float] = field(default_factory=dict)  # kind of parameter -> gradient error against fp32
+    loss_apart: float | None = None  # the largest distance from eager's losses; for eager, from its second training's
+    error_of_eager: float | None = None  # the worst ratio of an error to eager's of the same kind
 
     @property
     def mine(self) -> bool:
@@ -118,12 +118,12 @@ class ModelResult:
 
     @property
     def worst_error(self) -> float | None:
-        # a NaN is the worst there is, and max() would not say so
+        # NaN is the worst; max alone may drop it
         return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
 
 
 def compare(rows: list[ModelResult]) -> None:
-    """Fills in how far each is from eager, where eager was measured."""
+    """Fill in each row's distance from eager, if eager was measured."""
     eager = next((row for row in rows if row.contender == EAGER and row.status == "ok"), None)
     for row in rows:
         if eager is None or row.status != "ok" or len(row.losses) != len(eager.losses):
@@ -138,7 +138,7 @@ def _worst(values: list[float]) -> float | None:
 
 
 def reached(bar: AcceptanceBar, rows: list[ModelResult]) -> tuple[float, bool] | None:
-    """What it is, of the other's where the bar is over another's; and whether that is enough. None where it isn't known."""
+    """Return a bar's figure, or its ratio to the other contender's, and whether it is within the bar. None if unknown."""
     by_name = {row.contender: row for row in rows if row.status == "ok"}
     value = getattr(by_name.get(bar.contender), bar.figure, None)
     if bar.of is not None:
@@ -148,7 +148,7 @@ def reached(bar: AcceptanceBar, rows: list[ModelResult]) -> tuple[float, bool] |
 
 
 def at_most(bar: AcceptanceBar, rows: list[ModelResult]) -> float:
-    """Of losses twice eager's distance from itself, where that is more: so far two orders of the same sums may be apart."""
+    """Return a bar's bound. For losses it is at least twice eager's distance from itself: the order of sums can cause that."""
     eager = next((row for row in rows if row.contender == EAGER), None)
     if bar.figure != "loss_apart" or eager is None or not eager.loss_apart or not math.isfinite(eager.loss_apart):
         return bar.most

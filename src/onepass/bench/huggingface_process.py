@@ -1,11 +1,12 @@
-"""One contender trains one model, in a process of its own: nothing that a peer patches, and no memory, outlives it.
+"""Train one model with one contender in its own process, so that a peer's patches and memory end with it.
 
     python -m onepass.bench.huggingface_process '{"case": ..., "contender": ...}' FILE
 
-The model is made from a seed in bf16 and trained on random tokens from seeds, by AdamW(fused=True) on the bf16 weights: the same
-in every process. In order: the gradients of the first step against eager's in fp32; the losses of the steps, whose rate rises at
-first, as otherwise a last bit grows to a hundredth; then rounds of steps on one batch, for their time and peak memory.
-Eager trains twice: how far it is from itself says what a distance means. FILE gets what was found, or why it failed.
+The model is made from a seed in bf16. AdamW(fused=True) trains the bf16 weights on random tokens from a seed: the same in every
+process. The process first compares the first step's gradients with eager's in fp32. Then it records the losses of the steps. The
+learning rate rises at first: otherwise a difference in the last bit grows to a hundredth. Then it runs rounds of steps on one
+batch for time and peak memory. Eager trains twice: its distance from itself shows what a distance means. FILE gets the result, or
+the error.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_C
 from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
-_ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and its steps
-_RATE, _RISING = 1e-4, 50  # in so many steps
+_ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and the fewest and the most steps in it
+_RATE, _RISING = 1e-4, 50  # the learning rate, and in how many steps it is reached
 
 
 def main(asked: str, file: str) -> None:
@@ -40,18 +41,18 @@ def main(asked: str, file: str) -> None:
         torch.cuda.set_device(device)
     try:
         found = measured(ModelCase(**told["case"]), name, device, told["steps"], told["quick"])
-    except Exception as error:  # a row of the table says it
+    except Exception as error:  # a row of the table shows it
         found = ModelResult(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
     written = Path(file)
     written.with_suffix(".part").write_text(json.dumps(asdict(found)))
-    written.with_suffix(".part").rename(written)  # there whole or not at all
+    written.with_suffix(".part").rename(written)  # atomic: a reader never sees a partial file
 
 
 def measured(case: ModelCase, contender: str, device: torch.device, steps: int, quick: bool) -> ModelResult:
     batches = tokens(case, device)
     first = next(batches)
     exact = exact_gradients(case, first)
-    gc.collect()  # its model, which may hold itself, is not to be in anybody's peak memory
+    gc.collect()  # frees the fp32 model, which may have reference cycles, before peak memory is measured
     model = new_model(case, device)
     trainer = _Trainer(model, contender)
     found = ModelResult(contender)
@@ -73,13 +74,13 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
 
 
 def _losses_again(case: ModelCase, device: torch.device, steps: int) -> list[float]:
-    """Of the same steps, which a GPU doesn't compute the same twice: sums have no order there."""
+    """Return eager's losses of a second training. On a GPU they differ: sums have no fixed order there."""
     batches, trainer = tokens(case, device), _Trainer(new_model(case, device), EAGER)
     losses = [trainer.step(next(batches)) for _ in range(steps)]
     return [float(loss) for loss in losses]
 
 
-# ---- the model and what it is trained on ----
+# ---- model and data ----
 
 
 def new_model(case: ModelCase, device: torch.device) -> Any:
@@ -91,14 +92,14 @@ def new_model(case: ModelCase, device: torch.device) -> Any:
 
 
 def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
-    """A batch after the other, the same on every device. Few tokens are frequent, as words are: there is something to learn."""
+    """Yield batches, the same on every device. Few tokens are frequent, like words, so that there is something to learn."""
     random, shape = torch.Generator().manual_seed(1), (case.sequences, case.length)
     while True:
         ranks = case.sizes["vocab_size"] ** torch.rand(shape, generator=random)
         yield (ranks.long() - 1).to(device)
 
 
-# ---- who trains it ----
+# ---- contenders ----
 
 
 def _onepass(model: Any) -> Any:
@@ -147,20 +148,20 @@ class _Trainer:
         return loss
 
 
-# ---- what is found out about it ----
+# ---- measurements ----
 
 
 def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
-    """Eager's in fp32, from the same bf16 weights: a sequence at a time and layers made again, as all at once wouldn't fit."""
+    """Return eager's fp32 gradients from the same bf16 weights. To fit, take one sequence at a time and recompute layers."""
     model = new_model(case, batch.device).float()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is its older name
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is the older name
     for sequence in batch.split(1):
         (model(input_ids=sequence, labels=sequence).loss / len(batch)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Relative RMS, for each kind of parameter over all layers."""
+    """Return the gradients' relative RMS error for each kind of parameter, over all layers."""
     found: dict[str, list[float]] = {}
     for name, parameter in model.named_parameters():
         kind = re.sub(r"\.\d+\.", ".*.", name)
@@ -191,7 +192,7 @@ def _time(found: ModelResult, step: Callable[[], object], device: torch.device, 
 
 
 def _round(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
-    """Milliseconds a step of steps that follow each other: until all is done, and until the CPU has said all of it."""
+    """Return milliseconds per step of back-to-back steps: until all work is done, and until the CPU has queued it."""
     _synchronize(device)
     begun = time.perf_counter()
     for _ in range(count):
@@ -207,5 +208,5 @@ def _synchronize(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched: the models are made here
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded: models are made from their configurations
     main(*sys.argv[1:])

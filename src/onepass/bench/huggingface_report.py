@@ -1,4 +1,4 @@
-"""The run on a terminal: a line as each contender is done, a table with its bars as each case is."""
+"""Print the run: a line as each contender is done, and a table with the acceptance bars as each case is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from onepass.bench.huggingface_cases import EAGER, FIGURES, AcceptanceBar, ModelCase, ModelResult, at_most, reached
 
-_WIDTH = 118  # of a log that is no terminal
+_WIDTH = 118  # if the output is not a terminal
 
 
 class ModelReport:
@@ -23,7 +23,7 @@ class ModelReport:
 
     def say(self, text: str | Table = "") -> None:
         self.console.print(text)
-        self.console.file.flush()  # a log is read while it grows
+        self.console.file.flush()  # users follow a log while it grows
 
     def header(self, facts: dict[str, Any]) -> None:
         has = facts["versions"]
@@ -38,7 +38,7 @@ class ModelReport:
         self.progress.print(f"{case.name}: {name}", style="dim")
 
     def row(self, case: ModelCase, found: ModelResult) -> None:
-        """At once: the table comes when all of its rows are there, and says what was skipped."""
+        """Print a contender's result at once. The table follows when all of its rows are done, and shows what was skipped."""
         if found.status != "ok":
             self.say(f"{case.name}, {found.contender}: {found.status}: {escape(found.message or '')}")
             return

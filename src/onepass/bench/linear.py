@@ -1,9 +1,9 @@
 """linear with a main_grad, against F.linear and the addition that a data-parallel hook makes afterwards.
 
-Time      is the products', so a copy says nothing: forward and backward are set against those of `F.linear + add_`.
+Time      matrix products dominate, so times are relative to those of `F.linear + add_`, not to a copy's.
 Bytes     forward reads x and the weight and writes y; backward reads dy, x, weight and main_grad, and writes dx and main_grad.
-Asked for the gradient of x, and the weight's (and the bias's) in an fp32 main_grad, by .backward() as in training.
-Peers     `F.linear + add_` is what people run without Apex's extension, torch.compile the same compiled. Apex's own kernel is one
+Gradients of x, and of the weight (and the bias) in an fp32 main_grad, by .backward() as in training.
+Peers     `F.linear + add_` is what people run without Apex's extension; torch.compile compiles it. Apex's own kernel is one
           cuBLAS product; benchmarks/wgrad.py measures that product by itself.
 """
 

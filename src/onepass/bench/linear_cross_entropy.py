@@ -1,14 +1,15 @@
-"""linear_cross_entropy: the mean loss under a language model's head and its gradients, against everybody else's.
+"""linear_cross_entropy against its peers: the mean loss of a language model's output layer, and its gradients.
 
-Time      is that of three products of the operands, so a copy says nothing: forward and backward are set against those, made
-          by cuBLAS with nothing between them. That floor computes no loss: it is measured, and not judged.
+Time      three matrix products dominate, so times are relative to those products by cuBLAS, not to a copy's. That floor
+          computes no loss: it is timed and not checked.
 Bytes     forward reads the hidden states and the weight; backward reads them and writes their gradients. No logits are needed.
-Asked for the gradients of hidden states and of the weight: in "mean" returned, in "main_grad" the weight's in an fp32 main_grad,
-          by .backward() as in training; in "grad_scale" the same, and ours knows what comes back, so that nothing has to wait.
-Peers     eager: F.cross_entropy of F.linear, with logits as they are or in fp32; torch.compile: the latter.
-          F.linear_cross_entropy: in chunks, as PyTorch chooses them; without its options it is eager code.
-          Liger, CCE and QuACK: as they are by default, but QuACK's products as they are without tuning.
-Errors    of the mean from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
+Gradients of the hidden states and of the weight. "mean": both are returned. "main_grad": the weight's is added to an fp32
+          main_grad, by .backward() as in training. "grad_scale": as "main_grad", but onepass knows the incoming gradient, so it
+          need not wait for it.
+Peers     eager: F.cross_entropy of F.linear, with logits in the storage dtype or in fp32; torch.compile: the latter.
+          F.linear_cross_entropy: in chunks that PyTorch chooses; without its options it is eager code.
+          Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning.
+Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
 
 
 def _called(loss: Loss) -> Call:
-    """With a dimension for the one loss, as results have them."""
+    """Return the loss as shape [1]: results have a dimension of rows."""
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return loss(hidden, weight, labels).view(1)
@@ -73,12 +74,12 @@ def _called(loss: Loss) -> Call:
 
 
 def _formula(case: BenchCase) -> Call:
-    """Of some rows what they have in the mean of all."""
+    """Return the formula. For some rows it returns their part of the mean over all rows."""
     tokens = case.shape[0]
     return _called(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
 
 
-# ---- ours, the floor, and as people write it ----
+# ---- onepass, the floor and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -86,7 +87,7 @@ def _ours(case: BenchCase) -> Call:
 
 
 class _Products(torch.autograd.Function):
-    """The logits, and what their gradient would be multiplied with."""
+    """Make the logits, and in backward the two products of the weight and the hidden states with the logits' gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, logits = ctx.saved_tensors
         dhidden, dweight = logits @ weight, logits.t() @ hidden
-        return dhidden, None if ctx.gathers else dweight  # the product is made, and no hook adds it
+        return dhidden, None if ctx.gathers else dweight  # with a main_grad the floor has the product, without the addition
 
 
 def _products(case: BenchCase) -> Call:
@@ -119,7 +120,7 @@ def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _baseline(case: BenchCase) -> Call:
-    """Logits and their gradient are rounded, as operands of products are, and nothing else."""
+    """Return eager code that rounds only the logits and their gradient, the operands of products."""
     return _called(_wide_loss)
 
 

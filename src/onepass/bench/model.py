@@ -1,4 +1,4 @@
-"""What a case file fills in, and what comes out of measuring it."""
+"""The data of the benchmark: what a case file defines, and the results of measuring it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Call = Callable[..., Result]  # takes the case's tensors in their order
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One shape of one variant of an op, and the bytes that nobody can do without."""
+    """One shape of one variant of an op, and the bytes that every implementation must move."""
 
     op: str
-    variant: str  # what the op does, say an activation: contenders' CPU time is measured once for each
+    variant: str  # what the op computes, such as an activation; CPU times are measured once for each variant
     shape: tuple[int, ...]  # (rows, width), as the case file understands them
     dtype: torch.dtype
     forward_bytes: int
@@ -31,21 +31,21 @@ class BenchCase:
 
 @dataclass
 class Inputs:
-    """The tensors of one call, in its order, and the gradients that come back."""
+    """The tensors of one call, in argument order, and the incoming gradients of its outputs."""
 
-    tensors: dict[str, Tensor]  # those that require a gradient are differentiated
-    by_row: frozenset[str]  # have a row for each row of the outputs; the others are whole, their gradients summed over rows
-    grads: dict[str, Tensor]  # for each output, by its name and in its order, the gradient that comes back
-    trained: bool = False  # by .backward(), which gathers a parameter's gradient in its main_grad; else by autograd.grad
-    summed: frozenset[str] = frozenset()  # outputs that are sums over the rows; the formula gives what some rows add to them
-    row_elements: int = 0  # of what is made of a row on the way, where that is more than any input or output has
+    tensors: dict[str, Tensor]  # those with requires_grad are differentiated
+    by_row: frozenset[str]  # tensors with one row for each output row; the gradients of others are sums over rows
+    grads: dict[str, Tensor]  # output name -> incoming gradient, in the order of the outputs
+    trained: bool = False  # differentiate by .backward(), which adds parameters' gradients to main_grad; else by autograd.grad
+    summed: frozenset[str] = frozenset()  # outputs that are sums over rows; for a chunk of rows the formula returns a part
+    row_elements: int = 0  # elements of the formula's largest intermediate for a row, if above those of inputs and outputs
 
     @property
     def asked(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
 
     def fresh_grads(self) -> list[Tensor]:
-        """For one backward: some write their results over the gradients they are given."""
+        """Return copies of the incoming gradients for one backward, as some contenders overwrite them."""
         return [grad.clone() for grad in self.grads.values()]
 
 
@@ -54,7 +54,7 @@ def outputs_of(result: Result) -> tuple[Tensor, ...]:
 
 
 def differentiate(result: Result, asked: Sequence[Tensor], incoming: Sequence[Tensor], trained: bool) -> tuple[Tensor, ...]:
-    """The gradients of those asked, wherever they are put."""
+    """Return the gradients of `asked`, from autograd.grad, or with `trained` from main_grad or .grad."""
     if not trained:
         return torch.autograd.grad(result, asked, incoming)
     torch.autograd.backward(result, incoming)
@@ -66,36 +66,36 @@ def differentiate(result: Result, asked: Sequence[Tensor], incoming: Sequence[Te
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody's way to do it. `make` imports and compiles, and may raise: the run shows that and goes on."""
+    """One implementation to compare. `make` imports and compiles, and may raise: the run shows the error and continues."""
 
     name: str
     make: Callable[[BenchCase], Call]
-    package: str | None = None  # the peer it needs, as peers.PACKAGES names it; without it the contender is absent
+    package: str | None = None  # the package that it needs, a key of peers.PACKAGES; if not installed, it is left out
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
-    floor: bool = False  # does a part of the work, to say how long that takes at least: what it returns is not judged
+    floor: bool = False  # does only a part of the work, as a lower bound of the time; its result is not checked
 
 
 @dataclass(frozen=True)
 class OpBench:
-    """All that the runner asks of a case file."""
+    """An op's benchmark, as its case file defines it."""
 
     op: str
     cases: Callable[[torch.device, torch.dtype, bool], list[BenchCase]]  # device, dtype, quick
     inputs: Callable[[BenchCase, torch.device, torch.Generator], Inputs]
     contenders: Callable[[BenchCase], list[Contender]]
-    formula: Callable[[BenchCase], Call]  # generic over types: exact in fp64, the baseline in fp32
-    tiny: Callable[[BenchCase], BenchCase]  # the same variant, so small that only the CPU's time counts
-    backend: Callable[[BenchCase, Inputs], str]  # which of our backends takes such a call
-    without: dict[str, str] = field(default_factory=dict)  # packages with nothing to compare, and why
-    baseline: Callable[[BenchCase], Call] | None = None  # in the case's own type: for matrix products, whose operands have it
-    reference: str | None = None  # the contender whose time the others' is set against, where a copy says nothing
-    around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext()  # what a case's contenders run in
+    formula: Callable[[BenchCase], Call]  # works in any dtype: exact in fp64, the baseline in fp32
+    tiny: Callable[[BenchCase], BenchCase]  # the same variant at a size where the CPU's time dominates
+    backend: Callable[[BenchCase, Inputs], str]  # the onepass backend that runs such a call
+    without: dict[str, str] = field(default_factory=dict)  # package -> why it has nothing to compare
+    baseline: Callable[[BenchCase], Call] | None = None  # for matrix products: rounds their operands to the case's dtype
+    reference: str | None = None  # for compute-bound ops: times are relative to this contender's, not to a copy's
+    around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext()  # the context that contenders run in
 
 
 @dataclass
 class Measured:
-    """One contender on one case. Where it is wrong, or raised, there are errors or a message, and no speed."""
+    """One contender's figures on one case. If it is wrong or raised, it has errors or a message and no times."""
 
     contender: str
     ours: bool = False
@@ -108,17 +108,17 @@ class Measured:
     backward_of_copy: float | None = None
     cpu_forward_us: float | None = None
     cpu_both_us: float | None = None
-    forward_graph_us: float | None = None  # the GPU's time of a call among others in a CUDA graph
+    forward_graph_us: float | None = None  # the GPU time of one call in a CUDA graph of several
     backward_graph_us: float | None = None
-    both_of_reference: float | None = None  # forward and backward, over the same of the op's reference
+    both_of_reference: float | None = None  # forward + backward, relative to the reference's
     peak_mib: float | None = None
-    kept_mib: float | None = None  # what forward leaves allocated beyond inputs and outputs: saved for backward
-    errors: dict[str, float] = field(default_factory=dict)  # relative RMS against fp64, of each output and gradient
+    kept_mib: float | None = None  # saved for backward: what forward leaves allocated beyond inputs and outputs
+    errors: dict[str, float] = field(default_factory=dict)  # output or gradient -> relative RMS error against fp64
     allowed: dict[str, float] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float | None:
-        # a NaN is the worst there is, and max() would not say so
+        # NaN is the worst; max alone may drop it
         return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
 
 
@@ -127,12 +127,12 @@ class CaseResult:
     case: BenchCase
     copy: Measured  # plain copies of as many bytes as the case moves
     rows: list[Measured]
-    reference: str | None = None  # as the op's OpBench names it
+    reference: str | None = None  # OpBench.reference
 
 
 @dataclass
 class CpuTime:
-    """The CPU time of a call on a tiny input, in microseconds: forward with a graph built, and forward and backward."""
+    """The CPU time of a call on a tiny input, in microseconds: forward with an autograd graph, and forward + backward."""
 
     name: str  # a contender, or a reference
     forward_us: float
@@ -141,7 +141,7 @@ class CpuTime:
 
 @dataclass
 class CpuTimes:
-    """One variant's: who takes how long to say what is to be done."""
+    """The CPU times of one variant: of its contenders, and of the PyTorch calls that serve as references."""
 
     case: BenchCase
     rows: list[CpuTime]

@@ -1,15 +1,15 @@
 """rms_norm and layer_norm against their peers, alone and with the residual added before.
 
-Bytes     forward reads x and writes y; backward reads dy and x and writes dx. With a residual forward reads two tensors and
-          writes the norm and the sum, backward reads a gradient of each and the sum, and writes one gradient for both. Weight
-          and bias are a row each: what little they are is not counted.
-Asked for every gradient: of the residual, the weight and the bias too.
-Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after an addition where there is a residual.
-          Liger: writes its RMSNorm's gradient over the incoming one, as its module does unless told otherwise.
-          QuACK: its layer norm is two functions, forward and backward, which autograd is told of here; forward wants weight and
-          bias in fp32, which are made once and not timed.
-          Apex: its fast layer norm, for the hidden sizes in its list, beside the one for any.
-          Transformer Engine: its modules, given the same parameters.
+Bytes     forward reads x and writes y; backward reads dy and x and writes dx. With a residual, forward reads x and the residual
+          and writes the norm and the sum. Backward then reads the gradients of both results and the sum, and writes one gradient
+          for both inputs. Weight and bias are one row each and are not counted.
+Gradients of all inputs: x, the residual, the weight and the bias.
+Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after an addition if there is a residual.
+          Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default.
+          QuACK: its layer norm is a forward and a backward function, wrapped in an autograd.Function here. Forward needs weight
+          and bias in fp32; they are converted once and not timed.
+          Apex: its fast layer norm, for the hidden sizes that it lists, and its general one.
+          Transformer Engine: its modules, with the same parameters.
           Only Liger and QuACK have a function that adds a residual, for RMSNorm.
 """
 
@@ -49,12 +49,12 @@ def _case(variant: str, rows: int, hidden: int, dtype: torch.dtype) -> BenchCase
     return BenchCase(OP, variant, (rows, hidden), dtype, forward * one, backward * one)
 
 
-_TARGETS = {  # what issues and notes speak of
+_TARGETS = {  # the cases that issues and notes cite
     "rms": [(16384, 1024), (16384, 4096), (16384, 8192), (4096, 32768), (2048, 65536), (256, 4096)],
     "layer": [(16384, 4096), (8192, 12288)],
     "rms+residual": [(16384, 4096)],
 }
-_FURTHER = {  # heads of queries and keys, one row, odd sizes, the widest
+_FURTHER = {  # query and key heads, one row, odd sizes, the widest
     "rms": [(262144, 64), (131072, 128), (1, 8192), (4096, 5000), (777, 53248), (1024, 131072)],
     "layer": [(65536, 768), (4096, 5000), (2048, 25600), (512, 131072)],
     "rms+residual": [(8192, 7168)],
@@ -67,7 +67,7 @@ _FEW = {
 }
 _CPU = {
     "rms": [(2048, 4096), (50_000, 64), (777, 5000)],
-    "layer": [(1024, 4096), (777, 5000)],  # with more rows PyTorch's sums for dweight, in bf16 on a CPU, go too far astray
+    "layer": [(1024, 4096), (777, 5000)],  # with more rows, PyTorch's bf16 sums for dweight on a CPU are too inaccurate
     "rms+residual": [(2048, 4096)],
     "layer+residual": [(777, 5000)],
 }
@@ -75,7 +75,7 @@ _CPU_FEW = {"rms": [(512, 2048), (20_000, 64)], "layer": [(512, 2048)], "rms+res
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    """By variant: what one has compiled serves its next case."""
+    """Return the cases sorted by variant, so that a variant's cases reuse compiled kernels."""
     full, few = ([_TARGETS, _FURTHER], [_FEW]) if device.type == "cuda" else ([_CPU], [_CPU_FEW])
     chosen = few if quick else full
     return [_case(variant, *shape, dtype) for variant in _VARIANTS for shapes in chosen for shape in shapes.get(variant, ())]
@@ -102,7 +102,7 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
 
 
 def _formula(case: BenchCase) -> Call:
-    """What is normalised is the sum as it is stored: rounded to the case's type."""
+    """Return the formula. It normalises the sum as it is stored: rounded to the case's dtype."""
     options: dict[str, Any] = {"eps": _EPS[_kind(case)], "zero_centered_gamma": False, "stored": case.dtype}
 
     def rms(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Result:
@@ -114,7 +114,7 @@ def _formula(case: BenchCase) -> Call:
     return rms if _kind(case) == "rms" else layer
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -209,7 +209,7 @@ class _QuackLayerNorm(torch.autograd.Function):
 
 
 def _quack_layer(case: BenchCase) -> Call:
-    functions = importlib.import_module("quack.rmsnorm")  # the package's attribute of that name is the function
+    functions = importlib.import_module("quack.rmsnorm")  # not an attribute of the package: that one is the function
     function: Callable[..., Tensor] = _QuackLayerNorm.apply
     held: list[Tensor] = []
     wide: list[Tensor] = []

@@ -1,11 +1,11 @@
-"""norm_linear against the two calls it replaces: a norm, and the matrix product that follows.
+"""norm_linear against the two calls that it replaces: a norm, and the matrix product that follows.
 
-Time      is the products', so a copy says nothing: forward and backward are set against those of `separate`, which is our norm
-          and then F.linear. What is to be won is memory: the norm's output is not kept (see what is kept and the peak).
+Time      matrix products dominate, so times are relative to those of `separate`, not to a copy's. `separate` is onepass's norm
+          and then F.linear. The op saves memory: the norm's output is not kept (see kept and peak MiB).
 Bytes     forward reads x and the weight and writes y; backward reads dy, x and the weight, and writes dx and dweight.
-Asked for the gradients of x, the norm's weight (and bias) and the product's weight.
+Gradients of x, the norm's weight (and bias) and the product's weight.
 Peers     eager and torch.compile: F.rms_norm or F.layer_norm, then F.linear.
-          Transformer Engine: its LayerNormLinear, given the same parameters.
+          Transformer Engine: its LayerNormLinear, with the same parameters.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _formula(case: BenchCase) -> Call:
 
 
 def _baseline(case: BenchCase) -> Call:
-    """The norm in fp32, rounded once, and products of what is stored."""
+    """Compute the norm in fp32, round it once, and multiply in the stored dtype."""
     formula: Callable[..., Any] = rms_norm_reference if case.variant == "rms" else layer_norm_reference
     norm = partial(formula, residual=None, eps=_EPS, zero_centered_gamma=False)
 
@@ -74,7 +74,7 @@ def _baseline(case: BenchCase) -> Call:
     return call
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -110,7 +110,7 @@ def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
-# ---- a peer's own module ----
+# ---- peers ----
 
 
 def _transformer_engine(case: BenchCase) -> Call:

@@ -1,4 +1,4 @@
-"""What command lines say in the same words everywhere: the names of dtypes, and devices."""
+"""Option values that all subcommands share: the names of dtypes and devices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def short(dtype: torch.dtype) -> str:
 
 
 def find_device(named: str | None, pretend: bool = False) -> torch.device:
-    """The device of `--device`, a GPU if there is one where none is named; ValueError says why it can't be had.
+    """Return the device that `--device` names; by default a GPU if there is one. Raise ValueError if there is no such device.
 
-    `pretend`: where there is no GPU at all, any is as good as here.
+    `pretend`: accept any GPU's name on a machine that has no GPU at all.
     """
     if named is None:
         return default_device()

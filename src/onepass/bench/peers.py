@@ -1,4 +1,4 @@
-"""The packages we compare with: which are here, in what version."""
+"""The packages that onepass is compared with: which are installed, and their versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGES = {
 
 
 def find_peers() -> dict[str, str]:
-    """The packages that are installed, and their versions."""
+    """Return the installed packages and their versions."""
     return {name: version for name, package in PACKAGES.items() if (version := _version(package)) is not None}
 
 
@@ -40,7 +40,7 @@ def _version(package: PeerPackage) -> str | None:
     try:
         if importlib.util.find_spec(package.module) is None:
             return None
-    except (ImportError, ValueError):  # its parent is missing, or it is half there
+    except (ImportError, ValueError):  # its parent package is missing, or it is partly installed
         return None
     try:
         return metadata.version(package.distribution)
@@ -53,15 +53,15 @@ def imported(module: str, name: str) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As a user with fixed shapes compiles it."""
-    # a pool of compiling processes would start with the first call, and keep the CPUs busy while others are timed
+    """Compile a function as a user with fixed shapes does."""
+    # inductor's pool of worker processes would start at the first call and keep the CPUs busy while others are timed
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False)
     return wrapped
 
 
 def with_parameters(module: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """A peer's module as a function of its input and of its parameters, which become those it is given."""
+    """Return a peer's module as a function of its input and its parameters. The function sets them on the module."""
     held: list[Tensor] = []
 
     def call(x: Tensor, *parameters: Tensor) -> Any:
@@ -75,10 +75,10 @@ def with_parameters(module: Callable[..., Any], names: tuple[str, ...]) -> Calla
 
 
 def forget_compiled() -> None:
-    """Let what comes next be compiled for its own shapes alone.
+    """Reset torch.compile, so that the next case is compiled for its own shapes.
 
-    After a second shape the compiler would go over to dynamic ones, and after eight give up: peers that compile inside, and
-    torch.compile itself, would be slower than in a training run, where shapes stay.
+    After a second shape the compiler would switch to dynamic shapes, and after eight recompilations give up. Peers that compile
+    inside, and torch.compile itself, would then be slower than in a training run, where shapes are fixed.
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

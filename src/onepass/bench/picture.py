@@ -1,4 +1,4 @@
-"""The run as a picture: for each case, every contender's fraction of the copy bandwidth, forward and backward."""
+"""Draw the run: for each case, every contender's fraction of the copy bandwidth, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onepass.bench.model import CaseResult, Measured
 from onepass.bench.options import short
 from onepass.bench.record import BenchRun, commit, device_name, versions
 
-# forward and backward: ours in colour, the peers in grey, the plain copy in sand
+# forward and backward: onepass in colour, peers in grey, the plain copy in sand
 _OURS, _PEER, _COPY = ("#0b6e75", "#6cc9c0"), ("#7d8590", "#c9ced5"), ("#b8893b", "#ead6ae")
 _INK, _QUIET, _GRID, _WRONG = "#1c2128", "#6e7681", "#e6e9ec", "#c0392b"
 _ACROSS = 5  # cases side by side
 _LABELS, _GAP, _TOP, _BOTTOM, _ROW, _TITLE = 1.55, 0.28, 0.85, 0.30, 0.40, 0.60  # inches
-_BAR = 0.40  # of a contender's row
-_FARTHEST = 1.25  # what reaches beyond, as small tensors that stay in a cache do, is cut with a mark: the others stay readable
-_CUT = (0.94, 0.97)  # where, as a part of that
+_BAR = 0.40  # a bar's height, as a fraction of a row
+_FARTHEST = 1.25  # longer bars, of small tensors that stay in a cache, are cut and marked, so that the others stay readable
+_CUT = (0.94, 0.97)  # the positions of the mark, as fractions of the limit
 
 
 def draw(run: BenchRun, path: Path) -> None:
@@ -50,7 +50,7 @@ def draw(run: BenchRun, path: Path) -> None:
 
 
 def _lines(cases: list[CaseResult]) -> list[list[CaseResult]]:
-    """The cases of one variant, which have the same contenders, side by side."""
+    """Group the cases into lines of the picture. A line has cases of one variant, which have the same contenders."""
     lines = []
     for _, group in groupby(cases, key=lambda result: (result.case.op, result.case.variant)):
         same = list(group)
@@ -59,7 +59,7 @@ def _lines(cases: list[CaseResult]) -> list[list[CaseResult]]:
 
 
 def _case(axis: Any, result: CaseResult, limit: float, first: bool) -> None:
-    """A row a contender, two bars in it, and a last row for a plain copy of as many bytes."""
+    """Draw a row of two bars for each contender, and a last row for a plain copy of as many bytes."""
     rows = [*result.rows, result.copy]
     title = " \N{MULTIPLICATION SIGN} ".join(f"{n:,}" for n in result.case.shape)
     axis.annotate(title, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=10, color=_INK)
@@ -97,7 +97,7 @@ def _bars(axis: Any, at: int, row: Measured, colours: tuple[str, str], limit: fl
 
 
 def _cut(axis: Any, at: float, limit: float) -> None:
-    """Two white strokes through a bar that goes on beyond the picture."""
+    """Draw two white strokes through a bar that is longer than the picture."""
     for right in _CUT:
         axis.plot(
             [(right - 0.012) * limit, (right + 0.012) * limit], [at + _BAR / 2, at - _BAR / 2], color="white", linewidth=1.8,

@@ -1,4 +1,4 @@
-"""What the cases of ops with a matrix product share: their shapes by machine, and their random tensors."""
+"""Helpers for case files of ops with a matrix product: shapes for each device, random tensors and main_grad."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from onepass.bench.model import BenchCase
 
-Shape = tuple[str, int, int, int]  # variant, tokens, and the features that go in and come out
-CaseOf = Callable[[str, int, int, int, torch.dtype], BenchCase]  # of a shape and a type
+Shape = tuple[str, int, int, int]  # variant, tokens, input features, output features
+CaseOf = Callable[[str, int, int, int, torch.dtype], BenchCase]  # makes a case from a Shape and a dtype
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A case file's, for a GPU and for a CPU, of which many multiply bf16 at 1 GFLOP/s; `small` is for --quick."""
+    """A case file's shapes for a GPU and for a CPU. Many CPUs multiply bf16 at 1 GFLOP/s. Small shapes are for --quick."""
 
     full: list[Shape]
     small: list[Shape]
@@ -24,7 +24,7 @@ class Shapes:
     cpu_small: list[Shape]
 
     def cases(self, case_of: CaseOf) -> Callable[[torch.device, torch.dtype, bool], list[BenchCase]]:
-        """What lists a case file's cases for a device and a type, few of them if asked to be quick."""
+        """Return a function that lists the cases for a device and a dtype, fewer with `quick`."""
 
         def listed(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
             gpu, cpu = (self.small, self.cpu_small) if quick else (self.full, self.cpu)
@@ -34,12 +34,12 @@ class Shapes:
 
 
 def tiny(case_of: CaseOf) -> Callable[[BenchCase], BenchCase]:
-    """What makes a case so small that its call is all that takes time."""
+    """Return a function that makes a case so small that the CPU's time dominates."""
     return lambda case: case_of(case.variant, 64, 128, 128, case.dtype)
 
 
 def random_of(case: BenchCase, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
-    """Makes tensors of a shape, in the case's type."""
+    """Return a function that makes random tensors of a shape, in the case's dtype."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
@@ -48,7 +48,7 @@ def random_of(case: BenchCase, device: torch.device, generator: torch.Generator)
 
 
 def give_main_grad(parameter: Tensor) -> None:
-    """And the hook that adds what comes as .grad there: ours leaves nothing in it."""
+    """Give a parameter an fp32 main_grad, and a hook that adds .grad to it. onepass adds to main_grad and leaves no .grad."""
     main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""The run as a JSON file: where it ran, with what, and every row. Keys stay; new ones may be added."""
+"""Save the run as JSON: hardware, versions and every row. Existing keys are stable; new ones may be added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = 1
 
 @dataclass
 class BenchRun:
-    """Everything that one call of `onepass bench` found out."""
+    """All results of one `onepass bench` command."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,11 +37,11 @@ class BenchRun:
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     def failed(self) -> list[str]:
-        """Where ours is wrong, or raised."""
+        """Return the names of the cases in which onepass is wrong or raised."""
         return [result.case.name for result in self.cases for row in result.rows if row.ours and row.status != "ok"]
 
     def bound_by_memory(self) -> list[CaseResult]:
-        """Those of whose time a copy's is a part: a picture of the rest would show nothing."""
+        """Return the cases whose times are compared with a copy's. The picture shows only these."""
         return [result for result in self.cases if result.reference is None]
 
 
@@ -72,7 +72,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit this package runs from, "+" added where files differ from it; outside a checkout what ONEPASS_COMMIT says."""
+    """Return the package's commit, with "+" if files differ from it. Outside a checkout return ONEPASS_COMMIT."""
     here = Path(__file__)
 
     def git(*args: str) -> str | None:
@@ -83,7 +83,7 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     package = here.parents[1]
-    if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:  # installed inside somebody else's checkout
+    if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:  # installed inside another checkout
         return os.environ.get("ONEPASS_COMMIT")
     name = git("rev-parse", "--short=12", "HEAD")
     return name and name + ("+" if git("status", "--porcelain", "--", str(package)) else "")
@@ -141,7 +141,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _rounded_all(values: dict[str, Any]) -> dict[str, Any]:
-    """Five digits: more is noise. NaN, which JSON lacks, becomes a word."""
+    """Round floats to five digits: more is noise. NaN and infinity, which JSON lacks, become strings."""
 
     def one(value: Any) -> Any:
         if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Which ops have a case file: a module here with the name of the one that defines the op."""
+"""Find the ops that have a case file: a module of onepass.bench named as the module that defines the op."""
 
 from __future__ import annotations
 

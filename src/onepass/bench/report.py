@@ -1,4 +1,4 @@
-"""The run on a terminal: a table a case, as each is done, and a progress bar below, on stderr, where that is a terminal."""
+"""Print the run: a table for each case as it is done. A progress bar follows on stderr, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onepass.bench.options import short
 from onepass.bench.peers import PACKAGES
 from onepass.bench.record import BenchRun, commit, device_name, versions
 
-_WIDTH = 118  # of a log that is no terminal
+_WIDTH = 118  # if the output is not a terminal
 _OURS, _BEST = "bold cyan", "bold green"
 
 
@@ -28,12 +28,12 @@ class _Column:
     title: str
     width: int
     cell: Callable[[Measured], str]
-    fastest: str | None = None  # green where this figure is the best
-    dispensable: int = 0  # the higher, the sooner it leaves where there is no room for all
+    fastest: str | None = None  # the row with the smallest such figure is green in this column
+    dispensable: int = 0  # on a narrow terminal the column with the highest value is dropped first
 
 
 class BenchReport:
-    """Says on stdout what is known, as soon as it is known."""
+    """Print results on stdout as soon as they are known."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         out = out or sys.stdout
@@ -45,13 +45,13 @@ class BenchReport:
             TextColumn("{task.description}"),
             console=Console(stderr=True),
             transient=True,
-            auto_refresh=False,  # a thread that draws would take its time from the calls being timed
+            auto_refresh=False,  # a refresh thread would slow the calls being timed
             disable=not sys.stderr.isatty(),
         )
 
     @contextmanager
     def ticking(self, steps: int) -> Iterator[Callable[[str], None]]:
-        """Yields what to call at the beginning of each step."""
+        """Yield a function to be called at the beginning of each step."""
         task = self.progress.add_task("", total=steps)
 
         def tick(text: str) -> None:
@@ -65,7 +65,7 @@ class BenchReport:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """The bar out of the way: both streams may be the same terminal."""
+        """Hide the progress bar: stdout and stderr may be the same terminal."""
         running = self.progress.live.is_started
         if running:
             self.progress.stop()
@@ -79,7 +79,7 @@ class BenchReport:
         with self._aside():
             self.console.print(text)
 
-    # ---- what it says ----
+    # ---- output ----
 
     def header(self, run: BenchRun, ours: str, without: dict[str, str], skipped: str | None) -> None:
         has = versions()
@@ -140,11 +140,11 @@ class BenchReport:
 
 # ---- the columns of a case's table ----
 
-_NAME = 19  # the width of the first, which names the contender
+_NAME = 19  # the width of the first column, the contender's name
 
 
 def _columns(result: CaseResult) -> list[_Column]:
-    """A column where anybody has its figure. Where a copy says nothing the times are set against the op's reference."""
+    """Return the columns that have a figure in any row. If the op has a reference, times are relative to it, not to a copy."""
     found = []
     for direction in ("forward", "backward"):
         name = f"{direction}_ms"
@@ -189,7 +189,7 @@ def _pair(first: str, second: str, digits: str) -> Callable[[Measured], str]:
 
 
 def _time(name: str) -> Callable[[Measured], str]:
-    """Where there is none because the row failed, how."""
+    """Return a function that formats a time. In a failed row it shows the status instead."""
 
     def cell(row: Measured) -> str:
         if row.status != "ok":
@@ -200,7 +200,7 @@ def _time(name: str) -> Callable[[Measured], str]:
 
 
 def against_best(result: CaseResult) -> str | None:
-    """Ours beside the fastest peer of each direction."""
+    """Compare onepass with the fastest peer, forward and backward. Return None if there is nothing to compare."""
     ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
     peers = [row for row in result.rows if not (row.ours or row.floor)]
     if ours is None:

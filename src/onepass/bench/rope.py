@@ -1,12 +1,12 @@
 """rope against its peers: rotary positions on q and k, from tables of cos and sin.
 
-Bytes     forward reads q and k, writes both results and reads the tables, which all sequences share; backward the same of the
-          gradients.
-Shapes    sequences x tokens x heads of q x heads of k x width of a head, all of which is turned.
-Peers     eager and torch.compile: as models write it, with tables that have each number twice and q's type, for heads before
-          tokens; those tables are made once and not timed. Ours and the formula read fp32 tables with one number a pair.
-          Liger: the same tables. It writes over q and k, and over their gradients. It gets copies, made at its first call, and
-          finds at each later one what the last has left there: the same work on other numbers.
+Bytes     forward reads q, k and the tables, which all sequences share, and writes both results. Backward moves as many bytes for
+          the gradients.
+Shapes    sequences x tokens x heads of q x heads of k x head dimension. The whole head dimension is rotated.
+Peers     eager and torch.compile: as models write it, with heads before tokens and tables that hold each number twice, in q's
+          dtype. Those tables are made once and not timed. onepass and the formula read fp32 tables with one number a pair.
+          Liger: the same tables. It writes over q and k, and over their gradients. It gets copies, made at its first call. Later
+          calls find the previous call's results there: the same work on other numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onepass.runtime.backend import explain
 
 OP = "rope"
 _VARIANTS = ("halves", "interleaved")
-_SHAPES = {  # the first three are what notes speak of
+_SHAPES = {  # notes cite the first three
     "halves": [
         (4, 4096, 32, 8, 128),
         (16, 1024, 12, 12, 64),
@@ -70,7 +70,7 @@ def _formula(case: BenchCase) -> Call:
     return partial(rope_reference, interleaved=case.variant == "interleaved")
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -78,7 +78,7 @@ def _ours(case: BenchCase) -> Call:
 
 
 def _written(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
-    """q and k with heads before tokens, the tables with each number twice."""
+    """Rotate q and k, which have heads before tokens, by tables that hold each number twice."""
 
     def turned(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -96,7 +96,7 @@ def _written_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Resu
 
 
 def _as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
-    """Of our tensors what models have: heads before tokens, as views, and tables made once."""
+    """Call a function with tensors as models have them: views with heads before tokens, and double tables, made once."""
     held: list[Tensor] = []
     wide: list[Tensor] = []
 
@@ -122,11 +122,11 @@ def _compiled(case: BenchCase) -> Call:
     return _as_models_do(case, compiled(_written_interleaved if case.variant == "interleaved" else _written))
 
 
-# ---- over q and k ----
+# ---- peers that write over q and k ----
 
 
 class _ReplacedInputs(torch.autograd.Function):
-    """Other memory in the place of q and k; its gradients are theirs."""
+    """Substitute other tensors for q and k. q and k get the gradients of those."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, others: list[Tensor]) -> Any:
@@ -138,7 +138,7 @@ class _ReplacedInputs(torch.autograd.Function):
 
 
 def _on_copies(call: Call) -> Call:
-    copies: dict[int, list[Tensor]] = {}  # by the q they were made of, of which the last is kept
+    copies: dict[int, list[Tensor]] = {}  # by the address of the q that they copy; only the last is kept
 
     def on_copies(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
         if q.data_ptr() not in copies:

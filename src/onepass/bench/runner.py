@@ -1,11 +1,11 @@
-"""Measure: first whether each contender is right, then all that are, side by side.
+"""Measure contenders: check each one's results, then time those that are right, side by side.
 
-Repetitions are dealt in rounds that begin with another contender each time, a plain copy among them, so that a machine that
-warms up or slows down does it to all. Figures are medians over all rounds, CPU times the least of them. What is timed:
-forward     the call, a graph built, as in training
-backward    the gradients of everything that requires one; each from a forward of its own, not timed
-CPU time    of calls on a tiny input that follow each other, nobody waiting for the GPU
-graph       small cases on a GPU, after the rounds: calls captured in a CUDA graph, so that no launch is waited for
+Repetitions are split into rounds, with a plain copy as one contender. Each round begins with another contender, so that a machine
+that warms up or slows down affects all of them. Figures are medians over all rounds, CPU times are minima. What is timed:
+forward     the call, with an autograd graph, as in training
+backward    the gradients of all inputs that require one; each run has a forward of its own, which is not timed
+CPU time    back-to-back calls on a tiny input, without synchronization
+graph       small cases on a GPU, after the rounds: calls captured in a CUDA graph, so that the GPU never waits for a launch
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from onepass.bench.peers import forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS = 5
-CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the least of them is said: what else a CPU does can only add to a call's time
-_GRAPH_BYTES = 32 << 20  # a backward that moves fewer may be shorter than its launches take: its graph's time is of interest
+CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the minimum is reported: other work of the CPU only adds to a call's time
+_GRAPH_BYTES = 32 << 20  # a backward that moves fewer bytes may be shorter than its launches, so it is timed in a graph
 T = TypeVar("T")
 Tick = Callable[[str], None]
 
 
 class DeviceLost(RuntimeError):
-    """A contender broke the device: nothing after it can be measured."""
+    """Raised when a contender leaves the device unusable: nothing after it can be measured."""
 
 
 @dataclass
 class BenchPlan:
-    """What one op's run consists of."""
+    """The cases and the contenders of one op's run."""
 
     bench: OpBench
     cases: list[BenchCase]
@@ -66,18 +66,18 @@ class BenchPlan:
         return [contender for contender in self.bench.contenders(case) if self.keep(contender)]
 
     def variants(self) -> Iterator[list[BenchCase]]:
-        """Cases that follow each other and do the same."""
+        """Yield consecutive cases that have the same variant and dtype."""
         for _, cases in groupby(self.cases, key=lambda case: (case.variant, case.dtype)):
             yield list(cases)
 
     def steps(self) -> int:
-        """How often `measure` will tick."""
+        """Return how often `measure` calls tick."""
         tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + self.cpu_rounds for cases in self.variants())
         return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
 
 
 def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
-    """One op: for each variant its CPU times, then its cases, as they are done."""
+    """Measure one op. Yield each variant's CPU times, then its cases, as each is done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
         cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
@@ -93,14 +93,14 @@ def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> It
 
 @dataclass
 class _Lane:
-    """One contender's place in the rounds, or the copy's."""
+    """One contender in the rounds, or the copy."""
 
     name: str
-    forward: Callable[..., object]  # with what a clock gives it, or nothing
+    forward: Callable[..., object]  # called with the clock's argument or with none
     backward: Callable[[Any], object]
     before_backward: Callable[[], Any]
     both: Callable[[], object]
-    train: Callable[[], object]  # the same as a training step does it
+    train: Callable[[], object]  # forward and backward by .backward(), as in a training step
     forward_ms: list[float]
     backward_ms: list[float]
 
@@ -139,19 +139,22 @@ def _time_case(
         row.forward_of_copy = case.forward_bytes / row.forward_ms / 1e6 / ceilings.copy_gbs
         row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / ceilings.copy_gbs
     if clock.device.type == "cuda" and case.backward_bytes < _GRAPH_BYTES:
-        for row, call in right:  # each on leaves of its own: what autograd knows of these belongs to another stream
+        for row, call in right:  # new leaves for each: autograd has bound those of the rounds to another stream
             _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
     _set_against(by_name.get(plan.bench.reference or ""), rows)
     return CaseResult(case, copy, rows, plan.bench.reference)
 
 
 def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:
-    """Forward, and both less forward: compiled code may write over what it saved, so that one forward has one backward only."""
+    """Time replays of forward, and of both; backward is their difference.
+
+    Backward can't be repeated by itself: compiled code may overwrite the tensors that it saved.
+    """
     try:
         forward = gpu.replay_us(lane.forward, clock)
         row.backward_graph_us = gpu.replay_us(lane.both, clock) - forward
         row.forward_graph_us = forward
-    except Exception:  # not everything can be captured: then it has no such time
+    except Exception:  # some contenders can't be captured: they get no graph time
         _still_there(clock, row)
 
 
@@ -198,29 +201,29 @@ def _rotated(items: Sequence[T], turn: int) -> list[T]:
     return [*items[turn:], *items[:turn]]
 
 
-# ---- right or wrong ----
+# ---- accuracy ----
 
 
 def _check(
     plan: BenchPlan, contender: Contender, case: BenchCase, clock: Clock, seeds: torch.Generator, tick: Tick
 ) -> tuple[Measured, Call | None]:
-    """The contender's row, and its call where the row may have a speed."""
+    """Return the contender's row and its call. The call is None if the contender is wrong or raised: it is not timed then."""
     tick(f"{case.name}: {contender.name}, {'compiling and ' if contender.compiles else ''}checking")
     row = Measured(contender.name, ours=contender.ours, floor=contender.floor)
     call: Call | None = None
-    seeds.manual_seed(seeds.initial_seed() + 1)  # inputs nobody has seen
+    seeds.manual_seed(seeds.initial_seed() + 1)  # new inputs for every check
     try:
         inputs = plan.bench.inputs(case, clock.device, seeds)
         with warnings.catch_warnings():
-            if not contender.ours:  # a peer's warnings are between it and its users
+            if not contender.ours:  # hide warnings from peers' code
                 warnings.simplefilter("ignore")
             call = contender.make(case)
-            with plan.bench.around(case):  # and not the formula, whose products may know nothing of it
+            with plan.bench.around(case):  # not the formula, whose operators may not support this mode
                 got = accuracy.outputs(call, inputs)
         clock.synchronize()
         if not contender.floor:
             row.errors, row.allowed = accuracy.judged(plan.bench, case, inputs, got, contender.ours)
-    except Exception as error:  # a peer's trouble is a line in the table
+    except Exception as error:  # a peer's error is a line in the table
         call, row.status, row.message = None, "error", f"{type(error).__name__}: {_first_line(error)}"
     if row.status == "error":
         _still_there(clock, row)
@@ -269,7 +272,7 @@ def _cpu_times(plan: BenchPlan, tiny: BenchCase, clock: Clock, seeds: torch.Gene
 
 
 def _references(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, Inputs]]:
-    """PyTorch's own calls, which say how fast this CPU is: ours are judged by their ratio to these."""
+    """Return PyTorch calls that show how fast this CPU is. onepass's CPU times are judged by their ratio to these."""
     x, dy = (torch.randn(64, 1024, device=device, dtype=dtype) for _ in range(2))
     weight, bias = (torch.randn(1024, device=device, dtype=dtype) for _ in range(2))
     x.requires_grad_()

@@ -1,11 +1,11 @@
-"""softmax against its peers: scores of attention, scaled, causal or with a mask that all heads of a sequence share.
+"""softmax against its peers: attention scores, scaled, causal or with a mask that all heads of a sequence share.
 
-Bytes     forward reads the scores and the mask, and writes y; backward reads y and dy and writes dx. Of causal scores nobody
-          needs to read what lies right of the diagonal; zeros are written there.
+Bytes     forward reads the scores and the mask, and writes y; backward reads y and dy and writes dx. Causal scores right of the
+          diagonal need not be read; zeros are written there.
 Shapes    sequences x heads x rows x columns.
-Peers     eager and torch.compile: the scores in fp32, scaled, masked and rounded after the softmax, as models write it. A causal
+Peers     eager and torch.compile: the scores in fp32, scaled, masked, and rounded after the softmax, as models write it. A causal
           mask is made once and not timed.
-Errors    ours keeps y rounded, as it is returned, and so does what it is judged by; eager code keeps it in fp32.
+Errors    onepass saves the rounded y that it returns, and so does its baseline; eager code saves y in fp32.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
 
 
 class _StoredSoftmax(torch.autograd.Function):
-    """Softmax whose backward is given y as it is stored; exact in fp64."""
+    """Softmax whose backward uses y as it is stored, rounded to dtype. In fp64 it is exact."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ class _StoredSoftmax(torch.autograd.Function):
 
 
 def _later(x: Tensor) -> Tensor:
-    """True right of the diagonal."""
+    """Return the causal mask: True right of the diagonal."""
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
 
 
@@ -88,7 +88,7 @@ def _formula(case: BenchCase) -> Call:
     return formula
 
 
-# ---- ours, and as people write it ----
+# ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
@@ -128,7 +128,7 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
-    """Eager code's fp32 tensors don't fit beside the others' graphs where one of them takes 16 GiB."""
+    """Return the contenders. Eager's fp32 tensors don't fit beside the others' graphs if one of them takes 16 GiB."""
     eager = [Contender("eager", _eager)] if math.prod(case.shape) < 1 << 32 else []
     return [Contender("onepass", _ours, ours=True), *eager, Contender("torch.compile", _compiled, compiles=True)]
 

@@ -1,1 +1,1 @@
-"""Horizontal fusion of a user's own code: find, check, rewrite, report (public: onepass.fuse)."""
+"""onepass.fuse, horizontal fusion of a user's own code: find groups of operators, check them, rewrite the graph, report."""

@@ -1,8 +1,7 @@
-"""The compiler's back end: dynamo gives graphs, AOTAutograd makes them functional with their backward, `rewrite` fuses, inductor
-compiles.
+"""The torch.compile backend of `fuse`. Dynamo traces, AOTAutograd adds backward, `rewrite` fuses, inductor compiles.
 
-With inductor the rewriting is one of its own passes, over the graph that holds forward and backward. What stands before and
-after it is PyTorch's, so a graph in which nothing is found is compiled as torch.compile compiles it.
+With inductor, `rewrite` is one of inductor's own passes, over the joint graph of forward and backward. All passes before and
+after it are PyTorch's. So a graph without groups to fuse compiles as under torch.compile.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from onepass.fusion.trial import FusionTrial, InputSpec
 
 _log = logging.getLogger("onepass.fusion")
 
-# A graph's sizes are guarded before it is called; asking each input's again costs a microsecond, with hundreds of parameters.
+# Dynamo's guards check sizes before each call. A second check takes a microsecond for each of hundreds of parameters.
 _DEFAULTS = {"size_asserts": False}
 COMPILERS = ("auto", "inductor", "none")
 
 
 class FusionBackend:
-    """What torch.compile calls with each graph. One object serves one fused function, and keeps its report."""
+    """A backend that torch.compile calls with each graph. One object serves one fused function and keeps its report."""
 
     def __init__(self, compiler: str = "auto", cuda_graph: bool = False, options: dict[str, Any] | None = None) -> None:
         if compiler not in COMPILERS:
@@ -68,13 +67,13 @@ class FusionBackend:
         if self.cuda_graph and compiler == "none":
             raise ValueError("cuda_graph=True needs the compiler 'inductor', which can't compile here: is Triton installed?")
         job = _Job(self, device, inputs)
-        written = copy.deepcopy(module)  # inductor keeps what it is given, and changes it
+        written = copy.deepcopy(module)  # inductor keeps the module and changes it
         compiled = (job.with_inductor if compiler == "inductor" else job.without_compiler)(module, inputs)
         self._trials.extend((report, FusionTrial(written, compiled, job.inputs, device)) for report in job.reports)
         return compiled
 
     def reported(self, measure: bool = False) -> FusionReport:
-        """What was fused so far and what wasn't, and why; measure: also time each graph, as written and fused."""
+        """Return what was fused so far, what was not, and why. `measure`: also time each graph, as written and as fused."""
         if measure:
             for report, trial in self._trials:
                 report.times = report.times or trial.times()
@@ -82,7 +81,7 @@ class FusionBackend:
 
 
 class _Job:
-    """The compilation of one graph of dynamo's."""
+    """The compilation of one dynamo graph."""
 
     def __init__(self, backend: FusionBackend, device: torch.device, inputs: Sequence[Any]) -> None:
         self.backend = backend
@@ -146,7 +145,7 @@ class _Job:
             compiled.current_callable = forward_with(compiled.current_callable, self._kept(wholes))
         return compiled
 
-    # ---- no compiler: PyTorch's operators, fewer of them ----
+    # ---- no compiler: fewer calls of PyTorch's operators ----
 
     def without_compiler(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
@@ -183,7 +182,7 @@ class _Job:
 
 
 def _longer(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], added: int) -> tuple[GraphModule, list[Any]]:
-    """The module with its new last inputs, which lie still as parameters do."""
+    """Append the `added` new placeholders to the inputs. They are static inputs, as parameters are."""
     if added:
         module.recompile()
         new: list[Node] = module.graph.find_nodes(op="placeholder")[-added:]
@@ -194,7 +193,7 @@ def _longer(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any],
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """PyTorch's cache of whole compilations is asked before the graph is rewritten, and knows no parameters side by side."""
+    """Disable AOTAutograd's cache: its look-up precedes the rewrite, and its entries know no parameters packed side by side."""
     import torch._functorch.config as config
 
     with config.patch(enable_autograd_cache=False):
@@ -204,9 +203,9 @@ def _no_cache() -> Iterator[None]:
 def onepass_backend(
     module: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """torch.compile(..., backend="onepass"): `fuse` without its report, which goes to the log.
+    """Compile a graph for torch.compile(..., backend="onepass"). It is `fuse`, but the report goes to the log.
 
-    mode and options are inductor's; options may name the `compiler` too.
+    `mode` and `options` are inductor's. `options` may also name the `compiler`.
     """
     options = {**(torch._inductor.list_mode_options(mode) if mode is not None else {}), **(options or {})}
     backend = FusionBackend(options.pop("compiler", "auto"), options=options)
@@ -216,7 +215,7 @@ def onepass_backend(
 
 
 def has_inductor(device: torch.device) -> bool:
-    """Whether inductor can make code for the device here: Triton for a GPU, a C++ compiler for a CPU."""
+    """Whether inductor can compile for the device here. It needs Triton for a GPU, and a C++ compiler for a CPU."""
     if device.type == "cpu":
         return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     from torch.utils._triton import has_triton

@@ -1,4 +1,4 @@
-"""Whether a fusion pays: launches saved against bytes copied, by what this machine was measured to do."""
+"""Whether a fusion pays: launches saved against bytes copied, at the measured speed of this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onepass.runtime.ceilings import clock_for, copy_bandwidth
 
-_COPIED = 64 << 20  # bytes of the copy that is measured; a GPU's caches hold less
-_SMALL = 4  # launches: beyond, a kernel of many parts has nothing to save and may lose
+_COPIED = 64 << 20  # bytes of the measured copy. A GPU's caches hold less
+_SMALL = 4  # times launch_us. Longer operators gain nothing from a kernel of many parts, and may lose
 
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """bytes_per_us: what a copy moves, read and written counted; launch_us: what it costs to start a small operator."""
+    """Measured costs. `bytes_per_us`: bytes that a copy reads and writes. `launch_us`: time to start a small operator."""
 
     bytes_per_us: float
     launch_us: float
@@ -25,21 +25,21 @@ class LaunchCost:
         return bytes_copied == 0 or self.copy_us(bytes_copied) < launches_saved * self.launch_us
 
     def small(self, moved: int) -> bool:
-        """Whether an operator that moves so many bytes costs its launch rather than its bytes."""
+        """Whether the launch, not the bytes, dominates the time of an operator that moves this many bytes."""
         return moved / self.bytes_per_us < _SMALL * self.launch_us
 
     def copy_us(self, copied: int) -> float:
-        """A copy reads and writes each byte, and is a launch itself."""
+        """Return the time of a copy. It reads and writes each byte, and is a launch itself."""
         return 2 * copied / self.bytes_per_us + self.launch_us
 
     def predicted_us(self, launches: int, moved: int) -> float:
-        """The time of operators one after another: their launches or their bytes, whichever is the longer."""
+        """Return the time of operators one after another: the longer of all launches and all bytes."""
         return max(launches * self.launch_us, moved / self.bytes_per_us)
 
 
 @functools.cache
 def machine_of(device: torch.device) -> LaunchCost:
-    """Measured once a process, in some tens of milliseconds."""
+    """Measure a device, once per process, in some tens of milliseconds."""
     with unset_fake_temporarily(), torch.no_grad():
         clock = clock_for(device)
         small = torch.zeros(16, device=device)

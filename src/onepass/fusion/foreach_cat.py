@@ -1,12 +1,12 @@
-"""A cat whose parts one kernel writes: what inductor does of itself only where all parts are copies of inputs.
+"""A cat whose parts are written by one kernel. Inductor does this itself only where all parts are copies of inputs.
 
-`mark` says in the graph which cats these are, and the mark survives the cut into forward and backward. Before inductor lowers
-a half, `lower_marked` makes each of them an operator whose lowering is the cat's own, followed by one line: what writes its
-parts is a list of operations like that of a foreach operator. Between lists no order is lost: the parts don't depend on one
-another.
+`mark` marks such a cat in the graph. The mark survives the partition into forward and backward. Before inductor lowers one of
+the two graphs, `lower_marked` replaces each marked cat by an operator. Its lowering is the cat's own, plus one step: it registers
+the operations that write the parts as a list, as a foreach operator does. A list has no order, and needs none: the parts don't
+depend on each other.
 
-A part may be a cat itself, such as a gate's gradient beside that of what it gates (`mark_part`). Inductor would have the two
-written by kernels of their own and then copied: here such a part is one expression, which looks where it is.
+A part may be a cat itself, such as the gradient of a gate beside that of its value (`mark_part`). Inductor would write both by
+separate kernels and then copy them. Here such a part is one expression, which selects its input by position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onepass.fusion.graph import aten
 from onepass.runtime.dispatch import registered
 
 _MARK, _PART = "onepass_one_launch", "onepass_one_launch_part"
-_MOST = 8  # inputs of a part that is one expression: each element is looked for among them
+_MOST = 8  # inputs of a part that is one expression: each element selects among them
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -43,7 +43,7 @@ def mark_part(cat: Node) -> None:
 
 
 def lower_marked(graph: Graph) -> None:
-    """Make the marked cats what inductor lowers into one kernel."""
+    """Replace the marked cats by operators that inductor lowers into one kernel."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts, *dim = node.args
         if _MARK in node.meta or (_PART in node.meta and len(parts) <= _MOST):
@@ -77,7 +77,7 @@ def _list(made: Any) -> None:
 
 
 def _writers(part: Any) -> Iterator[str]:
-    """The operations that write what is joined, through cats in the cat; element-wise ones, as a list's must be."""
+    """Yield the operations that write the parts, and those of nested cats. A list allows only elementwise ones."""
     from torch._inductor.ir import BaseView, ComputedBuffer, ConcatKernel, MutableBox, Pointwise
 
     while isinstance(part, MutableBox | BaseView):

@@ -1,7 +1,7 @@
-"""fuse(fn_or_module): the same function or module, its groups of independent equal operators run as one.
+"""fuse(fn_or_module): run groups of independent, equal operators of a function or module as one operator.
 
-Tracing is torch.compile's, and so are its rules: a new type or number of dimensions compiles anew, and what it can't trace
-runs as written, with the pieces before and after it fused.
+Tracing is torch.compile's, with the same rules. A new dtype or number of dimensions recompiles. Code that can't be traced runs
+as written, and the graphs before and after it are fused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fuse(
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """The same function or module with groups of independent, equal operators run as one, forward and backward.
+    """Return the same function or module, with groups of independent, equal operators run as one, forward and backward.
 
         model = onepass.fuse(model)
         model(x)
@@ -37,27 +37,27 @@ def fuse(
         @onepass.fuse
         def features(x): ...
 
-    Operators on slices of one tensor become one operator on the tensor, norms and activations of different widths one launch,
-    linear layers of one input one product over weights that lie side by side in memory. What comes of it goes through inductor,
-    as in torch.compile. Values and gradients are those of the function as written, to the last rounding: putting equal
-    operators together changes no formula and adds no rounding. Compilers leave out roundings between the steps of a chain, and
-    merged matrix products add in another order: both may change the last digits.
+    Operators on slices of one tensor become one operator on that tensor. Norms and activations of different widths become one
+    launch. Linear layers of one input become one product over weights that lie side by side in memory. Inductor compiles the
+    result, as under torch.compile. Values and gradients are those of the function as written, to the last rounding: merging
+    equal operators changes no formula and adds no rounding. Two things may change the last digits. Compilers omit roundings
+    between the steps of a chain, and merged matrix products add in another order.
 
-    A module stays one: the same parameters, hooks, state dict and type. It shares parameters, submodules and hooks with the
-    module given, which goes on running as written; only train() and eval() of the outermost module are its own. Parameters that
-    are used together may get new memory at the first call, of which each remains its own part. Where that can't be (somebody
-    holds their memory) they are copied at each call, and the report says so.
+    A module keeps its parameters, hooks, state dict and type. It shares parameters, submodules and hooks with the given module,
+    which still runs as written. Only the train() and eval() of the outermost module are separate. Parameters that are used
+    together may get new memory at the first call: each becomes a view of a common storage. Where another tensor holds their
+    memory, they are copied at each call instead, and the report says so.
 
     Args:
-        fn_or_module: a function or nn.Module; without one, `fuse(...)` is a decorator.
-        cuda_graph: replay each graph as a CUDA graph: for fixed shapes. A call's outputs are overwritten by the next call.
-        compiler: "inductor"; "none" to run PyTorch's operators, fewer of them; "auto" for inductor wherever it can compile.
-        fullgraph: raise where something can't be traced, instead of running it as written.
-        dynamic: as torch.compile has it.
-        options: of inductor.
+        fn_or_module: a function or nn.Module. Without it, `fuse(...)` returns a decorator.
+        cuda_graph: replay each graph as a CUDA graph, for fixed shapes. The next call overwrites a call's outputs.
+        compiler: "inductor"; "none", which runs fewer of PyTorch's operators; "auto", which is inductor wherever it can compile.
+        fullgraph: raise where code can't be traced, instead of running it as written.
+        dynamic: as in torch.compile.
+        options: inductor's options.
 
     Returns:
-        the fused function or module. Its `report(measure=False)` says what was fused and what wasn't, and why.
+        the fused function or module. Its `report(measure=False)` says what was fused, what was not, and why.
     """
     if fn_or_module is None:
         return functools.partial(
@@ -77,7 +77,7 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Settings:
-    """How to compile; picklable, where a compiled function is not."""
+    """The arguments of `fuse`. They can be pickled, which a compiled function can't."""
 
     cuda_graph: bool
     compiler: str
@@ -86,7 +86,7 @@ class _Settings:
     options: dict[str, Any] | None
 
     def compiled(self, fn: Callable[..., Any]) -> tuple[Callable[..., Any], FusionBackend]:
-        from onepass.fusion.backend import FusionBackend  # a tenth of a second, which an import of onepass doesn't take
+        from onepass.fusion.backend import FusionBackend  # takes a tenth of a second: too long for `import onepass`
 
         backend = FusionBackend(self.compiler, self.cuda_graph, self.options)
         return torch.compile(fn, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic), backend
@@ -108,14 +108,17 @@ def _fused_function(fn: Callable[..., Any], settings: _Settings) -> Callable[...
 
 
 class FusedModule(nn.Module):
-    """What a fused module is besides what it was."""
+    """The mixin of fused modules: the compiled call, its report, and pickling."""
 
     __fused__ = True
     _fused_settings: _Settings
     _fused_backend: FusionBackend
 
     def report(self, measure: bool = False) -> FusionReport:
-        """What was fused and what wasn't, and why; measure: also time each graph, as written and fused, on made-up inputs."""
+        """Return what was fused, what was not, and why.
+
+        `measure`: also time each graph on random inputs, as written and as fused.
+        """
         return self._fused_backend.reported(measure)
 
     def _compile_fused(self, settings: _Settings) -> None:
@@ -125,7 +128,7 @@ class FusedModule(nn.Module):
         def inlined(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
-        # dynamo compiles no frame of PyTorch's own modules (nn.Sequential, say) unless a frame of somebody else's calls it.
+        # Dynamo skips frames of PyTorch's own modules, such as nn.Sequential, unless a frame from outside of PyTorch calls them.
         pytorchs = type(self).forward.__module__.startswith("torch.")
         self._compiled_call_impl, self._fused_backend = settings.compiled(inlined if pytorchs else call)
 

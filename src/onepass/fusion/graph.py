@@ -1,9 +1,9 @@
-"""What the other files here ask of a graph of ATen operators: what a node is, how deep it lies, and how a new one is put in.
+"""Helpers for graphs of ATen operators: the kind of a node, its depth, and the insertion of new nodes.
 
-The graphs are AOTAutograd's: functional, so that aliasing, writes in place and autograd are already worked out. A node's depth
-is the length of the longest way to it from an input, counted in operators that launch something, then in views behind the last
-of those. Each edge makes it larger, so nodes of one depth can't depend on one another, and putting an operator in the place of
-each of several sets of such nodes makes no circle.
+Graphs are AOTAutograd's: functional, with aliasing, in-place writes and autograd already resolved. A node's depth is the length
+of the longest path to it from an input. It counts operators that launch kernels, then the views after the last of these. Depth
+grows along each edge, so nodes of one depth can't depend on each other. If each of several sets of such nodes is replaced by one
+operator, the graph gets no cycle.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_random(node: Node) -> bool:
 
 
 def is_impure(node: Node) -> bool:
-    """Whether the node does something besides giving its outputs: its place among the others matters."""
+    """Whether the node has effects besides its outputs, so that its order matters."""
     return node.op == "call_function" and not is_random(node) and node.target is not operator.getitem and node.is_impure()
 
 
@@ -71,12 +71,12 @@ def value(node: Node) -> Any:
 
 
 def arguments(node: Node) -> Any:
-    """A call's arguments, which FX types as everything that may be one."""
+    """Return a call's arguments, typed as Any: FX types them as a union of every possible argument."""
     return node.args
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The tensors and sizes of a call in the order in which they stand, one for each time it stands there."""
+    """Return the nodes among a call's arguments, in order. A node that occurs twice is listed twice."""
     found: list[Node] = []
 
     def seen(used: Node) -> Node:
@@ -88,12 +88,12 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def shape(node: Node) -> list[Any]:
-    """A tensor's sizes; a symbolic one stays symbolic."""
+    """Return a tensor's sizes. Symbolic sizes stay symbolic."""
     return list(value(node).shape)
 
 
 def size_key(size: Any) -> object:
-    """A size as something to compare: comparing symbolic sizes themselves would add guards to the user's function."""
+    """Return a key of a size for comparisons. To compare symbolic sizes themselves would add guards to the user's function."""
     return size.node.expr if isinstance(size, SymInt) else size
 
 
@@ -103,7 +103,7 @@ def tensor_key(node: Node) -> object:
 
 
 def nbytes(node: Node) -> int:
-    """Of what the node gives, symbolic sizes by what they were when traced."""
+    """Return the bytes of the node's outputs. A symbolic size counts with its traced value."""
     given = value(node)
     return sum(_nbytes(tensor) for tensor in (given if isinstance(given, tuple | list) else [given]))
 
@@ -119,7 +119,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def launches(node: Node) -> bool:
-    """Whether the operator starts work of its own where nothing is fused."""
+    """Whether the operator launches kernels of its own if nothing is fused."""
     return node.op == "call_function" and not is_view(node) and not _is_symbolic(node)
 
 
@@ -128,7 +128,7 @@ def _is_symbolic(node: Node) -> bool:
 
 
 def depths(graph: Graph) -> dict[Node, Depth]:
-    """Random operators follow each other as they stood: a generator gives its numbers in the order in which it is asked."""
+    """Return each node's depth. Random operators depend on each other in order, because their order determines the numbers."""
     found: dict[Node, Depth] = {}
     last_random: Node | None = None
     for node in graph.nodes:
@@ -146,7 +146,7 @@ def depths(graph: Graph) -> dict[Node, Depth]:
 
 
 def epochs(graph: Graph) -> dict[Node, int]:
-    """How many impure nodes stand before each node: nothing may be moved past one."""
+    """Return the number of impure nodes before each node. No node may move past an impure one."""
     count = 0
     found: dict[Node, int] = {}
     for node in graph.nodes:
@@ -156,7 +156,7 @@ def epochs(graph: Graph) -> dict[Node, int]:
 
 
 def backward_nodes(graph: Graph) -> set[Node]:
-    """What comes of incoming gradients. Nothing of forward may come to depend on it: the graph is cut in two later."""
+    """Return the nodes that depend on incoming gradients. Forward must not depend on them: the graph is partitioned later."""
     found: set[Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or any(used in found for used in node.all_input_nodes):
@@ -165,7 +165,7 @@ def backward_nodes(graph: Graph) -> set[Node]:
 
 
 def only_for_backward(graph: Graph, backward: set[Node]) -> set[Node]:
-    """What no result of forward needs, gradients or not: the partitioner computes it in backward."""
+    """Return the nodes that no forward output needs. The partitioner puts them into backward, even if they use no gradient."""
     needed: set[Node] = set()
     waiting = [node for node in graph.output_node().all_input_nodes if node not in backward]
     while waiting:
@@ -177,19 +177,19 @@ def only_for_backward(graph: Graph, backward: set[Node]) -> set[Node]:
 
 
 def is_tangent(node: Node) -> bool:
-    return node.op == "placeholder" and "tangents" in str(node.target)  # AOTAutograd's own way to tell them
+    return node.op == "placeholder" and "tangents" in str(node.target)  # AOTAutograd recognises tangents by this name
 
 
 class NoRule(Exception):
-    """Why the lanes of a group can't be one operator."""
+    """The lanes of a group can't be one operator. The message says why."""
 
 
 class Emitter:
-    """Puts new nodes into a graph, each with the value that a trace would have given it."""
+    """Insert new nodes into a graph, each with the fake value that a trace would have given it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.before: Node | None = None  # where the next node goes
+        self.before: Node | None = None  # new nodes go before it
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         given, named = map_arg((args, kwargs), value)
@@ -209,7 +209,7 @@ class Emitter:
         return self(operator.getitem, node, index)
 
     def view(self, node: Node, sizes: Sequence[Any]) -> Node:
-        """A view where strides allow one, else a view of a copy, as reshape has it."""
+        """Return a view where strides allow one, else a view of a copy, as reshape does."""
         if [size_key(s) for s in sizes] == [size_key(s) for s in shape(node)]:
             return node
         symbolic = [dim for dim, size in enumerate(sizes) if isinstance(size, SymInt)]
@@ -220,7 +220,7 @@ class Emitter:
         return self(aten.view.default, node, given)
 
     def sizes(self, sizes: Sequence[Any], like: Node) -> list[Any]:
-        """Sizes as arguments: a symbolic one is a node that gives it, or is asked of a tensor that has it."""
+        """Return sizes as arguments. For a symbolic size it is a node with that value, or sym_size of a tensor that has it."""
         known = {size_key(s): (like, dim) for dim, s in enumerate(shape(like))}
         return [self._size(s, known) if isinstance(s, SymInt) else s for s in sizes]
 
@@ -248,7 +248,7 @@ class Emitter:
 
 
 def _can_be_viewed(tensor: Tensor, sizes: list[Any]) -> bool:
-    """Fake tensors say yes to some that real ones refuse, among dimensions of one element: so a meta tensor is asked."""
+    """Whether a view is possible. Fake tensors allow some that real ones refuse, in dimensions of size 1: ask a meta tensor."""
     if tensor.is_contiguous():
         return True
     asked = tensor
@@ -262,13 +262,13 @@ def _can_be_viewed(tensor: Tensor, sizes: list[Any]) -> bool:
 def _views(tensor: Tensor, sizes: list[Any]) -> bool:
     try:
         tensor.view([value(s) if isinstance(s, Node) else s for s in sizes])
-    except (RuntimeError, ValueError):  # which of the two is a matter of the kind of tensor
+    except (RuntimeError, ValueError):  # real and fake tensors raise different ones
         return False
     return True
 
 
 def drop_aliases(graph: Graph) -> None:
-    """In a functional graph an alias is its source. What the graph gives back stays: who called it may count on two tensors."""
+    """Replace aliases by their source. Aliases that the graph returns stay: the caller may rely on two tensors."""
     output = graph.output_node()
     for node in list(graph.nodes):
         if node.target in SAME and isinstance(node.args[0], Node):
@@ -278,10 +278,10 @@ def drop_aliases(graph: Graph) -> None:
 
 
 def share_equal(graph: Graph) -> None:
-    """Equal calls on equal tensors become one node, as AOTAutograd makes them later.
+    """Merge equal calls on equal tensors into one node, as AOTAutograd does later.
 
-    Three layers that flatten their common input then have a common input; and what backward computes again as forward did is no
-    second lane.
+    Then three layers that each flatten their common input share one input. And a value that backward recomputes is not taken for
+    a second lane.
     """
     seen: dict[object, Node] = {}
     output = graph.output_node()
@@ -289,13 +289,13 @@ def share_equal(graph: Graph) -> None:
         if node.op != "call_function" or is_random(node) or is_impure(node) or not _is_pure(node):
             continue
         first = seen.setdefault((node.target, frozen(node.args), frozen(node.kwargs)), node)
-        if first is not node and not (leaves(first, output) and leaves(node, output)):  # whose user may write to one of the two
+        if first is not node and not (leaves(first, output) and leaves(node, output)):  # a caller may write to one of two outputs
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
 def leaves(node: Node, output: Node) -> bool:
-    """Whether the graph gives back the node's tensor, or a view of it."""
+    """Whether the graph returns the node's tensor or a view of it."""
     return any(user is output or (is_view(user) and leaves(user, output)) for user in node.users)
 
 
@@ -304,16 +304,16 @@ def _is_pure(node: Node) -> bool:
 
 
 def frozen(argument: Any) -> object:
-    """Arguments as a key."""
+    """Return arguments as a hashable key."""
     if isinstance(argument, list | tuple):
         return tuple(frozen(a) for a in argument)
     if isinstance(argument, dict):
         return tuple((k, frozen(v)) for k, v in argument.items())
-    return argument, type(argument)  # 1, 1.0 and True are equal
+    return argument, type(argument)  # with its type: 1, 1.0 and True are equal
 
 
 def sort(graph: Graph) -> None:
-    """Put every node behind what it uses, and otherwise leave the order as it is, that of random operators among them."""
+    """Sort the nodes topologically, and otherwise keep their order. Random operators always keep theirs."""
     order: list[Node] = []
     placed: set[Node] = set()
     begun: set[Node] = set()
@@ -342,7 +342,7 @@ def sort(graph: Graph) -> None:
 
 
 def remove_dead(graph: Graph, candidates: Iterable[Node]) -> None:
-    """Erase the candidates that nobody uses, and what only they used."""
+    """Erase candidates without users, and the nodes that only they used."""
     waiting = list(candidates)
     gone: set[Node] = set()
     while waiting:

@@ -1,9 +1,8 @@
-"""Inputs of CUDA graphs: read where they are, as long as they are in few places.
+"""Inputs of CUDA graphs, read in place as long as few sets of addresses occur.
 
-A CUDA graph reads and writes fixed addresses. PyTorch therefore copies a graph's inputs to memory of its own before each
-replay, which costs more than small graphs gain. Here a graph is recorded over its inputs themselves, and again for each new
-set of addresses: PyTorch's allocator gives the steps of a training loop the same ones. Who comes with ever new ones is copied
-for.
+A CUDA graph reads and writes fixed addresses. PyTorch therefore copies a graph's inputs to static memory before each replay,
+which costs more than small graphs gain. Here a graph is recorded over the inputs themselves, once for each set of addresses.
+PyTorch's allocator gives the steps of a training loop the same addresses. After _MOST sets, inputs at new addresses are copied.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 
 from onepass.fusion.side_by_side import boxed
 
-_MOST = 8  # sets of addresses; each is a recording
+_MOST = 8  # sets of addresses. Each takes a recording
 
 
 def with_stable_addresses(compiled: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """`compiled`, which takes the inputs at these places to lie still, for inputs that may come from anywhere."""
+    """Return `compiled` for inputs at any address. `compiled` itself assumes that the inputs at `places` never move."""
     if not places:
         return compiled
     seen: set[tuple[int, ...]] = set()
@@ -38,7 +37,7 @@ def with_stable_addresses(compiled: Callable[[list[Any]], Any], places: Sequence
 
 
 def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> None:
-    """Put copies, at addresses that stay, in the inputs' places."""
+    """Replace the inputs at `places` by copies at fixed addresses."""
     given = [inputs[place] for place in places]
     if not own:
         own.extend(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given)

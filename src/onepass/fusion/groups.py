@@ -1,9 +1,9 @@
-"""Finds operators that do the same to many tensors, and puts one in their place.
+"""Find operators that do the same to many tensors, and replace each group of them by one operator.
 
-Candidates launch the same operator at the same depth with the same options, on tensors of the same kind: they can't depend on
-each other (`graph.depths`). They are taken together by families, whose operands come from the same place: slices of one
-tensor, results of a group found before, one tensor that all share, inputs of the graph. The operands of a family are then one
-tensor already, seen another way; what isn't is copied together where that costs less than the launches it saves (`cost`).
+Candidates launch the same operator at the same depth, with the same options, on tensors of the same kind. Operators of one depth
+can't depend on each other (`graph.depths`). Candidates are split into families by the origin of their operands: slices of one
+tensor, results of an earlier group, one tensor that all share, or inputs of the graph. A family's operands then usually are
+views of one tensor. Other operands are copied together, where the copy costs less than the launches that it saves (`cost`).
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from onepass.fusion.restore_lanes import RestoreLanes
 from onepass.fusion.rules import apply, has_rule, is_multiple
 
 _log = logging.getLogger("onepass.fusion")
-_MUCH = 1 << 20  # bytes made of parameters, that a group may hold
-_FEW = 4  # tensors that a compiler joins as it goes, without a kernel for each
+_MUCH = 1 << 20  # bytes that a group computed from parameters alone may hold
+_FEW = 4  # tensors that a compiler concatenates in one expression, without a kernel for each
 
 
 @dataclass
 class Sweep:
-    """One walk through a graph from its inputs on. What it found and what it left stands in `found` and `refused`."""
+    """One pass over a graph, from its inputs on. `found` has the groups that it fused, `refused` those that it did not."""
 
     graph: Graph
     machine: LaunchCost
     parameters: set[Node]
-    compiled: bool = False  # whether a compiler follows, that makes one kernel of what writes the parts of a cat
+    compiled: bool = False  # whether inductor follows, which writes all parts of a cat in one kernel
     found: dict[LaneGroup, FusedGroup] = field(default_factory=dict)
     refused: list[UnfusedGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
         self.where = ValueMap(self.parameters, self.compiled)
-        self.listed: set[Node] = set()  # operators that the compiler makes one of, by groups
+        self.listed: set[Node] = set()  # operators of `Listed` groups: the compiler makes one kernel of each group
         self.listed_groups = 0
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
         self.depth = depths(self.graph)
@@ -97,7 +97,7 @@ class Sweep:
             del self.found[group]
 
     def _refuse_random(self) -> None:
-        """They follow one another (`depths`), so they never came up as candidates."""
+        """Report random operators as refused. `depths` puts them at different depths, so they are never candidates."""
         by_kind: dict[object, list[Node]] = defaultdict(list)
         for node in self.graph.nodes:
             if is_random(node):
@@ -130,7 +130,7 @@ class Sweep:
             bases = Counter(self.where.base(operand) for operand in set(column))
             origins = {operand: self.where.origin(operand, bases) for operand in column}
             siblings, uses = Counter(origins.values()), Counter(column)
-            fewest = min(uses.values()) if len(uses) > 1 else 0  # each lane's own operand may serve several calls of the lane
+            fewest = min(uses.values()) if len(uses) > 1 else 0  # a lane may use its own operand in several calls
             for key, operand in zip(keys, column, strict=True):
                 alone = siblings[origins[operand]] == 1 or origins[operand] in ("own", "input")
                 shared = alone and uses[operand] > max(fewest, 1)
@@ -141,9 +141,9 @@ class Sweep:
         return [ordered for family in families.values() for ordered in self._in_order(family)]
 
     def _in_order(self, family: list[Node]) -> list[list[Node]]:
-        """The family in the order in which its first operand with an order lies in memory.
+        """Sort the family by the memory order of the first operand that has one.
 
-        It is several where one operand serves several calls, a[i] - b[i] and a[i] - c[i] say: one for each time it does.
+        Where one operand serves several calls, such as a[i] - b[i] and a[i] - c[i], split the family: one part for each use.
         """
         for column in zip(*map(operands_of, family), strict=True):
             positions = [self.where.position(operand) for operand in column]
@@ -161,7 +161,7 @@ class Sweep:
     # ---- one group ----
 
     def _fuse(self, family: list[Node]) -> list[Node]:
-        """Fuse a family whole, or those of it that are alike. Gives back the nodes that stay as they were."""
+        """Fuse the whole family, or its subsets of equal shapes. Return the nodes that were not fused."""
         alike = _alike(family)
         if len(alike) == 1:
             self._fuse_equal(family)
@@ -178,7 +178,7 @@ class Sweep:
         columns = list(zip(*map(operands_of, nodes), strict=True))
         sources = [self.where.source(list(column)) for column in columns]
         if all(source is not None and is_shared(column) for source, column in zip(sources, columns, strict=True)):
-            return False  # equal calls: common subexpressions, which PyTorch removes itself
+            return False  # equal calls are common subexpressions, which PyTorch removes itself
         if self._holds_weights(nodes, columns):
             self._refuse(nodes, "of weights alone: made together, they would all be held from the beginning on")
             return False
@@ -195,7 +195,7 @@ class Sweep:
         return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
 
     def _holds_weights(self, nodes: Sequence[Node], columns: Sequence[Sequence[Node]]) -> bool:
-        """Whether these only change parameters, such as the casts of every layer's weights under autocast."""
+        """Whether these operators read only parameters and hold much memory, as the casts of all weights do under autocast."""
         of_weights = all(is_shared(column) or self.where.parameters.issuperset(column) for column in columns)
         return of_weights and sum(map(nbytes, nodes)) > _MUCH
 
@@ -224,7 +224,7 @@ class Sweep:
 
     def _applied(self, nodes: list[Node], sources: Sequence[Source]) -> list[Result]:
         def operand(used: Node, source: Source) -> Any:
-            return source.build(self.emit) if isinstance(value(used), Tensor) else used  # a number of the user's
+            return source.build(self.emit) if isinstance(value(used), Tensor) else used  # a symbolic number
 
         in_order = iter([operand(used, source) for used, source in zip(operands_of(nodes[0]), sources, strict=True)])
         args, kwargs = map_arg((nodes[0].args, nodes[0].kwargs), lambda _: next(in_order))
@@ -239,7 +239,7 @@ class Sweep:
         except NoRule as reason:
             self._refuse(nodes, str(reason))
             return False
-        except Exception as error:  # a rule that is wrong costs a fusion, not the user's program
+        except Exception as error:  # a wrong rule must not break the user's program
             _log.warning("onepass.fuse leaves %s as it is, please report: %r", nodes[0].target, error)
             self._refuse(nodes, f"a rule failed, please report: {error!r}")
             return False
@@ -255,10 +255,10 @@ class Sweep:
     def _refuse(self, nodes: list[Node], why: str) -> None:
         self.refused.append(UnfusedGroup(_name(nodes[0]), len(nodes), why))
 
-    # ---- where lanes meet again ----
+    # ---- cats of lanes ----
 
     def _join(self, node: Node) -> bool:
-        """Put what holds all lanes in the place of a run of lanes that a cat joins again. Whether there was such a run."""
+        """Replace each run of lanes in a cat by the tensor that holds them all. Return whether there was such a run."""
         tensors, dim = list(arguments(node)[0]), _cat_dim(node)
         parts: list[Node] = []
         at = 0
@@ -274,7 +274,7 @@ class Sweep:
         return len(parts) < len(tensors)
 
     def _run_length(self, tensors: Sequence[Node]) -> int:
-        """How many of the first tensors come one after another from one place."""
+        """Return how many of the first tensors have one origin."""
         first, count = self._run_key(tensors[0]), 1
         if first is None:
             return 1
@@ -301,7 +301,10 @@ class Sweep:
 
 
 def _check(results: Sequence[Any], node: Node) -> None:
-    """Raise NoRule where a result isn't what the operators gave: a tensor of one number takes no part in a result's type."""
+    """Raise NoRule where a result's dtype or shape is not that of the original operators.
+
+    Dtypes can differ because a zero-dimensional tensor has no part in type promotion, but a stack of such tensors does.
+    """
     given = value(node)
     for result, expected in zip(results, given if isinstance(given, tuple | list) else [given], strict=False):
         if not isinstance(expected, Tensor) or isinstance(result, Listed):
@@ -316,12 +319,12 @@ def _check(results: Sequence[Any], node: Node) -> None:
 
 
 def _is_listable(node: Node) -> bool:
-    """Whether the compiler makes one kernel of this and of what comes before and after it in a lane."""
+    """Whether the compiler fuses this operator with its neighbours in the lane into one kernel."""
     return is_pointwise(node) or (node.target is aten.cat.default and len(node.all_input_nodes) <= _FEW)
 
 
 def _alike(nodes: Iterable[Node]) -> list[list[Node]]:
-    """The nodes by the sizes of their tensors."""
+    """Group the nodes by the shapes of their operands and by their other arguments."""
     found: dict[object, list[Node]] = defaultdict(list)
     for node in nodes:
         sizes = tuple(tensor_key(used) if isinstance(value(used), Tensor) else used for used in operands_of(node))

@@ -1,8 +1,8 @@
-"""A group's operands and results: one tensor that holds what its lanes hold, and how a rule finds its way about in it.
+"""A group's operands and results: one tensor that holds all lanes, and where the lanes are in it.
 
-Lanes are the tensors in whose place the one tensor stands. They are *stacked* where all have one shape: a dimension of its own
-counts them, at the place where they lay in memory (slices of 128 columns of x[2048, 2048] are x seen as [2048, 16, 128], lanes
-along 1). They are *packed* where they differ in one dimension, along which they then lie one behind the other.
+A lane is one of the tensors that the one tensor replaces. Lanes of one shape are *stacked*: an extra dimension counts them. It
+stands where the lanes lie in memory: slices of 128 columns of x[2048, 2048] are x viewed as [2048, 16, 128], with lanes along
+dimension 1. Lanes that differ in one dimension are *packed*: they lie one after another along it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onepass.fusion.graph import Emitter, aten, shape, value
 
 @dataclass(frozen=True)
 class Shared:
-    """An operand that is the same tensor for all lanes."""
+    """An operand that is one tensor for all lanes."""
 
     node: Node
 
@@ -32,26 +32,26 @@ class Shared:
 
 @dataclass(frozen=True)
 class Stacked:
-    """`dim` counts the lanes."""
+    """Lanes of one shape. Dimension `dim` of the tensor counts them."""
 
     node: Node
     dim: int
 
     @property
     def rank(self) -> int:
-        """A lane's."""
+        """The number of dimensions of one lane."""
         return int(value(self.node).dim()) - 1
 
     @property
     def behind(self) -> int:
-        """How many of a lane's dimensions stand behind the one that counts lanes."""
+        """How many dimensions of a lane come after `dim`."""
         return self.rank - self.dim
 
     def moved(self, emit: Emitter, dim: int) -> Stacked:
         return Stacked(emit.move(self.node, self.dim, dim), dim)
 
     def piece(self, emit: Emitter, lane_dim: int, start: int, length: int, squeezed: bool) -> Stacked:
-        """The same slice of each lane; squeezed: one row of it, without the dimension."""
+        """Return the same slice of each lane. `squeezed`: select one index instead, which drops the dimension."""
         dim = lane_dim + (lane_dim >= self.dim)
         if squeezed:
             return Stacked(emit(aten.select.int, self.node, dim, start), self.dim - (dim < self.dim))
@@ -60,7 +60,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Packed:
-    """The lanes lie behind one another along `dim`, with these widths."""
+    """Lanes that lie one after another along `dim`, with these widths."""
 
     node: Node
     dim: int
@@ -77,7 +77,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Flat:
-    """Lanes of any shapes, each contiguous, one behind the other in a tensor of one dimension."""
+    """Contiguous lanes of any shapes, one after another in a one-dimensional tensor."""
 
     node: Node
     shapes: tuple[tuple[int | torch.SymInt, ...], ...]
@@ -92,7 +92,7 @@ Result = Stacked | Packed | Flat
 
 
 def lane(emit: Emitter, result: Result, index: int) -> Node:
-    """One lane as a tensor of its own: a view."""
+    """Return one lane as a view."""
     if isinstance(result, Stacked):
         return emit(aten.select.int, result.node, result.dim, index)
     if isinstance(result, Packed):
@@ -105,7 +105,7 @@ def lane(emit: Emitter, result: Result, index: int) -> Node:
 
 
 def concat_lanes(emit: Emitter, operand: Stacked | Packed | Flat, dim: int) -> Node | None:
-    """What torch.cat of the lanes along `dim` gives, where that needs no cat."""
+    """Return torch.cat of the lanes along `dim`, or None where that takes a cat."""
     if isinstance(operand, Flat):
         return None
     if isinstance(operand, Packed):
@@ -116,7 +116,7 @@ def concat_lanes(emit: Emitter, operand: Stacked | Packed | Flat, dim: int) -> N
 
 
 def part(emit: Emitter, operand: Stacked | Packed, first: int, count: int) -> Stacked | Packed:
-    """The operand that holds `count` lanes from the first one named."""
+    """Return the operand of `count` lanes from lane `first` on."""
     if isinstance(operand, Stacked):
         if count == shape(operand.node)[operand.dim]:
             return operand
@@ -129,7 +129,7 @@ def part(emit: Emitter, operand: Stacked | Packed, first: int, count: int) -> St
 
 
 def of_slices(emit: Emitter, base: Node, dim: int, start: int, widths: Sequence[int], squeezed: bool) -> Stacked | Packed:
-    """The operand whose lanes are slices of `base` that follow one another along `dim`; squeezed: single rows, without `dim`."""
+    """Return the operand whose lanes are consecutive slices of `base` along `dim`. `squeezed`: a lane is one index of `dim`."""
     length = sum(widths)
     if start != 0 or shape(base)[dim] != length:
         base = emit(aten.slice.Tensor, base, dim, start, start + length)

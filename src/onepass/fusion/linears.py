@@ -1,8 +1,8 @@
-"""Linear layers of one input become one product: query, key and value; gate and up.
+"""Merge linear layers of one input into one product: query, key and value; gate and up.
 
-Forward, x @ W.T over the weights laid side by side (`side_by_side`), whose columns each layer then has as its slice.
-Backward, the layers' incoming gradients side by side, D: the weights' gradients are the rows of D.T @ x, and what was a sum
-of products is D @ W, summed in fp32 where the sum of products was rounded at every step.
+Forward is x @ W.T, where W is the weights side by side (`side_by_side`). Each layer's output is a slice of its columns.
+Backward concatenates the layers' output gradients to D. The weights' gradients are the rows of D.T @ x. The input's gradient,
+a sum of products, becomes D @ W. It is summed in fp32, where the sum of products is rounded at every addition.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from onepass.fusion.report import FusedGroup, UnfusedGroup
 from onepass.fusion.side_by_side import whole_of
 from onepass.fusion.strides import settle
 
-_FAR = 200  # nodes behind a gradient that are looked at for a way back into the layers
+_FAR = 200  # nodes after a gradient that `_leads_nowhere` visits before it gives up
 
 
 @dataclass(frozen=True)
 class LinearLayer:
     product: Node
-    used: Node  # the weight as the product takes it: the parameter, or its cast under autocast
+    used: Node  # the product's weight: the parameter, or its cast under autocast
     weight: Node  # [N, K], a parameter
     bias: Node | None
 
 
 @dataclass
 class Linears:
-    """One pass over a graph. What it found and what it left stands in `found` and `refused`."""
+    """One pass over a graph. `found` has the groups that it fused, `refused` those that it did not."""
 
     graph: Graph
     machine: LaunchCost
@@ -69,7 +69,7 @@ class Linears:
         remove_dead(self.graph, reversed(list(self.graph.nodes)))
 
     def _layers(self) -> list[tuple[Node, list[LinearLayer]]]:
-        """Layers of one input: their weights are parameters of one type, and all have a bias or none has."""
+        """Return each input with its layers. Their weights are parameters of one dtype, and all or none have a bias."""
         found: dict[object, list[LinearLayer]] = defaultdict(list)
         inputs: dict[object, Node] = {}
         for node in self.graph.nodes:
@@ -88,7 +88,7 @@ class Linears:
             bias = None
         elif node.target is aten.addmm.default and not node.kwargs:
             bias, _, right = arguments(node)
-            if bias not in self.parameters or shape(bias) != shape(node)[1:]:  # one number for all would be broadcast
+            if bias not in self.parameters or shape(bias) != shape(node)[1:]:  # a bias of one element would be broadcast
                 return None
         else:
             return None
@@ -126,7 +126,7 @@ class Linears:
     # ---- backward ----
 
     def _gradients(self, x: Node, layers: Sequence[LinearLayer]) -> list[Node] | None:
-        """Each layer's incoming gradient [M, N]; None where one has none, as in inference."""
+        """Return each layer's output gradient [M, N]. Return None where a layer has none, as in inference."""
         found: list[Node] = []
         for layer in layers:
             by_input: list[Node] = [
@@ -189,7 +189,7 @@ class Linears:
         return found
 
     def _leads_nowhere(self, product: Node, gradients: Sequence[Node]) -> bool:
-        """Whether nothing that comes of a weight's gradient goes into one of the layers' gradients."""
+        """Whether none of the layers' output gradients depends on this weight gradient."""
         waiting, seen = [product], {product}
         while waiting:
             for user in waiting.pop().users:
@@ -201,7 +201,7 @@ class Linears:
         return True
 
     def _sum_of(self, gradients: Sequence[Node], layers: Sequence[LinearLayer]) -> tuple[Node, list[Node], list[Node]] | None:
-        """The sum of gradient @ weight over the layers: its last addition, these terms of it and the others."""
+        """Find the sum of gradient @ weight over the layers. Return its last addition, the layers' terms, and the other terms."""
         terms = []
         for gradient, layer in zip(gradients, layers, strict=True):
             products = [u for u in layer.used.users if u.target is aten.mm.default and u.args == (gradient, layer.used)]
@@ -218,7 +218,7 @@ class Linears:
 
 
 def _transposed(node: object) -> Node | None:
-    """What a node is the transpose of."""
+    """Return the tensor that a node transposes, or None."""
     if not isinstance(node, Node):
         return None
     order: Any = node.args[1] if node.target is aten.permute.default else None
@@ -229,7 +229,7 @@ def _transposed(node: object) -> Node | None:
 
 
 def _uncast(node: Node | None) -> Node | None:
-    """What a cast is of; anything else as it is."""
+    """Return the input of a cast. Return other nodes unchanged."""
     if node is not None and node.target in CASTS and len(node.all_input_nodes) == 1:
         return node.all_input_nodes[0]
     return node
@@ -240,14 +240,14 @@ def _ranges(layers: Sequence[LinearLayer]) -> list[tuple[int, int]]:
 
 
 def _written_where_wanted(gradient: Node) -> bool:
-    """Whether its kernel can write it anywhere: a generated one, not one of a library's."""
+    """Whether a generated kernel writes the gradient. Such a kernel can write anywhere; a library's can't."""
     while is_view(gradient) and isinstance(gradient.args[0], Node):
         gradient = gradient.args[0]
     return is_pointwise(gradient)
 
 
 def _term_of(product: Node) -> Node:
-    """What a sum adds of a product: the product itself, or what views and casts make of it for nobody else."""
+    """Return the term that a sum adds for a product: the product, or the last of its views and casts that have one user."""
     term = product
     while len(term.users) == 1:
         (user,) = term.users
@@ -262,7 +262,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _common_sum(term: Node, terms: Sequence[Node]) -> Node | None:
-    """The first sum above `term` that adds all terms, each sum on the way used once."""
+    """Return the first sum after `term` that adds all terms, or None. Each sum on the way must have one user."""
     while len(term.users) == 1 and _is_sum(next(iter(term.users))):
         term = next(iter(term.users))
         if all(other in _addends(term) for other in terms):
@@ -282,7 +282,7 @@ def _addends(root: Node) -> list[Node]:
 
 
 def drop_double_transposes(graph: Graph) -> None:
-    """A transpose of a transpose is what it was: autograd writes weights so."""
+    """Replace a transpose of a transpose by its source. Autograd writes weights that way."""
     for node in list(graph.nodes):
         once = _transposed(node)
         twice = _transposed(once) if once is not None else None

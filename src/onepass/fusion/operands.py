@@ -1,8 +1,7 @@
-"""Where the tensors of a group's operand come from, lane by lane, and how they become one tensor.
+"""The operands of a group: where the tensor of each lane comes from, and how the lanes' tensors become one tensor.
 
-Slices that follow one another in a tensor are that tensor, seen another way. Results of a group found before are its result.
-Equal views of such lanes are that view of the whole. Parameters are laid side by side in memory. What is none of these is
-copied together.
+Consecutive slices of a tensor are a view of that tensor. Results of an earlier group are that group's result. Equal views of
+such lanes are the same view of the whole. Parameters are packed side by side in memory. All other tensors are copied together.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from onepass.fusion.pieces import Piece, piece_of, run_of
 from onepass.fusion.rules import apply
 from onepass.fusion.side_by_side import whole_of
 
-_NEVER = 1 << 62  # bytes
+_NEVER = 1 << 62  # bytes: a copy that never pays
 
 
 @dataclass(eq=False)
 class LaneGroup:
-    """Operators that became one, in the order of their lanes, and its results."""
+    """Operators that became one, in the order of their lanes, and the results of the one."""
 
     nodes: list[Node]
     results: list[Result | Listed]
@@ -37,7 +36,7 @@ class LaneGroup:
 
 @dataclass(frozen=True)
 class ValueLocation:
-    """Where a node's value is now."""
+    """Where a node's value is now: lane `lane` of result `output` of a group."""
 
     group: LaneGroup
     lane: int
@@ -50,10 +49,10 @@ class ValueLocation:
 
 @dataclass(eq=False)
 class Listed:
-    """Lanes that stay operators of their own, because their operands lie apart, and whose results are one tensor.
+    """Lanes that stay separate operators, because their operands lie apart, but whose results become one tensor.
 
-    The compiler makes one kernel of what writes the parts of a cat (`one_launch`). So a chain of these reads its operands where
-    they are and writes each result where it belongs; steps between are no tensors at all.
+    The compiler writes all parts of a cat in one kernel (`one_launch`). So a chain of these reads its operands in place, and
+    writes each result to its place in the cat. No step in between writes a tensor.
     """
 
     nodes: list[Node]
@@ -81,22 +80,22 @@ class Listed:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the tensors of one operand come from, lane by lane, and what it costs to have them in one."""
+    """How the lanes' tensors of one operand become one tensor, and what that costs."""
 
     build: Callable[[Emitter], Operand]
-    copied: int = 0  # bytes that must be copied together first
+    copied: int = 0  # bytes to copy together first
     listed: bool = False
 
 
 class ValueMap:
-    """Where the values of a graph's nodes are while it is being rewritten."""
+    """Where the values of a graph's nodes are during the rewrite."""
 
     def __init__(self, parameters: set[Node], compiled: bool) -> None:
         self.parameters = parameters
         self.compiled = compiled
         self.places: dict[Node, ValueLocation] = {}
 
-    # ---- what tensors have in common ----
+    # ---- the origin of tensors ----
 
     def base(self, node: Node) -> object:
         piece = piece_of(node)
@@ -105,7 +104,7 @@ class ValueMap:
         return ("view", node.target, self.base(_viewed(node))) if is_view(node) and node not in self.places else None
 
     def origin(self, node: Node, bases: Counter[object]) -> object:
-        """What the operands of a family have in common."""
+        """Return a key that is equal for the operands of a family."""
         base = self.base(node)
         if base is not None and bases[base] > 1:
             return base
@@ -127,7 +126,7 @@ class ValueMap:
     # ---- one tensor for all ----
 
     def source(self, nodes: list[Node], uneven: bool = False) -> Source:
-        """One tensor for those of all lanes: one that is there already, or a copy."""
+        """Return how the nodes of all lanes become one tensor: an existing one, or a copy."""
         if is_shared(nodes):
             return Source(lambda emit: Shared(nodes[0]))
         known = self._known(nodes)
@@ -144,7 +143,7 @@ class ValueMap:
             return Source(lambda emit: Packed(whole_of(emit, nodes, stacked=False), 0, widths))
         copied = sum(map(nbytes, nodes)) or 1
         if uneven and not self.compiled and not all(value(node).is_contiguous() for node in nodes):
-            copied = _NEVER  # each would be a copy of its own first
+            copied = _NEVER  # each lane would be copied before the cat
         return Source(lambda emit: (_flattened if uneven else _stacked)(emit, nodes), copied)
 
     def _known(self, nodes: list[Node]) -> Callable[[Emitter], Operand] | None:
@@ -171,7 +170,7 @@ class ValueMap:
         return None
 
     def _through_views(self, nodes: list[Node]) -> Source | None:
-        """Equal views of the lanes of something: the same view of all of it."""
+        """Return equal views of lanes as the same view of the whole, or None."""
         if not all(is_view(node) and node not in self.places for node in nodes):
             return None
         pieces = [piece for piece in map(piece_of, nodes) if piece is not None]
@@ -191,7 +190,7 @@ class ValueMap:
         return Source(build, under.copied)
 
     def _through_slices(self, pieces: list[Piece]) -> Source | None:
-        """The same slice of each lane of something: that slice of all of it."""
+        """Return equal slices of lanes as the same slice of the whole, or None."""
         first = pieces[0]
         if any((p.dim, p.start, p.length, p.squeezed) != (first.dim, first.start, first.length, first.squeezed) for p in pieces):
             return None
@@ -209,13 +208,13 @@ class ValueMap:
 
 
 def kind_of(node: Node) -> object:
-    """What calls must have in common, their tensors' sizes aside, to be one."""
+    """Return a key that calls must share to become one. It ignores the sizes of tensors."""
     args, kwargs = map_arg((ragged.masked(arguments(node), node), node.kwargs), _slot_kind)
     return node.target, frozen(args), frozen(kwargs)
 
 
 class _TensorKind(tuple[object, ...]):
-    """A tensor's kind in the place of the tensor."""
+    """Replaces a tensor in a key: its dtype, device and rank."""
 
 
 def _slot_kind(node: Node) -> Any:
@@ -233,7 +232,7 @@ def _viewed(node: Node) -> Node:
 
 
 def _between(last: Node, first: Sequence[Node]) -> set[Node]:
-    """The nodes by which `last` was made of the first ones."""
+    """Return the nodes that compute `last` from the nodes in `first`, without the latter."""
     found, waiting = set(), [last]
     while waiting:
         node = waiting.pop()

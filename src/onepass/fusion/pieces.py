@@ -1,4 +1,4 @@
-"""Slices of one tensor: split, chunk, unbind, slicing and select, whichever way a program wrote them."""
+"""Slices of one tensor, in one form for split, chunk, unbind, slicing and select."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onepass.fusion.graph import Emitter, arguments, aten, remove_dead, shape, s
 
 @dataclass(frozen=True)
 class Piece:
-    """base[..., start : start + length] along dim; squeezed: one row of it, without the dimension."""
+    """base[..., start : start + length] along `dim`. `squeezed`: one index of `dim`, without the dimension."""
 
     base: Node
     dim: int
@@ -26,7 +26,7 @@ class Piece:
 
 
 def piece_of(node: Node) -> Piece | None:
-    """What the node is a slice of, seen through slices of slices; None where it is none or its bounds are symbolic."""
+    """Return the node as a slice, resolved through slices of slices. Return None for other nodes, and for symbolic bounds."""
     found = _piece_of(node)
     if found is None or found.squeezed:
         return found
@@ -88,7 +88,7 @@ def _int(node: Node, place: int, name: str, default: int) -> int:
 
 
 def run_of(pieces: Sequence[Piece | None]) -> bool:
-    """Whether these are slices of one tensor of which each begins where the one before it ends."""
+    """Whether these are consecutive slices of one tensor: each begins where the previous one ends."""
     first = pieces[0]
     if first is None:
         return False
@@ -103,10 +103,11 @@ def run_of(pieces: Sequence[Piece | None]) -> bool:
 
 
 def gather_gradients(graph: Graph) -> None:
-    """Turn the sum of slices' gradients, each padded with zeros to the whole, into one cat.
+    """Replace the sum of slices' gradients, each padded with zeros to the whole tensor, by one cat.
 
-    Slicing's backward pads (slice_backward, select_backward), and autograd then adds what it padded: as much work as slices times
-    the whole tensor. Where the slices don't overlap no two nonzero terms meet, so a cat gives the same numbers.
+    The backward of slicing pads gradients (slice_backward, select_backward), and autograd adds the padded ones. That is as much
+    work as the number of slices times the whole tensor. Slices that don't overlap have no two nonzero terms at one element, so a
+    cat gives the same numbers.
     """
     emit = Emitter(graph)
     for node in list(graph.nodes):
@@ -125,7 +126,7 @@ def gather_gradients(graph: Graph) -> None:
 
 
 def _is_inner_sum(node: Node) -> bool:
-    """Whether one other sum, and nobody else, uses this one."""
+    """Whether the only user of this sum is another sum."""
     users = list(node.users)
     return len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs and _same(node, users[0])
 
@@ -136,7 +137,7 @@ def _same(node: Node, other: Node) -> bool:
 
 
 def _terms(node: Node) -> tuple[list[Node], list[Node]]:
-    """What a tree of sums adds, and the sums themselves."""
+    """Return the terms of a tree of sums, and the sums."""
     terms: list[Node] = []
     sums: list[Node] = []
     waiting = [node]
@@ -152,7 +153,7 @@ def _terms(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _padded(node: Node) -> tuple[Node, int, int, int, bool] | None:
-    """(gradient, dim, start, length, whether it lacks the dimension) of a padded one."""
+    """Return (gradient, dim, start, length, whether the gradient lacks `dim`) of a padded gradient, or None."""
     if node.target is aten.slice_backward.default:
         gradient, sizes, dim, start, end, step = arguments(node)
         dim %= len(sizes)
@@ -171,7 +172,7 @@ def _padded(node: Node) -> tuple[Node, int, int, int, bool] | None:
 
 
 def _wholes(terms: Sequence[Node]) -> list[list[Node]]:
-    """Terms that fit side by side into one tensor, in order: at least two, along one dimension, none over another."""
+    """Return lists of terms that fit into one tensor, in order: at least two, along one dimension, without overlap."""
     by_dim: dict[int, list[tuple[int, int, Node]]] = {}
     for term in terms:
         padded = _padded(term)

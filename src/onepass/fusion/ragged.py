@@ -1,4 +1,4 @@
-"""Norms whose lanes differ in width, or lie in tensors of their own: one launch forward and one backward (`ragged_norm`)."""
+"""Norms whose lanes differ in width or lie in separate tensors: one launch forward and one backward (`ragged_norm`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from onepass.ops.norm.ragged.ragged_norm import (
 if TYPE_CHECKING:
     from onepass.fusion.operands import ValueMap
 
-# Of each norm: its name here, and where its call has x, the sizes it normalizes over, the weight and, of a layer_norm, the bias.
+# Each forward op: the norm's name, and the position of eps among the op's arguments.
 _FORWARD = {aten.native_layer_norm.default: ("layer_norm", 4), aten._fused_rms_norm.default: ("rms_norm", 3)}
 _BACKWARD = {aten.native_layer_norm_backward.default: "layer_norm", aten._fused_rms_norm_backward.default: "rms_norm"}
-_FAR = 50  # nodes behind a lane that are looked at for a cat
+_FAR = 50  # nodes after a lane that `_meet_again` visits to find a cat
 
 
 class _Sweep(Protocol):
@@ -37,7 +37,7 @@ def is_norm(node: Node) -> bool:
 
 
 def masked(args: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
-    """A norm's arguments without its width: norms of different widths may be one."""
+    """Return a norm's arguments with its width masked, because norms of different widths may form one group."""
     place = 1 if node.target in _FORWARD else 2 if node.target in _BACKWARD else None
     if place is None or len(args[place]) != 1:
         return args
@@ -45,7 +45,7 @@ def masked(args: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
 
 
 def rewrite_of(sweep: _Sweep, nodes: Sequence[Node]) -> Callable[[], list[Result]] | None:
-    """What puts one operator in the place of these norms, where that is one launch."""
+    """Return a function that replaces these norms by one operator. Return None where the operator would not be one launch."""
     if not is_norm(nodes[0]) or not _fits(nodes):
         return None
     if nodes[0].target in _FORWARD:
@@ -118,7 +118,10 @@ def _backward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
 
 
 def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node | None] | None:
-    """The tensors whose columns these lanes and vectors are; None where some are tensors of their own."""
+    """Return the tensors whose columns are the lanes `xs` and each list of `vectors`.
+
+    An empty list has None for its tensor. Return None where some lanes or vectors lie in separate tensors.
+    """
     last = len(shape(xs[0])) - 1
     found: list[Node | None] = []
     for nodes in (xs, *vectors):
@@ -161,13 +164,13 @@ def _lanes(emit: Emitter, node: Node, xs: Sequence[Node], packed: bool) -> Resul
 
 
 def _statistics(emit: Emitter, node: Node, x: Node) -> Stacked:
-    """[lanes, rows] as the lanes' own [*lead, 1]."""
+    """View statistics [lanes, rows] as [lanes, *lead, 1], the shape of ATen's own statistics."""
     lanes = shape(node)[0]
     return Stacked(emit.view(node, [lanes, *shape(x)[:-1], 1]), 0)
 
 
 def _together(sweep: _Sweep, statistics: list[Node]) -> Node:
-    """[lanes, rows] of the lanes' [*lead, 1]."""
+    """Return the lanes' statistics, [*lead, 1] each, as one tensor [lanes, rows]."""
     operand = sweep.where.source(statistics).build(sweep.emit)
     if not isinstance(operand, Stacked):
         raise NoRule("statistics of different kinds")
@@ -175,9 +178,9 @@ def _together(sweep: _Sweep, statistics: list[Node]) -> Node:
 
 
 def _meet_again(nodes: Sequence[Node]) -> bool:
-    """Whether a cat along the rows joins the lanes behind the norms: then they are best side by side from the start.
+    """Whether the norms should write packed outputs, because a later cat joins the lanes along the last dimension.
 
-    So they are where a size changes from call to call: where a lane begins in one dimension would change with it.
+    Symbolic sizes need packed outputs too: the offset of a lane in a flat tensor would change with the size.
     """
     if any(not isinstance(size, int) for size in shape(_x(nodes[0]))):
         return True

@@ -1,4 +1,4 @@
-"""What was fused, what was left and why, and what that is worth: `fused.report()`."""
+"""The result of `fused.report()`: what was fused, what was not and why, with predicted and measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """Operators that became one; copied: bytes that had to be put together first."""
+    """Operators that became one. `copied`: bytes that are copied together first."""
 
     operator: str
     lanes: int
@@ -24,7 +24,7 @@ class FusedGroup:
 
 @dataclass(frozen=True)
 class UnfusedGroup:
-    """Operators of one kind that stayed as they were."""
+    """Operators of one kind that were not fused, and the reason."""
 
     operator: str
     lanes: int
@@ -33,7 +33,7 @@ class UnfusedGroup:
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """Operators that start work of their own, and the bytes they read and write, were each a kernel."""
+    """How many operators launch kernels, and the bytes that they read and write if each is a kernel of its own."""
 
     operators: int
     moved: int
@@ -41,7 +41,7 @@ class OperatorWork:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a graph by itself, with its backward where it has one: as written, and fused."""
+    """Milliseconds that one graph takes, as written and as fused. It includes backward where the graph has one."""
 
     written: float
     fused: float
@@ -49,7 +49,7 @@ class Times:
 
 @dataclass
 class GraphReport:
-    """One graph that the compiler was given; `seconds` is what fusing it took, the compiler's own time aside."""
+    """The report of one graph. `seconds` is the time that fusing took, without the compiler's own time."""
 
     found: list[FusedGroup]
     refused: list[UnfusedGroup]
@@ -64,7 +64,7 @@ class GraphReport:
 
 @dataclass
 class FusionReport:
-    """Of all graphs so far: a call with new types or shapes may add one. `print(report)` shows it."""
+    """The reports of all graphs so far. A call with new types or shapes may add a graph. `print(report)` shows it."""
 
     graphs: list[GraphReport] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class FusionReport:
         return [refused for graph in self.graphs for refused in graph.refused]
 
     def __rich__(self) -> RenderableType:
-        from onepass.fusion.report_table import shown  # rich, which an import of onepass doesn't load
+        from onepass.fusion.report_table import shown  # imported late: `import onepass` must not load rich
 
         return shown(self)
 

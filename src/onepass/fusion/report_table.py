@@ -1,4 +1,4 @@
-"""A report as tables."""
+"""Render a fusion report as tables, one set for each graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a sweep: who still asks for one lane of a group gets its view of the whole."""
+"""The end of a sweep: each remaining user of one lane gets a view of the group's tensor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RestoreLanes:
         self, graph: Graph, emit: Emitter, places: dict[Node, ValueLocation], order: dict[Node, int], backward: set[Node]
     ) -> None:
         self.graph, self.emit, self.places, self.order, self.backward = graph, emit, places, order, backward
-        self.together: set[Node] = set()  # operators of which the compiler makes one a group, and the cats by which it does
+        self.together: set[Node] = set()  # operators and cats of `Listed` groups: the compiler makes one kernel of a group
         self.groups = 0
-        self.dissolved: set[Node] = set()  # operators of chains that stay as they were
-        self.left: list[LaneGroup] = []  # which stay as they were after all
+        self.dissolved: set[Node] = set()  # operators of `Listed` groups that are not fused after all
+        self.left: list[LaneGroup] = []  # groups that are not fused after all
 
     def run(self) -> None:
         groups = list(dict.fromkeys(place.group for place in self.places.values()))
@@ -62,9 +62,10 @@ class RestoreLanes:
         return min(nodes, key=self.order.__getitem__)
 
     def _write_together(self, listed: Listed) -> bool:
-        """Give who is no part of the chain its view of the whole, unless that is a cat which joins the lanes anyway.
+        """Give users outside of the chain views of the whole tensor. Return False where the group is better not fused.
 
-        Where it is something that the compiler makes one kernel of with the lane itself, the lanes are better left alone.
+        A cat that joins the lanes needs no views: it is marked instead. If the compiler fuses a user with its lane into one
+        kernel, the lanes are better left as separate operators.
         """
         outside = {node: [user for user in node.users if not self._goes_on(node, user, listed)] for node in listed.nodes}
         everybody = {user for users in outside.values() for user in users}
@@ -90,7 +91,7 @@ class RestoreLanes:
         return True
 
     def _fuses(self, node: Node, user: Node) -> bool:
-        """Whether a compiler writes no tensor between a lane and this user of it."""
+        """Whether a compiler fuses the lane with this user, so that it writes no tensor between them."""
         if is_view(user):
             return any(self._fuses(node, behind) for behind in user.users)
         if (user in self.backward) != (node in self.backward):
@@ -100,16 +101,16 @@ class RestoreLanes:
         return is_pointwise(user) or is_reduction(user)
 
     def _goes_on(self, node: Node, user: Node, listed: Listed) -> bool:
-        """Whether the user is the chain's next step: in the same pass, as what forward keeps for backward is a tensor."""
+        """Whether the user is the chain's next step. It must be in the same pass: what forward saves for backward is a tensor."""
         place = self.places.get(user)
         going = place is not None and isinstance(place.result, Listed) and user not in self.dissolved
         going = going and (user in self.backward) == (node in self.backward)
         return going or user in listed.making
 
     def _lanes_first(self, group: LaneGroup, leaving: list[Node]) -> None:
-        """Results that leave the graph must be contiguous each: then the lanes lie one behind the other from the start.
+        """Move the lane dimension to the front for results that leave the graph, as each must be contiguous.
 
-        In one dimension, where sizes allow it: of more a compiler keeps the order of strides, not the strides.
+        Static sizes allow a one-dimensional result. Of more dimensions a compiler keeps the order of strides, not the strides.
         """
         for output in {self.places[node].output for node in leaving}:
             result = group.results[output]

@@ -1,4 +1,4 @@
-"""The rewriting of one graph, from first to last: what the compilers call between autograd and code."""
+"""All rewriting of one graph, which the backend calls between autograd and code generation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from onepass.fusion.side_by_side import side_by_side
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
-# What a group is found by, and so must not be taken apart before.
+# Groups are found by these operators, so they must not be decomposed before.
 WHOLE = frozenset(
     {
         aten.native_layer_norm.default,
@@ -48,7 +48,7 @@ WHOLE = frozenset(
 
 
 def rewrite(graph: Graph, parameters: set[Node], machine: LaunchCost, compiled: bool) -> GraphReport:
-    """Fuse what the graph holds, in place."""
+    """Fuse the graph in place, and return its report."""
     started = time.perf_counter()
     before = _work(graph)
     drop_aliases(graph)
@@ -74,7 +74,7 @@ def rewrite(graph: Graph, parameters: set[Node], machine: LaunchCost, compiled: 
 
 
 def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> OperatorWork:
-    """together: operators of which the compiler makes as many as there are groups."""
+    """Count operators and bytes. `together`: operators that the compiler merges into `groups` kernels."""
     nodes = [node for node in graph.nodes if launches(node) and node.target is not side_by_side]
     alone = [node for node in nodes if node not in together]
     listed = [node for node in nodes if node in together and node.target is not aten.cat.default]
@@ -84,7 +84,7 @@ def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> Ope
 
 
 def take_apart(graph: Graph, decompositions: Decompositions) -> None:
-    """Take apart what stayed whole only to be found, as the compiler would have done at the start."""
+    """Decompose the operators of WHOLE, as the compiler would have done at the start."""
     for node in list(graph.nodes):
         if node.target in WHOLE and node.target in decompositions:
             _inline(graph, node, decompositions)
@@ -97,7 +97,7 @@ def _inline(graph: Graph, node: Node, decompositions: Decompositions) -> None:
         given = dict(zip(nodes, tensors, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         result = decompositions[node.target](*args, **kwargs)
-        return tuple(result) if isinstance(result, tuple) else result  # a named one would be a call in the graph
+        return tuple(result) if isinstance(result, tuple) else result  # a named tuple would be a call in the graph
 
     with torch.no_grad():
         inner = make_fx(call, decomposition_table=dict(decompositions))(*[value(used) for used in nodes]).graph
@@ -121,7 +121,7 @@ def _inline(graph: Graph, node: Node, decompositions: Decompositions) -> None:
 
 
 def parameters_of(graph: Graph, is_parameter: Sequence[bool]) -> set[Node]:
-    """The graph's inputs that are parameters; none where AOTAutograd made other inputs of them (subclasses, duplicates)."""
+    """Return the inputs that are parameters. Return none where AOTAutograd changed the inputs (subclasses, duplicates)."""
     inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     if len(inputs) != len(is_parameter):
         return set()

@@ -1,10 +1,10 @@
-"""Parameters laid side by side in one storage, so that several of them are one tensor without a copy.
+"""Parameters packed side by side in one storage, so that one tensor is a view of several of them.
 
-In a graph the whole is the op `onepass::side_by_side(parts)`. Before the graph is compiled the op becomes one more input
-(`take_out`), and at each call that input is made of the parameters as they are then: their addresses say whether they still
-lie as they should, in which case it is a view. Otherwise (the first time; after `.to()`, `load_state_dict(assign=True)`, or
-whoever else gave them other memory) they are laid anew, each remaining the parameter that it was, its data a view of the new
-storage. Parameters whose memory somebody else holds too can't be moved: of those the whole is a copy, made at each call.
+In a graph the whole tensor is the op `onepass::side_by_side(parts)`. Before compilation `take_out` replaces the op by one more
+input. Each call makes that input from the current parameters. If their addresses show that they still lie side by side, the
+input is a view. Otherwise they are packed again: at the first call, and after `.to()`, `load_state_dict(assign=True)` or other
+code gave them new memory. Packing keeps each Parameter object and makes its data a view of the new storage. Parameters whose
+memory another tensor holds can't be moved. Their whole is a copy, made at each call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from onepass.runtime.dispatch import registered
 
 _log = logging.getLogger("onepass.fusion")
 _MARK = "onepass_whole"
-_ONLY_HERE = 3  # references to a storage's Python object that nobody else holds: PyTorch's, a local name, the question
-_MOST_MOVES = 16  # of one whole: whoever moves parameters oftener does so at every step
+_ONLY_HERE = 3  # references to a storage's Python object without other holders: PyTorch's, a local name, getrefcount's argument
+_MOST_MOVES = 16  # times that a whole is packed: code that moves parameters more often does so at every step
 
 
 def _together(parts: Sequence[Tensor], stacked: bool) -> Tensor:
@@ -39,9 +39,9 @@ side_by_side = registered("side_by_side(Tensor[] parts, bool stacked) -> Tensor"
 
 @dataclass
 class PackedParameters:
-    """One tensor over several parameters: stacked, [parts, *shape], or one behind the other along their first dimension."""
+    """One tensor over several parameters: stacked as [parts, *shape], or concatenated along the first dimension."""
 
-    places: tuple[int, ...]  # of the parts among the graph's inputs
+    places: tuple[int, ...]  # positions of the parts among the graph's inputs
     shape: tuple[int, ...]
     stacked: bool
     moves: int = 0
@@ -50,7 +50,7 @@ class PackedParameters:
     def of(self, inputs: Sequence[Any]) -> Tensor:
         parts: list[Tensor] = [inputs[place] for place in self.places]
         if self.why_copied is None and (_in_place(parts) or self._lay(parts)):
-            return parts[0].detach().as_strided(self.shape, _contiguous(self.shape))  # its version is the parameters'
+            return parts[0].detach().as_strided(self.shape, _contiguous(self.shape))  # shares the version counter of parts[0]
         return _together(parts, self.stacked)
 
     def _lay(self, parts: Sequence[Tensor]) -> bool:
@@ -63,9 +63,9 @@ class PackedParameters:
             return False
         self.moves += 1
         offset = 0
-        with torch.inference_mode(False), torch.no_grad():  # who calls under inference_mode may train later
+        with torch.inference_mode(False), torch.no_grad():  # not inference tensors: training may follow
             whole = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
-            setattr(whole.untyped_storage(), _MARK, True)  # PyTorch keeps one Python object for as long as the storage lives
+            setattr(whole.untyped_storage(), _MARK, True)  # PyTorch keeps its Python object as long as the storage lives
             for part in parts:
                 place = whole[offset : offset + part.numel()].view(part.shape)
                 place.copy_(part)
@@ -75,9 +75,9 @@ class PackedParameters:
 
 
 def _in_place(parts: Sequence[Tensor]) -> bool:
-    """Whether each part begins where the one before it ends, in one storage.
+    """Whether each part begins where the previous one ends, in one storage.
 
-    Neighbours in memory may be strangers, so the first one's storage must reach to the end. Two storages never overlap.
+    Separate storages may be neighbours in memory, so the first part's storage must reach to the end. Storages never overlap.
     """
     end = start = parts[0].data_ptr()
     for part in parts:
@@ -89,7 +89,7 @@ def _in_place(parts: Sequence[Tensor]) -> bool:
 
 
 def _why_not(parts: Sequence[Tensor]) -> str | None:
-    """Why parameters can't be given other memory: somebody would go on looking at the old one."""
+    """Return why the parameters can't be given new memory, or None. Other holders would keep reading the old memory."""
     spans = sorted((part.data_ptr(), part.data_ptr() + _bytes(part)) for part in parts)
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         return "one shares memory with another, or is there twice"
@@ -106,7 +106,7 @@ def _why_not(parts: Sequence[Tensor]) -> str | None:
             return "one lies in memory that isn't PyTorch's (a NumPy array's)"
         if storage.nbytes() != _bytes(part) and not hasattr(storage, _MARK):
             return "one is a part of a larger buffer, whose owner would lose it"
-        tensors = torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object holds it too
+        tensors = torch._C._storage_Use_Count(storage._cdata) - 1  # less the Python object's own reference
         if tensors > on_it[storage.data_ptr()] or sys.getrefcount(storage) > _ONLY_HERE:
             return "somebody else holds one's memory (a state_dict, a detached view)"
     return None
@@ -124,14 +124,14 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 def whole_of(emit: Emitter, parts: Sequence[Node], stacked: bool) -> Node:
-    """Put the whole of some parameters into a graph."""
+    """Insert the whole tensor of several parameters into a graph."""
     node = emit(side_by_side, list(parts), stacked)
-    node.meta[_MARK] = True  # stays with what forward keeps for backward
+    node.meta[_MARK] = True  # survives on a tensor that forward saves for backward
     return node
 
 
 def take_out(graph: Graph) -> list[tuple[PackedParameters, Node]]:
-    """Make each `side_by_side` of a forward graph an input of it, the last ones; gives them with their new nodes."""
+    """Replace each `side_by_side` of a forward graph by a new last input. Return the wholes with their new nodes."""
     inputs = graph.find_nodes(op="placeholder")
     places = {node: i for i, node in enumerate(inputs)}
     found: list[tuple[PackedParameters, Node]] = []
@@ -145,9 +145,10 @@ def take_out(graph: Graph) -> list[tuple[PackedParameters, Node]]:
 
 
 def put_back(graph: Graph) -> list[int]:
-    """In a backward graph, give each whole that forward kept a second, last input for its uses; gives the places of the first.
+    """Give each whole that forward saved a second, last input of the backward graph. Return the positions of the first inputs.
 
-    The compiler may write over what forward kept for backward alone, as it takes a whole to be; over the second it may not.
+    All uses read the second input. The compiler takes the first for a tensor that forward saved for backward alone, which it
+    may overwrite. It may not overwrite the second.
     """
     inputs = graph.find_nodes(op="placeholder")
     found: list[int] = []
@@ -190,6 +191,6 @@ def backward_with(compiled: Compiled, places: Sequence[int]) -> Compiled:
 
 
 def boxed(call: Compiled) -> Compiled:
-    """Say that it takes its inputs in one list, which it may empty."""
+    """Mark a function as boxed: it takes its inputs in one list, which it may empty."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -1,8 +1,8 @@
-"""A tensor that now lies otherwise in memory: who may be given it as it is, and who needs it as it was.
+"""Tensors whose strides fusion changes: which users accept the new strides, and which need a copy with the old ones.
 
-A lane of a whole is a view with the whole's strides, where its operator gave a contiguous tensor. Most operators look at
-strides. A view may be possible only with the old ones, and what is no part of PyTorch, or gives its result to the user, may
-count on them: those get a copy that lies as the tensor did.
+A lane of a whole is a view with the whole's strides. Its operator returned a contiguous tensor. Most operators read strides. A
+view may be possible only with the old strides. An operator outside of PyTorch, or the graph's output, may depend on them. Those
+users get a contiguous copy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from onepass.ops.norm.ragged.ragged_norm import (
 )
 
 _COUNTS_ON_THEM = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
-# Beside those that have rules. Not simply all of ATen: what the call around an operator made contiguous is no call in the graph
-# where it was contiguous already, and then its kernel doesn't look.
+# Operators without rules that accept any strides. Not all of ATen does: some kernels assume contiguous inputs, because their
+# callers call contiguous(). Where the input was contiguous already, that call is not in the graph.
 _TAKES_ANY = {
     ragged_norm_forward,
     ragged_norm_backward,
@@ -48,7 +48,7 @@ _TAKES_ANY = {
 
 
 def settle(emit: Emitter, node: Node, was: Any, users: Iterable[Node]) -> None:
-    """Give users of `node`, which was a tensor like `was` when they were traced, a copy where they need that one's strides."""
+    """Give users of `node` a copy where they need the strides of `was`, the tensor that they were traced with."""
     if isinstance(was, Tensor) and _lies_the_same(value(node), was):
         return
     for user in list(users):
@@ -66,7 +66,7 @@ def _looks_at_strides(user: Node) -> bool:
 
 
 def _retraced(emit: Emitter, view: Node) -> bool:
-    """Take the view of what lies otherwise, if there is one, and settle its users."""
+    """Recompute a view of a tensor with new strides, and settle its users. Return False if the view is not possible."""
     args, kwargs = map_arg((view.args, view.kwargs), value)
     target: Any = view.target
     try:
@@ -87,7 +87,7 @@ def _copy_for(emit: Emitter, node: Node, was: Any, user: Node) -> None:
 
 
 def _lies_the_same(now: Tensor, was: Tensor) -> bool:
-    """Where a dimension has one element its stride says nothing."""
+    """Whether all strides are equal, except in dimensions of one element."""
     return all(
         size_key(size) == 1 or size_key(a) == size_key(b)
         for size, a, b in zip(now.shape, now.stride(), was.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""Times a graph as it was written and as it was fused, on made-up inputs of the shapes that it was compiled for."""
+"""Time a graph as written and as fused, on random inputs of the shapes that it was compiled for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onepass.runtime.ceilings import clock_for
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What an input of a graph was like. The input itself isn't kept: it is as large as the user's data."""
+    """The properties of a graph's input. The input itself is not kept, because it is as large as the user's data."""
 
     made: Callable[[], Any]
     is_parameter: bool
@@ -34,7 +34,7 @@ class InputSpec:
 
         def made() -> Tensor:
             tensor = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-            own = torch.Generator(device)  # the user's random numbers stay as they were
+            own = torch.Generator(device)  # keeps the user's random state unchanged
             with torch.no_grad():
                 tensor.normal_(generator=own) if dtype.is_floating_point else tensor.zero_()
             return nn.Parameter(tensor, wants_grad) if parameter else tensor.requires_grad_(wants_grad)

@@ -1,4 +1,4 @@
-"""A GPT made of onepass' ops: its configuration, its presets, the model, and its weights from and to others' files."""
+"""A GPT built from onepass ops: configuration, presets, model, and conversion of weights from and to Hugging Face."""
 
 from onepass.gpt.config import Config
 from onepass.gpt.model import Model

@@ -1,4 +1,4 @@
-"""A block: attention and an MLP, each of the normalised residual stream, to which it adds."""
+"""A transformer block: attention and an MLP. Each reads the normalised residual stream and adds its output to the stream."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from onepass.ops.attention.formula import parts_of
 
 
 class SelfAttention(nn.Module):
-    """Causal attention, where queries share keys and values in groups. linear_qkv makes all queries, then keys, then values."""
+    """Causal self-attention with grouped queries. linear_qkv's output is all queries, then all keys, then all values."""
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
         self.config = config
         size, ranks = config.head_size, config.tensor_model_parallel_size
         sizes = [heads * size for heads in (config.num_attention_heads, config.query_groups, config.query_groups)]
-        self.heads = config.num_attention_heads // ranks, config.query_groups // ranks  # this rank's: of queries, of keys
+        self.heads = config.num_attention_heads // ranks, config.query_groups // ranks  # this rank's: query heads, key heads
         spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
         options = spread | {"device": device, "dtype": config.dtype}
         self.linear_qkv = ColumnParallelLinear(
@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
 
     def forward(self, qkv: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor | None]:
-        """(y, linear_proj's bias), of what linear_qkv made."""
+        """Return (y, linear_proj's bias). `qkv` is linear_qkv's output."""
         if self.config.recompute_granularity == "selective" and qkv.requires_grad:
             dropout = self.config.attention_dropout > 0
             mixed = checkpoint(self.mixed, qkv, tables, use_reentrant=False, preserve_rng_state=dropout)
@@ -62,10 +62,10 @@ class SelfAttention(nn.Module):
         return self.linear_proj(mixed)  # type: ignore[no-any-return]
 
     def mixed(self, qkv: Tensor, tables: Tables | None) -> Tensor:
-        """Each token's mix of the values up to it, of this rank's heads: of qkv's shape, but for the last dimension."""
+        """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
         as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
-        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # others: rope's kernel, PyTorch's attention
+        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
         return y.reshape(*qkv.shape[:-1], -1)
 
@@ -73,7 +73,11 @@ class SelfAttention(nn.Module):
         return self.training and self.config.attention_dropout > 0
 
     def _as_one_op(self, rows: Tensor, tables: Tables | None) -> Tensor:
-        """What linear_qkv made is nobody's afterwards, and holds q and k turned, unless it is what is computed from again."""
+        """Run rotation and attention as one op.
+
+        The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. Selective recomputation reads
+        it again, so there the op leaves it unchanged.
+        """
         c = self.config
         if tables is not None and not c.apply_rope_fusion:
             q, k, v = parts_of(rows, *self.heads)
@@ -87,7 +91,7 @@ class SelfAttention(nn.Module):
             interleaved=c.rotary_interleaved,
             overwrite=c.recompute_granularity != "selective",
             deterministic=False,
-            backend=None if unsupported(rows, *self.heads) is None else "torch",  # also where "triton" is in force
+            backend=None if unsupported(rows, *self.heads) is None else "torch",  # even where "triton" is selected globally
         )
 
     def _by_pytorch(self, rows: Tensor, tables: Tables | None) -> Tensor:
@@ -109,13 +113,20 @@ class SelfAttention(nn.Module):
 
 
 def sequences(x: Tensor, config: Config) -> Tensor:
-    """[B, S, ...] of what a column-parallel layer made, which sequence parallelism gives the ranks' parts one after another."""
+    """Return a column-parallel layer's output as [B, S, ...].
+
+    Under sequence parallelism the layer returns [B * ranks, S / ranks, ...]: the ranks' shards along the first dimension.
+    """
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return x if ranks == 1 else x.reshape(x.shape[0] // ranks, x.shape[1] * ranks, *x.shape[2:])
 
 
 class Block(nn.Module):
-    """One of a model's layers: takes the residual stream, and what is late for it, and returns both, and an MoE's own loss."""
+    """A transformer layer. forward takes (h, pending) and returns (h, pending, auxiliary loss).
+
+    h is the residual stream. `pending` is a block's output that the next norm still has to add to h, or None. The auxiliary loss
+    is an MoE's, or None.
+    """
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
@@ -126,15 +137,15 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = (MoE if config.num_moe_experts else make_mlp)(config, tp_group, start.of("mlp"), device)
 
     def forward(
-        self, h: Tensor, late: Tensor | None = None, tables: Tables | None = None
+        self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        (qkv, _), h = self.residual.take(h, late, self.input_layernorm, self.self_attention.linear_qkv)
-        h, late = self.residual.give(h, self.self_attention(qkv, tables), self.training)
+        (qkv, _), h = self.residual.take(h, pending, self.input_layernorm, self.self_attention.linear_qkv)
+        h, pending = self.residual.give(h, self.self_attention(qkv, tables), self.training)
         if isinstance(self.mlp, MoE):
-            normed, h = self.residual.normed(h, late, self.pre_mlp_layernorm)
-            y, uneven = self.mlp(normed)
-            return *self.residual.give(h, (y, None), self.training), uneven
-        up, h = self.residual.take(h, late, self.pre_mlp_layernorm, self.mlp.linear_fc1)
+            normed, h = self.residual.normed(h, pending, self.pre_mlp_layernorm)
+            y, aux_loss = self.mlp(normed)
+            return *self.residual.give(h, (y, None), self.training), aux_loss
+        up, h = self.residual.take(h, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
         return *self.residual.give(h, self.mlp.rest(*up), self.training), None
 
 

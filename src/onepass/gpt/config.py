@@ -1,4 +1,4 @@
-"""The configuration of a GPT: one frozen dataclass with Megatron's names, whose contradictions raise when it is made."""
+"""Config, the configuration of a GPT: a frozen dataclass with Megatron's names. Its constructor raises for contradictions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yam
 from onepass.gpt.validate_config import validate_config
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # the ops' names
-_MULTIPLE = 256  # of which a gated MLP's size is one, where none is given
+_GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # names in onepass.bias_activation
+_MULTIPLE = 256  # the default ffn_hidden_size of a gated MLP is rounded up to it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """A GPT's shape, and which fusion makes which part of it. Megatron's names; the defaults are a small Llama with all fusions.
+    """A GPT's shape and its fused ops. Field names are Megatron's. The defaults are a small Llama with all fusions.
 
         config = Config(num_layers=12, hidden_size=768, num_attention_heads=12)
         config = Config.from_yaml("config.yaml")
-        plain = config.reference()              # the same model by PyTorch's own operators
+        plain = config.reference()              # the same model with PyTorch operators only
 
-    Settings that contradict each other raise ValueError, with the names, what they were and what they must be. What each field
-    means is its help text (`Config.flags()`), which the trainer's command line shows.
+    Contradicting settings raise ValueError with the fields, their values and the values that they must have. Each field's help
+    text (`Config.flags()`) says what it means; the trainer's command line shows it.
     """
 
     # ---- shape ----
@@ -134,11 +134,11 @@ class Config(Settings):
     def contradictions(self) -> Iterable[str]:
         return validate_config(self)
 
-    # ---- what follows from the fields ----
+    # ---- derived values ----
 
     @property
     def ffn_size(self) -> int:
-        """ffn_hidden_size, or what it is where none is given."""
+        """ffn_hidden_size, or its default: 4 x hidden_size, or for a gated MLP 8/3 of it, rounded up to a multiple of 256."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if not self.gated_linear_unit:
@@ -147,22 +147,22 @@ class Config(Settings):
 
     @property
     def expert_size(self) -> int:
-        """moe_ffn_hidden_size, or what it is where none is given."""
+        """moe_ffn_hidden_size, or its default: the MLP's size."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
     def query_groups(self) -> int:
-        """num_query_groups, or what it is where none is given."""
+        """num_query_groups, or its default: a group for each query head."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """kv_channels, or what it is where none is given."""
+        """kv_channels, or its default: hidden_size / num_attention_heads."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
     @property
     def rotary_size(self) -> int:
-        """How many of a head's numbers are rotated."""
+        """How many elements of each head are rotated."""
         return int(self.head_size * self.rotary_percent)
 
     @property
@@ -171,7 +171,7 @@ class Config(Settings):
 
     @property
     def stages_per_rank(self) -> int:
-        """virtual_pipeline_model_parallel_size, or what it is where none is given."""
+        """virtual_pipeline_model_parallel_size, or its default: what num_layers_per_virtual_pipeline_stage implies, else 1."""
         if self.virtual_pipeline_model_parallel_size is not None:
             return self.virtual_pipeline_model_parallel_size
         each = self.num_layers_per_virtual_pipeline_stage
@@ -179,7 +179,7 @@ class Config(Settings):
 
     @property
     def tied(self) -> bool:
-        """Whether the head's weight is the embedding's."""
+        """Whether the output layer shares the embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
@@ -189,7 +189,7 @@ class Config(Settings):
 
     @property
     def activation_save(self) -> str:
-        """How `onepass.bias_activation` keeps its input."""
+        """How `onepass.bias_activation` saves its input for backward."""
         return "fp8" if self.activation_func_fp8_input_store else "offload" if self.cpu_offloading else "input"
 
     @property
@@ -203,16 +203,17 @@ class Config(Settings):
     # ---- counts ----
 
     def parameters_count(self) -> int:
-        """All parameters of the whole model; a tied weight is one."""
+        """Return how many parameters the whole model has. A tied weight counts once."""
         blocks = self.num_layers * self._block_count(self.num_moe_experts or 1)
         head = 0 if self.tied else self.vocab_size * self.hidden_size
         return self._embedding_count() + blocks + self._norm_count() + head
 
     def flops_per_token(self, sequence: int) -> float:
-        """Of forward and backward: 6 a parameter in use, and the causal half of attention, 6 x layers x heads x head x sequence.
+        """Return a token's FLOPs in forward and backward: 6 per parameter in use, plus causal attention.
 
-        Not in use are the tables that are only looked up, those of positions and an untied one of tokens, and the experts that
-        don't see a token. What is computed again in backward is not counted.
+        Causal attention takes 6 x layers x heads x head size x sequence, half of full attention. Embedding tables that are only
+        looked up (positions, and untied tokens) are not in use, nor are experts that do not see the token. Recomputation in
+        backward is not counted.
         """
         in_use = self.num_layers * self._block_count(self.moe_router_topk if self.num_moe_experts else 1)
         in_use += self._norm_count() + self.vocab_size * self.hidden_size
@@ -223,7 +224,7 @@ class Config(Settings):
         return (self.vocab_size + positions) * self.hidden_size
 
     def _block_count(self, experts: int) -> int:
-        """With so many experts; where there are none, the MLP counts as one."""
+        """Return the parameters of a block with that many experts. A dense MLP counts as one expert."""
         heads, groups, bias = self.num_attention_heads * self.head_size, self.query_groups * self.head_size, self.add_bias_linear
         qkv, norm = heads + 2 * groups, self._norm_count()
         attention = qkv * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + bias)
@@ -235,10 +236,10 @@ class Config(Settings):
     def _norm_count(self, size: int | None = None) -> int:
         return (self.hidden_size if size is None else size) * (2 if self.normalization == "LayerNorm" else 1)
 
-    # ---- others like it ----
+    # ---- variants ----
 
     def reference(self) -> Config:
-        """The same model with every fusion off: PyTorch's own operators."""
+        """Return the configuration of the same model with every fusion off: PyTorch operators only."""
         return self.replace(**_REFERENCE)
 
     # ---- files and flags ----
@@ -248,7 +249,7 @@ class Config(Settings):
         return cls.from_dict(read_yaml(path, cls.flags()))
 
     def to_yaml(self) -> str:
-        """All fields, in their order."""
+        """Return all fields as YAML, in the order of their definition."""
         return written_yaml(self.to_dict())
 
     @classmethod
@@ -262,7 +263,7 @@ _REFERENCE = {
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
     "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
 }  # fmt: skip
-_FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron's, where they are not the field with dashes and `--no-` before it
+_FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron flags other than `--field-name` and `--no-field-name`
     "layernorm_epsilon": ("--norm-epsilon", None),
     "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "--no-apply-layernorm-1p"),
     "add_bias_linear": ("--add-bias-linear", "--disable-bias-linear"),

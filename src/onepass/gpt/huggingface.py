@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of GPT-2 and Llama models as our configuration, and back. What one side can't say is refused."""
+"""Conversion between Hugging Face's config.json of GPT-2 and Llama models and Config. Settings that one lacks raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THEIR_TYPES = {ours: theirs for theirs, ours in _TYPES.items()}
 
 
 def config_of(theirs: dict[str, Any]) -> Config:
-    """Of what a config.json holds."""
+    """Return the Config for the contents of a config.json. Raise ValueError for settings that Config cannot express."""
     kind = theirs.get("model_type")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"model_type must be 'gpt2' or 'llama', but is {kind!r}")
@@ -99,7 +99,7 @@ def _must_be(theirs: dict[str, Any], name: str, value: object, default: object =
         raise ValueError(f"{name} must be {value!r}, but is {found!r}: ours has no other")
 
 
-# ---- back ----
+# ---- from Config to config.json ----
 
 _EVERY = {
     "qk_layernorm": False, "final_logit_softcapping": None, "num_moe_experts": None, "activation_func_clamp_value": None,
@@ -116,7 +116,7 @@ _LLAMA = _EVERY | {
 
 
 def their_config(config: Config) -> dict[str, Any]:
-    """A GPT-2 where positions are learned, else a Llama."""
+    """Return the contents of a config.json: GPT-2's if positions are learned, else Llama's."""
     kind, wanted = ("GPT-2", _GPT2) if config.position_embedding_type == "learned_absolute" else ("Llama", _LLAMA)
     for name, value in wanted.items():
         if getattr(config, name) != value:

@@ -1,4 +1,4 @@
-"""How weights start: each from its own random numbers, so that a rank that has a part of a model makes the same."""
+"""Weight initialisation. Each weight has its own random stream, so its values do not depend on how ranks divide the model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Initializer:
-    """Called on a whole weight: normal numbers of this spread, of the weight's name and the model's seed alone.
+    """Fill a whole weight with normal values of this standard deviation. They depend on the weight's name and the seed only.
 
-    They are drawn in fp32 on the weight's device, so that types differ by their rounding only.
+    The values are drawn in fp32 on the weight's device, so dtypes differ only by rounding.
     """
 
     seed: int
@@ -21,7 +21,7 @@ class Initializer:
     name: str = ""
 
     def of(self, name: str, scale: float = 1.0) -> Initializer:
-        """For the weight of that name below this one's."""
+        """Return the initializer of the child `name`, a module or weight, with the standard deviation times `scale`."""
         return Initializer(self.seed, self.std * scale, f"{self.name}.{name}" if self.name else name)
 
     def __call__(self, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The loss of logits: over a vocabulary that ranks share (cross_entropy_fusion_impl native), or by PyTorch (no fusion)."""
+"""The loss of materialised logits: vocabulary-parallel (cross_entropy_fusion_impl native), or by PyTorch (no fusion)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loss_of_logits(
     reduction: str,
     config: Config,
 ) -> Tensor:
-    """As `onepass.linear_cross_entropy` has it: a mean of masked tokens is over the mask's sum."""
+    """Return the loss with the reductions of `onepass.linear_cross_entropy`. A mean with loss_mask divides by the mask's sum."""
     rows = "none" if loss_mask is not None else reduction
     if config.cross_entropy_loss_fusion:
         logits = sequences(head.logits(h, weight, gather=False), config)
@@ -38,7 +38,10 @@ def loss_of_logits(
 
 
 def kept_tokens(labels: Tensor, loss_mask: Tensor | None, reduction: str) -> Tensor | float:
-    """How often a loss of all tokens alike is in the reduced one: as if each token had it."""
+    """Return the factor that adds a loss common to all tokens to the reduced loss, as if each kept token had it.
+
+    It is 1 for a mean, the (masked) number of tokens for a sum, and each token's mask without a reduction.
+    """
     if reduction == "mean":
         return 1.0
     kept = labels != -100 if loss_mask is None else loss_mask * (labels != -100)

@@ -1,7 +1,8 @@
-"""A GPT: an embedding, blocks, a norm and a head. Each part is made by the op or by PyTorch, as the configuration says.
+"""A GPT: an embedding, blocks, a norm and an output layer. The configuration chooses onepass or PyTorch operators for each.
 
-Hidden states are [B, S, hidden_size]. Under sequence parallelism a rank has a run of their B x S tokens, as [B, S / ranks,
-hidden_size]: all ranks' one after another along the first dimension are the whole in its order, so that nothing is transposed.
+Hidden states are [B, S, hidden_size]. Under sequence parallelism a rank holds a contiguous run of the B x S tokens, as
+[B, S / ranks, hidden_size]. The ranks' shards concatenated along the first dimension hold all tokens in order, so nothing is
+transposed.
 """
 
 from __future__ import annotations
@@ -27,27 +28,29 @@ from onepass.ops.dropout.dropout_add import dropout_add
 
 
 class Model(nn.Module):
-    """A GPT of this configuration, or a pipeline stage of it.
+    """A GPT, or one pipeline stage of it.
 
         model = Model(config)
         loss = model(tokens, labels)
         logits = model(tokens)
 
-    Weights start as normal numbers of init_method_std, those that end a block smaller by sqrt(2 num_layers), biases as zeros:
-    the same numbers in whatever way the model is divided over ranks and stages, if they are on one kind of device. State dicts
-    have the same keys in every stage and with every fusion; `onepass.nn.sharded_state_dict` has the whole of what is divided.
+    Weights start as normal values with standard deviation init_method_std; biases start as zeros. The standard deviation of the
+    last linear layer of attention and of an MLP is divided by sqrt(2 num_layers). On one kind of device the values are the same
+    however the model is divided over ranks and stages. State dicts have the same keys in every stage and with every fusion.
+    `onepass.nn.sharded_state_dict` returns divided parameters as whole tensors.
 
-    With several tensor-parallel ranks `onepass.parallel.reduce_sequence_parallel_grads(model, tp_group)` is to be called after
-    the last backward of a step.
+    With several tensor-parallel ranks, call `onepass.parallel.reduce_sequence_parallel_grads(model, tp_group)` after the last
+    backward of a step.
 
     Args:
-        config: the whole model's.
-        tp_group: the tensor-parallel ranks, as many as the configuration says; None is this rank alone.
-        layers: the numbers of the blocks of this stage; None is all.
-        first: whether this stage has the embedding, and is given tokens; others are given hidden states.
-        last: whether it has the final norm and the head, and returns logits or the loss; others return hidden states.
-        device: the parameters'. From the meta device, `to_empty` and `reset_parameters` start them.
-        seed: of the weights' start; None draws one from torch's random state, which must then be the same on all ranks.
+        config: the configuration of the whole model.
+        tp_group: the tensor-parallel group, of tensor_model_parallel_size ranks; None is this rank alone.
+        layers: the indices of this stage's blocks; None is all blocks.
+        first: whether this stage has the embedding and takes tokens. Other stages take hidden states.
+        last: whether this stage has the final norm and the output layer, and returns logits or the loss. Other stages return
+            hidden states.
+        device: the parameters' device. After construction on the meta device, call `to_empty` and `reset_parameters`.
+        seed: the seed of the weights. None draws one from torch's random state, which must then be the same on all ranks.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Model(nn.Module):
                 module.gradient_accumulation_fusion = config.gradient_accumulation_fusion
 
     def reset_parameters(self) -> None:
-        """As they started."""
+        """Re-initialise all parameters."""
         for module in self.modules():
             reset: Any = getattr(module, "reset_parameters", None)
             if module is not self and reset is not None:
@@ -106,31 +109,31 @@ class Model(nn.Module):
         reduction: str = "mean",
         grad_scale: float | None = None,
     ) -> Tensor:
-        """The loss where there are labels, else logits [B, S, vocab_size]; of a stage that isn't the last, hidden states.
+        """Return the loss if labels are given, else logits [B, S, vocab_size]. Stages other than the last return hidden states.
 
         Args:
-            x: tokens [B, S], or hidden states of the stage before.
-            labels: the tokens [B, S] to be foretold; -100 is none.
-            loss_mask: [B, S], what each token's loss is multiplied by. A mean is over its sum.
+            x: tokens [B, S], or hidden states of the previous stage.
+            labels: the target tokens [B, S]; -100 is ignored.
+            loss_mask: [B, S], a factor for each token's loss. A mean divides by its sum.
             reduction: ``mean``, ``sum`` or ``none``.
-            grad_scale: as in `onepass.linear_cross_entropy`, which must be what makes the loss.
+            grad_scale: as in `onepass.linear_cross_entropy`. Only that op supports it: cross_entropy_fusion_impl ``linear``.
         """
         h: Tensor = x if self.embedding is None else self.embedding(x)
-        late, uneven = None, []
+        pending, aux_losses = None, []
         tables = None if self.rotary is None else self.rotary(self._length(h))
         for at, block in enumerate(self.layers.values()):
             if self._recomputed(at) and torch.is_grad_enabled():
-                h, late, own = checkpoint(block, settled(h, late), None, tables, **self._checkpointing)
+                h, pending, own = checkpoint(block, settled(h, pending), None, tables, **self._checkpointing)
             else:
-                h, late, own = block(h, late, tables)
-            uneven += [] if own is None else [own]
+                h, pending, own = block(h, pending, tables)
+            aux_losses += [] if own is None else [own]
         if self.output_layer is None or self.final_layernorm is None:
-            return settled(h, late)
-        h = self.final_layernorm(h) if late is None else self.final_layernorm(h, late)[0]
+            return settled(h, pending)
+        h = self.final_layernorm(h) if pending is None else self.final_layernorm(h, pending)[0]
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
         loss = self._loss(h, labels, loss_mask, reduction, grad_scale)
-        return loss + sum(uneven) * kept_tokens(labels, loss_mask, reduction) if uneven else loss
+        return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
 
     def _length(self, h: Tensor) -> int:
         c = self.config
@@ -151,7 +154,7 @@ class Model(nn.Module):
         return {"use_reentrant": False, "preserve_rng_state": dropout}
 
     def _head_weight(self) -> Tensor | None:
-        """The embedding's where they are tied; None is the head's own."""
+        """Return the embedding's weight if tied. None stands for the output layer's own weight."""
         return self.embedding.word_embeddings.weight if self.config.tied and self.embedding is not None else None
 
     def _loss(self, h: Tensor, labels: Tensor, loss_mask: Tensor | None, reduction: str, grad_scale: float | None) -> Tensor:
@@ -179,7 +182,7 @@ class Model(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Of tokens, and of positions where they are learned."""
+    """Token embedding, with position embeddings if the configuration has learned ones, and dropout."""
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
@@ -204,7 +207,7 @@ class Embedding(nn.Module):
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S, hidden_size] of tokens [B, S]; under sequence parallelism this rank's."""
+        """Return [B, S, hidden_size] for tokens [B, S]; under sequence parallelism this rank's shard of it."""
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape [batch, sequence], but has {tuple(tokens.shape)}")
         return self._dropped(self._divided(tokens) if self.config.sequence_parallel else self._whole(tokens))

@@ -1,7 +1,7 @@
-"""A mixture of experts in an MLP's place: a router sends each token to some of them, and weighs what they make of it.
+"""A mixture of experts in place of an MLP. A router sends each token to its top-k experts and weights their outputs.
 
-Tokens are sorted by expert, so that the experts' products are one grouped product each (grouped.py), with the router's weight
-multiplied in by the activation. No token is dropped. The ranks of tp_group have a part of every expert.
+Tokens are sorted by expert, so that each linear layer of all experts is one grouped GEMM (ops/linear/grouped.py). The activation
+multiplies by the router's weight. No token is dropped. Each rank of tp_group holds a shard of every expert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_
 
 
 def routed(probabilities: Tensor, k: int) -> Routes:
-    """Each token to its k likeliest experts, whose weights are their probabilities, of several made to sum to 1."""
+    """Route each token to its k most probable experts. Their weights are the probabilities, normalised to sum to 1 if k > 1."""
     weights, chosen = probabilities.topk(k, dim=1)
     if k > 1:
         weights = weights / weights.sum(1, keepdim=True)
@@ -33,7 +33,10 @@ def routed(probabilities: Tensor, k: int) -> Routes:
 
 
 def balance(probabilities: Tensor, k: int) -> Tensor:
-    """Experts x sum of (share of the tokens x mean probability): least, and 1, where all experts get as many tokens."""
+    """Return the load-balancing loss: experts x sum over experts of (share of the tokens x mean probability).
+
+    It is 1, its minimum, where all experts get equally many tokens.
+    """
     tokens, experts = probabilities.shape
     counts = count_tokens(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
     return experts / max(tokens * tokens * k, 1) * (counts * probabilities.sum(0)).sum()
@@ -43,7 +46,7 @@ def balance(probabilities: Tensor, k: int) -> Tensor:
 
 
 class Router(MarkedParameters):
-    """Each token's probabilities of the experts, in fp32 whatever the model's type."""
+    """Each token's probabilities of the experts: a linear layer and a softmax, at least in fp32 whatever the model's dtype."""
 
     weight: nn.Parameter
     _marked = ("weight",)
@@ -68,7 +71,10 @@ class Router(MarkedParameters):
 
 
 class Experts(DividedParameters):
-    """All experts' weights: weight1 [experts, parts x size, hidden_size] and weight2 [experts, hidden_size, size]."""
+    """All experts' weights: weight1 [experts, parts x size, hidden_size] and weight2 [experts, hidden_size, size].
+
+    parts is 2 for a gated activation and otherwise 1. Each rank holds 1 / ranks of size.
+    """
 
     weight1: nn.Parameter
     weight2: nn.Parameter
@@ -91,7 +97,7 @@ class Experts(DividedParameters):
         self.start("weight2", self.starts[1])
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """This rank's part of the sum, of rows x."""
+        """Return this rank's partial sum, for rows x that are sorted by expert."""
         c = self.config
         h = grouped_linear(x, self.given(self.weight1), routes.ends)
         if c.bias_activation_fusion:
@@ -103,7 +109,7 @@ class Experts(DividedParameters):
 
 
 class MoE(nn.Module):
-    """Router and experts. forward returns y, and the loss of an uneven spread where it has a weight."""
+    """Router and experts. forward returns (y, load-balancing loss). The loss is None where moe_aux_loss_coeff is 0."""
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
@@ -115,7 +121,7 @@ class MoE(nn.Module):
         c, group = self.config, self.tp_group
         flat = x.flatten(0, -2)
         probabilities = self.router(flat)
-        if c.sequence_parallel:  # all ranks see all tokens; each has its part of their weights' gradients
+        if c.sequence_parallel:  # all ranks see all tokens; gradients of the routing weights are partial sums
             flat, weighing = gather_sequence(flat, group), gather_sequence(probabilities, group)
             probabilities = gather_sequence(probabilities, group, sum_gradient=False)
         else:
@@ -123,5 +129,5 @@ class MoE(nn.Module):
         routes = routed(weighing, c.moe_router_topk)
         y = gather_tokens(self.experts(scatter_tokens(flat, routes), routes), routes)
         y = (reduce_scatter_sequence if c.sequence_parallel else sum_over_group)(y, group)
-        uneven = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
-        return y.view(x.shape), uneven
+        aux_loss = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
+        return y.view(x.shape), aux_loss

@@ -1,7 +1,7 @@
-"""What a block is made of besides the linear layers: its norms, its activation, and how it meets the residual stream.
+"""Parts of a block other than linear layers: norms, the activation, and the additions to the residual stream.
 
-Each has two forms, by an op of onepass and by PyTorch's operators, with the same parameters under the same names. A flag of the
-configuration says which.
+Each part has two implementations with the same parameter names: a onepass op, and PyTorch operators. A flag of the configuration
+chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Norm = LayerNorm | RMSNorm
 
 
 class PlainLayerNorm(LayerNorm):
-    """By PyTorch."""
+    """LayerNorm computed by PyTorch's F.layer_norm."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         h = x if residual is None else x + residual
@@ -36,7 +36,7 @@ class PlainLayerNorm(LayerNorm):
 
 
 class PlainRMSNorm(RMSNorm):
-    """By PyTorch."""
+    """RMSNorm computed by PyTorch's F.rms_norm."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         h = x if residual is None else x + residual
@@ -49,14 +49,17 @@ def _factor(norm: Norm) -> Tensor | None:
 
 
 def _alike(parameter: Tensor | None, h: Tensor) -> Tensor | None:
-    """PyTorch's norms want parameters of their input's type, but for autocast, which sees to it."""
+    """Cast the parameter to h's dtype, which PyTorch's norms require. Under autocast PyTorch casts it itself."""
     if parameter is None or torch.is_autocast_enabled(h.device.type):
         return parameter
     return cast(parameter, h.dtype)
 
 
 def make_norm(config: Config, size: int, parts_of_sum: bool, device: Any) -> Norm:
-    """parts_of_sum: whether ranks use it on different rows, so that its gradients are to be summed over them."""
+    """Return the norm of this configuration.
+
+    `parts_of_sum`: ranks apply it to different rows, so its gradients must be summed over the ranks.
+    """
     layer, ours = config.normalization == "LayerNorm", config.persist_layer_norm
     kind: Any = (LayerNorm if ours else PlainLayerNorm) if layer else (RMSNorm if ours else PlainRMSNorm)
     made: Norm = kind(
@@ -84,7 +87,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def plain_activation(x: Tensor, bias: Tensor | None, config: Config) -> Tensor:
-    """What `onepass.bias_activation` does, by PyTorch's operators."""
+    """Compute `onepass.bias_activation` by PyTorch operators."""
     act, clamp = _PLAIN[config.activation_func], config.activation_func_clamp_value
     x = x if bias is None else x + bias
     if not config.gated_linear_unit:
@@ -97,7 +100,7 @@ def plain_activation(x: Tensor, bias: Tensor | None, config: Config) -> Tensor:
 
 
 class PlainMLP(MLP):
-    """With the activation by PyTorch."""
+    """An MLP whose activation is computed by PyTorch operators."""
 
     def __init__(self, config: Config, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -111,33 +114,35 @@ class PlainMLP(MLP):
 
 
 class Residual:
-    """How a block takes from the residual stream h and gives back to it. What is one op with what is decided here, and only here.
+    """Reads a block's input from the residual stream h and adds its output to h. Only this class decides what is one op.
 
-    - What a block gives is `late`: the next norm adds it to h in its own pass, by persist_layer_norm or norm_linear_fusion.
-    - norm_linear_fusion: norm and linear layer are one op, which keeps nothing but the new h: two tensors of h's size a block
-      fewer are kept than otherwise. h comes back from it, so that all its gradients are added in the norm's pass too.
-    - Where there is a bias or dropout, dropout_add does both with the addition in one pass, and nothing is late. (The bias is
-      never the linear layer's to add, which would be a pass of its own after a sum over ranks.)
+    - `pending` is a block's output that is not in h yet. With persist_layer_norm or norm_linear_fusion, the next norm adds it to
+      h in its own pass.
+    - norm_linear_fusion runs a norm and the linear layer after it as one op, which saves only the new h. A block then saves two
+      tensors of h's size fewer. The op also returns h, so that the norm's backward pass adds all gradients of h.
+    - With a bias or dropout, dropout_add applies both and adds the result to h in one pass, and nothing is pending. The linear
+      layer never adds the bias: after a sum over ranks that would be another pass.
 
-    Everywhere h is the x, and what is late the residual, of the op that adds them: under autocast h may be the wider.
+    The op that adds `pending` gets h as x and `pending` as the residual. Under autocast h may have the wider dtype, and the op
+    returns x's dtype.
     """
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
-        self.adds_late = config.persist_layer_norm or config.norm_linear_fusion
+        self.adds_pending = config.persist_layer_norm or config.norm_linear_fusion
 
     def take(
-        self, h: Tensor, late: Tensor | None, norm: Norm, linear: ColumnParallelLinear
+        self, h: Tensor, pending: Tensor | None, norm: Norm, linear: ColumnParallelLinear
     ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-        """What linear returns of the normalised h, and h."""
+        """Return (linear(norm(h + pending)), h + pending)."""
         if self.config.norm_linear_fusion:
-            return self._at_once(h, late, norm, linear)
-        normed, h = self.normed(h, late, norm)
+            return self._at_once(h, pending, norm, linear)
+        normed, h = self.normed(h, pending, norm)
         return linear(normed), h
 
     def _at_once(
-        self, h: Tensor, late: Tensor | None, norm: Norm, linear: ColumnParallelLinear
+        self, h: Tensor, pending: Tensor | None, norm: Norm, linear: ColumnParallelLinear
     ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
         bias = linear.given(linear.bias)
         y, h = norm_linear(
@@ -145,7 +150,7 @@ class Residual:
             norm.given(norm.weight),
             linear.given(linear.weight),
             None if linear.skip_bias_add else bias,
-            residual=late,
+            residual=pending,
             norm="layer_norm" if isinstance(norm, LayerNorm) else "rms_norm",
             norm_bias=norm.given(norm.bias) if isinstance(norm, LayerNorm) else None,
             eps=self.config.layernorm_epsilon,
@@ -156,19 +161,19 @@ class Residual:
         )
         return (y, bias if linear.skip_bias_add else None), h
 
-    def normed(self, h: Tensor, late: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The norm of h, and h, with what is late in both."""
-        return (norm(h), h) if late is None else norm(h, late)
+    def normed(self, h: Tensor, pending: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Return (norm(h + pending), h + pending)."""
+        return (norm(h), h) if pending is None else norm(h, pending)
 
     def give(self, h: Tensor, made: tuple[Tensor, Tensor | None], training: bool) -> tuple[Tensor, Tensor | None]:
-        """h with what a part made, or h and what is late."""
+        """Add (y, bias), the output of attention or an MLP: return (new h, None), or (h, y) where y is left pending."""
         (y, bias), p = made, self.config.hidden_dropout
         if bias is None and not (p and training):
-            return (h, y) if self.adds_late else (h + y, None)
+            return (h, y) if self.adds_pending else (h + y, None)
         if self.config.bias_dropout_fusion:
             return dropout_add(y, h, p, bias=bias, training=training, **self.spread), None
         return h + F.dropout(y if bias is None else y + bias, p, training), None
 
 
-def settled(h: Tensor, late: Tensor | None) -> Tensor:
-    return h if late is None else h + late
+def settled(h: Tensor, pending: Tensor | None) -> Tensor:
+    return h if pending is None else h + pending

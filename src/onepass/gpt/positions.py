@@ -1,4 +1,4 @@
-"""Where a token stands: the rotation of queries and keys, and the embedding that is learned."""
+"""Positions: rotary embedding of queries and keys, and learned position embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """The angles of every position, as tables of cos and sin [positions, rotary_size / 2], in fp32 whatever the model's type."""
+    """Tables of cos and sin of all positions' angles, [positions, rotary_size / 2], in fp32 whatever the model's dtype."""
 
     cos: Tensor
     sin: Tensor
@@ -36,17 +36,17 @@ class Rotary(nn.Module):
         return self.cos[:length], self.sin[:length]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """A move makes them anew: another type would round them, and from the meta device nothing comes."""
+        """Recompute the tables after a move. A cast would round them, and the meta device has no values to copy."""
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._make(self.cos.device)
         return applied
 
 
 def frequencies(config: Config) -> Tensor:
-    """[rotary_size / 2] fp64: how much each pair turns from one position to the next.
+    """Return [rotary_size / 2] in fp64: the angle in radians by which each pair turns from one position to the next.
 
-    With use_rope_scaling, as in Llama 3: pairs that turn few times in the original length turn slower by the factor, those that
-    turn often as before, and those between by something between.
+    use_rope_scaling scales as Llama 3 does. Pairs of few turns within the original length turn slower by rope_scaling_factor.
+    Pairs of many turns are unchanged. Those in between are interpolated linearly.
     """
     size, c = config.rotary_size, config
     turning = config.rotary_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -59,7 +59,7 @@ def frequencies(config: Config) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, tables: Tables, config: Config) -> Tables:
-    """q and k [..., positions, heads, size], by the op or by PyTorch's operators."""
+    """Rotate q and k, [..., positions, heads, size], by the op or by PyTorch operators."""
     if config.apply_rope_fusion:
         return rope(q, k, *tables, interleaved=config.rotary_interleaved)
     return _turned(q, *tables, config.rotary_interleaved), _turned(k, *tables, config.rotary_interleaved)
@@ -75,7 +75,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class PositionEmbedding(VocabParallelEmbedding):
-    """Whole on every rank. Under sequence parallelism its gradient is a part of a sum, as a norm's is."""
+    """A position embedding, whole on every rank. Under sequence parallelism its gradient is a partial sum, as a norm's is."""
 
     _marked = ("weight",)
 
@@ -85,5 +85,5 @@ class PositionEmbedding(VocabParallelEmbedding):
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
-        self._divisions.clear()  # a norm of all gradients is to count it once, not on every rank
+        self._divisions.clear()  # the norm of all gradients must count it once, not once per rank
         super().mark_parameters()

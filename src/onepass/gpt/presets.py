@@ -1,4 +1,4 @@
-"""Configurations by name."""
+"""Named configurations: GPT-2 and Llama sizes, and a small model for a CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from onepass.gpt.config import Config
 from onepass.gpt.settings import nearest
 
-# GPT-2's own parts, so that its weights fit: layer norms, biases, GELU, learned positions. The vocabulary is padded to a multiple
-# of 128, for the matrix products.
+# GPT-2's architecture, so that its weights fit: LayerNorm, biases, GELU, learned positions. The vocabulary is padded to a
+# multiple of 128 for the GEMMs.
 _GPT2: dict[str, Any] = {
     "vocab_size": 50304,
     "max_position_embeddings": 1024,
@@ -52,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> Config:
-    """The configuration of that name, one of PRESETS, with these fields changed."""
+    """Return the configuration `name`, one of PRESETS, with `changes` to its fields."""
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, but is {name!r}{nearest(name, PRESETS)}")
     return Config.from_dict(PRESETS[name] | changes)

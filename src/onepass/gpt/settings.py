@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses whose fields are typed, named on the command line, and read from and written to YAML."""
+"""Settings: frozen dataclasses with typed fields, command-line flags, and conversion from and to YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def setting(default: Any, help: str) -> Any:
 
 
 class Settings:
-    """What frozen dataclasses of settings share. Values of the wrong type and unknown names raise ValueError."""
+    """Base class of frozen dataclasses of settings. Values of the wrong type and unknown names raise ValueError."""
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
@@ -31,11 +31,11 @@ class Settings:
             raise ValueError(said)
 
     def contradictions(self) -> Iterable[str]:
-        """What can't be, each as a message with the names, what they were and what they must be."""
+        """Return a message for each contradiction: the fields, their values and the values that they must have."""
         return ()
 
     def replace(self: S, **changes: Any) -> S:
-        """The same but for these."""
+        """Return a copy with `changes` to its fields."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls: type[S], values: Mapping[str, Any]) -> S:
-        """Fields that are not given have their defaults; a key that is no field raises, with the nearest name."""
+        """Create from a dict. Missing fields get their defaults. An unknown key raises, with the closest field's name."""
         for key in values:
             if key not in _hints(cls):
                 raise ValueError(f"{key!r} is no setting{nearest(key, _hints(cls))}")
@@ -55,9 +55,9 @@ class Settings:
 
     @classmethod
     def flags(cls, own: Mapping[str, tuple[str, str | None]] | None = None) -> list[Flag]:
-        """All fields as flags. own: those that are not the field with dashes and `--no-` before it."""
+        """Return all fields as flags. `own`: a field's flags where they are not `--field-name` and `--no-field-name`."""
         made = []
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a dataclass, as whatever has settings
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # subclasses are dataclasses
             choices, kind, optional = _taken_apart(_hints(cls)[field.name])
             dashed = field.name.replace("_", "-")
             on, off = (own or {}).get(field.name, (f"--{dashed}", f"--no-{dashed}"))
@@ -67,7 +67,7 @@ class Settings:
 
 
 class Flag(NamedTuple):
-    """A field on the command line: a value after `on`, or for what is true or false the two flags."""
+    """A field on the command line. `on` takes a value; a bool has the two flags `on` and `off` without values."""
 
     field: str
     on: str
@@ -80,7 +80,7 @@ class Flag(NamedTuple):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What a message ends with: the name that may have been meant, or nothing where none is near."""
+    """Return the end of an error message: a suggestion of the closest name, or nothing if none is close."""
     near = difflib.get_close_matches(name, list(names), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -99,7 +99,7 @@ def _read_hints(cls: Any) -> dict[str, Any]:
 
 
 def _of_type(name: str, value: Any, hint: Any) -> Any:
-    """The value, of the field's type; a whole number does where any is asked for, and a list where several texts are."""
+    """Return the value in the field's type, or raise ValueError. Floats accept an int, and tuples of strings a list."""
     choices, kind, optional = _taken_apart(hint)
     if value is None and optional:
         return None
@@ -117,7 +117,7 @@ def _of_type(name: str, value: Any, hint: Any) -> Any:
 
 
 def _taken_apart(hint: Any) -> tuple[tuple[str, ...], type, bool]:
-    """The choices, if that is what there are; the type; and whether None will do."""
+    """Return a Literal's choices (else nothing), the type, and whether None is allowed."""
     optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
     if optional:
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
@@ -131,7 +131,7 @@ def _taken_apart(hint: Any) -> tuple[tuple[str, ...], type, bool]:
 
 
 def read_yaml(path: str | Path, flags: Iterable[Flag] = ()) -> dict[str, Any]:
-    """A setting whose flag is named otherwise may have either name: `norm_epsilon` is `layernorm_epsilon`."""
+    """Read settings. A key is a field's name or its flag's name: `norm_epsilon` is `layernorm_epsilon`."""
     values = _yaml().load(Path(path).read_text(), Loader=_loader())
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings, one a line, as `hidden_size: 768`, but is {values!r:.50}")
@@ -144,7 +144,7 @@ def read_yaml(path: str | Path, flags: Iterable[Flag] = ()) -> dict[str, Any]:
 
 
 def written_yaml(values: Mapping[str, Any]) -> str:
-    """In their order."""
+    """Return the settings as YAML, in their order."""
     text: str = _yaml().safe_dump({key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}, sort_keys=False)
     return text
 
@@ -158,7 +158,7 @@ def _yaml() -> Any:
 
 
 def _loader() -> Any:
-    """YAML's safe one, which takes 1e-5 for a number as well: to YAML itself it is a word."""
+    """Return a safe YAML loader that reads 1e-5 as a number. PyYAML's own reads a string."""
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]

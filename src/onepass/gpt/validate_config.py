@@ -1,4 +1,4 @@
-"""What settings of a model contradict each other: what our ops, or the model's shape, can't do. Nothing else is refused."""
+"""Checks for contradicting model settings. Only what the ops or the model's shape cannot support is rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipe
 
 
 def validate_config(config: Config) -> Iterator[str]:
-    """Each in a line: the field or fields, what they were and what they must be. Later ones hold where earlier ones do not."""
+    """Yield a message for each contradiction: fields, values, what they must be. Later checks assume that earlier ones pass."""
     for part in (_ranges, _heads, _positions, _norms, _mlp, _experts, _gradients, _tensor_parallel, _pipeline, _recompute):
         yield from part(config)
 
@@ -192,7 +192,7 @@ def _even_stages(c: Config) -> Iterator[str]:
 
 
 def _uneven_stages(c: Config, ends: dict[str, int]) -> Iterator[str]:
-    """The first rank and the last leave the others as many layers each, and each rank's make as many stages."""
+    """Check that the other ranks get equally many layers, and that each rank's layers divide evenly into its stages."""
     others, left = c.pipeline_model_parallel_size - len(ends), c.num_layers - sum(ends.values())
     said = " and ".join(f"{name} {number}" for name, number in ends.items())
     if left and not others:

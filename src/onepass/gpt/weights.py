@@ -1,7 +1,8 @@
-"""Weights from and to Hugging Face's folders of GPT-2 and Llama models: config.json and safetensors, whole or in shards.
+"""Load and save Hugging Face folders of GPT-2 and Llama models: config.json and safetensors, in one file or in shards.
 
-A parameter of ours is one of theirs, or several one below the other: queries, keys and values; a gate and what it gates. GPT-2
-keeps the weights of its blocks' linear layers transposed. Nothing is rounded: what is loaded and saved is the same, bit for bit.
+A parameter of Model is one Hugging Face tensor, or several concatenated along dim 0: q_proj, k_proj and v_proj; gate_proj and
+up_proj. GPT-2 stores the weights of its blocks' linear layers transposed. Nothing is rounded: a load followed by a save gives the
+same weights bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors
 
 
 class Entry(NamedTuple):
-    """One of our parameters, and what it is made of there."""
+    """A parameter of Model, and the Hugging Face tensors that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -33,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def entries(config: Config, kind: str) -> Iterator[Entry]:
-    """All parameters of a model of this kind, ``gpt2`` or ``llama``."""
+    """Yield an entry for each parameter of a model of this kind, ``gpt2`` or ``llama``."""
     yield from (_gpt2 if kind == "gpt2" else _llama)(config)
 
 
@@ -85,13 +86,13 @@ def load_huggingface(
     device: torch.device | str | None = None,
     **changes: Any,
 ) -> tuple[Config, Model]:
-    """The configuration and the model of a folder that Hugging Face's `save_pretrained` has written, of GPT-2 or Llama.
+    """Return (config, model) of a GPT-2 or Llama folder that Hugging Face's `save_pretrained` has written.
 
     Args:
-        folder: with config.json and safetensors files. Others, which would run what they hold, are never read.
-        tp_group: the ranks that have a part of it each.
-        device: the parameters'.
-        changes: fields of the configuration: ``params_dtype="bf16"``, or which fusions there are to be.
+        folder: holds config.json and safetensors files. Pickle files, which can run code, are never read.
+        tp_group: the tensor-parallel group; each rank gets its shard of the model.
+        device: the parameters' device.
+        changes: fields of the configuration to change, such as ``params_dtype="bf16"`` or the fusions.
     """
     folder = Path(folder)
     theirs = _read_config(folder)
@@ -116,7 +117,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 class _Home(NamedTuple):
-    """Where a parameter is: its module, and how that divides it."""
+    """The module that holds a parameter, and how the module divides it over ranks."""
 
     module: nn.Module
     name: str
@@ -157,7 +158,7 @@ def _put(home: _Home, entry: Entry, tensors: list[Tensor]) -> None:
 
 
 class _Files:
-    """The tensors of a folder's safetensors files, each read when it is asked for."""
+    """The tensors of a folder's safetensors files. Each is read when `tensor` asks for it."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.kind, self.used = kind, set[str]()
@@ -176,7 +177,7 @@ class _Files:
         self.where = {self._full(key): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
 
     def _full(self, key: str) -> str:
-        """GPT-2's own files leave the prefix away."""
+        """Add the prefix that the original GPT-2 files leave out."""
         bare = self.kind == "gpt2" and not key.startswith(("transformer.", "lm_head."))
         return f"transformer.{key}" if bare else key
 
@@ -189,7 +190,7 @@ class _Files:
         return found
 
     def check_all_used(self) -> None:
-        """What else may be there is made of nothing, or the embedding again."""
+        """Raise ValueError for weights that were not used, other than buffers and lm_head.weight, a copy of a tied embedding."""
         buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
         left = [name for name in self.where if name not in self.used and not name.endswith(buffers) and name != "lm_head.weight"]
         if left:
@@ -209,12 +210,13 @@ def _safetensors() -> Any:
 
 
 def save_huggingface(model: Model, folder: str | Path, *, shard_bytes: int = 5 << 30) -> None:
-    """Write a folder that Hugging Face's `from_pretrained` reads, as a GPT-2 or a Llama, whichever the model is.
+    """Save a folder that Hugging Face's `from_pretrained` reads: a GPT-2 if positions are learned, else a Llama.
 
     Args:
-        model: whole, on one rank.
-        folder: is made, if it isn't there; files of these names in it are replaced.
-        shard_bytes: weights that are more go in several files of at most so much, unless one weight is more.
+        model: a whole model, on one rank.
+        folder: created if missing. Existing files of the same names are replaced.
+        shard_bytes: the largest size of a file; larger models are split into several. A file exceeds it only where a single
+            weight does.
     """
     theirs = their_config(model.config)
     if model.config.tensor_model_parallel_size > 1 or len(model.layers) < model.config.num_layers:
@@ -242,7 +244,7 @@ def _shards(found: Iterator[Entry], homes: dict[str, _Home], most: int) -> Itera
     shard: list[Entry] = []
     size = 0
     for entry in found:
-        own = homes[entry.ours].parameter.nbytes  # a little more than is written, of a norm in fp32
+        own = homes[entry.ours].parameter.nbytes  # an upper bound: norms in fp32 are written in the model's dtype
         if shard and size + own > most:
             yield shard
             shard, size = [], 0
@@ -252,7 +254,7 @@ def _shards(found: Iterator[Entry], homes: dict[str, _Home], most: int) -> Itera
 
 
 def _theirs(home: _Home, entry: Entry, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """In the model's type, norms' weights too: theirs have one."""
+    """Yield the Hugging Face names and tensors, in the model's dtype. Norms are cast too: there a model has one dtype."""
     whole = home.parameter.detach()
     if home.zero_centered:
         whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) + 1

@@ -1,9 +1,9 @@
-"""Where onepass meets other packages. Nothing of theirs is imported before it is used."""
+"""Integrations with other packages. Those packages are imported only when they are used."""
 
 import importlib
 from types import ModuleType
 
-_PACKAGES = ("huggingface",)  # imported when they are named: onepass.integrations.huggingface
+_PACKAGES = ("huggingface",)  # submodules that are imported at their first use
 
 
 def __getattr__(name: str) -> ModuleType:

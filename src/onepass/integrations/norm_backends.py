@@ -1,11 +1,12 @@
-"""rms_norm and layer_norm by Liger's, Apex's and Transformer Engine's kernels, where those are installed: backends to be named.
+"""Backends of rms_norm and layer_norm that run kernels of Liger, Apex and Transformer Engine, if those are installed.
 
-Written for Liger 0.8, Apex's master of 2025 and Transformer Engine 2. What a package's kernels can't do as our ops mean it is
-refused with the reason; none of them is ever taken unless it is named. What stays their own:
-  Liger               asked for fp32 arithmetic (its "gemma") and to leave the incoming gradient alone (its default writes it);
-                      a derivative of its gradients is lost in silence
-  Apex                rounds the normalised value to y's type before it multiplies by the weight
-  Transformer Engine  its own kernels or cuDNN's, as its environment variables say
+Written for Liger 0.8, Apex's master of 2025 and Transformer Engine 2. A backend refuses, with the reason, calls that its kernels
+can't compute as onepass defines them. A backend runs only if a caller names it. Remaining differences:
+
+    Liger               runs in fp32 arithmetic (its "gemma"), and doesn't overwrite the incoming gradient, as its default does;
+                        silently loses a derivative of its gradients
+    Apex                rounds the normalised value to y's dtype before it multiplies by the weight
+    Transformer Engine  runs its own kernels or cuDNN's, depending on its environment variables
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _APEX_MOST = 2**31 - 1  # its kernels count elements in 32 bits
 
 @dataclass(frozen=True)
 class NormCall:
-    """A call of either op, by what it is given."""
+    """The arguments of a call of rms_norm or layer_norm."""
 
     layer: bool
     x: Tensor
@@ -45,11 +46,11 @@ class NormCall:
 
 @dataclass(frozen=True)
 class NormPackage:
-    """Somebody else's norms. `refuses` says why its kernels can't do a call that is on a GPU, or None."""
+    """A package with norms. `refuses` returns the reason why its kernels can't do a call on a GPU, or None."""
 
-    name: str  # the backend's
+    name: str  # of the backend
     title: str
-    modules: tuple[str, ...]  # that must be there, top-level ones: looking for those imports nothing
+    modules: tuple[str, ...]  # required, top-level: find_spec imports nothing for these
     install: str
     refuses: Callable[[NormCall], Reason]
     run: Callable[[NormCall], Any]
@@ -69,7 +70,7 @@ def _layer_call(
     return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient)
 
 
-# ---- what holds for each of them ----
+# ---- common to all packages ----
 
 
 def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any, **options: Any) -> Reason:
@@ -93,7 +94,7 @@ def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # it is half there
+    except (ImportError, ValueError):  # partly installed
         return False
 
 
@@ -103,7 +104,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 def _run(package: NormPackage, make: Callable[..., NormCall], *args: Any, **options: Any) -> Any:
     call = make(*args, **options)
-    with torch.cuda.device_of(call.x):  # some of them launch on the device that is current
+    with torch.cuda.device_of(call.x):  # some packages launch on the current device
         return package.run(call)
 
 
@@ -144,7 +145,7 @@ def _liger_rms_refuses(call: NormCall) -> Reason:
         return None
     if call.weight is None:
         return "Liger's norm with a residual needs a weight"
-    if call.residual.dtype != call.x.dtype:  # it would take the norm of the sum before it is rounded
+    if call.residual.dtype != call.x.dtype:  # Liger would normalise the sum before its rounding
         return f"residual is {call.residual.dtype} and x {call.x.dtype}, and Liger takes one type"
     return None
 
@@ -176,14 +177,14 @@ def _apex_refuses(call: NormCall) -> Reason:
         return "Apex's layer norm needs weight and bias, or neither"
     if call.x.numel() > _APEX_MOST:
         return f"x has {call.x.numel()} elements, and Apex counts to {_APEX_MOST}"
-    return _mixed_types(call, "Apex")  # it has a function for mixed types, whose y has the weight's
+    return _mixed_types(call, "Apex")  # Apex's function for mixed dtypes returns y in the weight's
 
 
 def _apex(call: NormCall) -> Any:
     from apex.normalization import fused_layer_norm as apex
 
     shape = (call.x.shape[-1],)
-    with torch.autocast("cuda", enabled=False):  # it would round x and the weights, which our ops never do
+    with torch.autocast("cuda", enabled=False):  # autocast would round x and the weights, which onepass never does
         if call.layer and call.weight is not None:
             return apex.fused_layer_norm_affine(call.x, call.weight, call.bias, shape, call.eps)
         if call.layer:
@@ -193,7 +194,7 @@ def _apex(call: NormCall) -> Any:
         return apex.fused_rms_norm(call.x, shape, call.eps)
 
 
-# ---- Transformer Engine: the functions that its modules call, as the modules own their parameters ----
+# ---- Transformer Engine: the functions below its modules, because those own their parameters ----
 
 
 def _te_refuses(call: NormCall) -> Reason:
@@ -205,7 +206,7 @@ def _te_refuses(call: NormCall) -> Reason:
 
 
 class _TENorm(torch.autograd.Function):
-    """x has two dimensions here."""
+    """RMSNorm, or LayerNorm if there is a bias, of a two-dimensional x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
@@ -235,7 +236,7 @@ class _TENorm(torch.autograd.Function):
 
 
 def _te() -> tuple[Any, Any]:
-    """Its compiled functions, which there are once its Python is imported, and its names of types."""
+    """Return Transformer Engine's compiled functions, which exist once its Python package is imported, and its dtype names."""
     from transformer_engine.pytorch.constants import TE_DType
 
     return importlib.import_module("transformer_engine_torch"), TE_DType
@@ -262,7 +263,7 @@ PACKAGES = (
 
 
 def register() -> None:
-    """Make them known to rms_norm, layer_norm and `explain`: called once, when onepass is imported."""
+    """Register the packages with rms_norm, layer_norm and `explain`. Called once, when onepass is imported."""
     for package in PACKAGES:
         for op, make in ((rms_norm, _rms_call), (layer_norm, _layer_call)):
             register_backend(op.__name__, package.name, partial(_run, package, make), partial(_unsupported, package, make))

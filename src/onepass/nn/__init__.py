@@ -1,4 +1,4 @@
-"""Modules: they hold parameters; forward calls one op."""
+"""Modules. They hold parameters, and forward calls one op."""
 
 from onepass.nn.bias_activation import BiasActivation
 from onepass.nn.embedding import VocabParallelEmbedding

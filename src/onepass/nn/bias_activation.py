@@ -1,4 +1,4 @@
-"""The bias of a linear layer together with the activation after it."""
+"""BiasActivation: the bias of a linear layer and the activation after it, as one module."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onepass.ops.activation.kernels import check_options
 
 
 class BiasActivation(nn.Module):
-    """`bias_activation` with its bias as a parameter: put it after a linear layer without bias.
+    """`bias_activation` with its bias as a parameter. Put it after a linear layer without a bias.
 
         nn.Sequential(nn.Linear(1024, 8192, bias=False), onepass.nn.BiasActivation(8192, "swiglu"), nn.Linear(4096, 1024))
 
     Args:
-        features: the size of x's last dimension: 2H for a gated activation, whose output has H.
+        features: the size of x's last dimension. A gated activation takes 2H and returns H.
         activation, clamp, linear_offset, save: as in `onepass.bias_activation`.
-        bias: False leaves the bias away.
-        dropout: as in `onepass.bias_activation` while the module is in training mode; nothing is dropped in `eval()`.
+        bias: False omits the bias.
+        dropout: as in `onepass.bias_activation`, in training mode. Nothing is dropped after `eval()`.
     """
 
     bias: nn.Parameter | None

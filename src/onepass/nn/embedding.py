@@ -1,7 +1,7 @@
-"""An embedding of which each rank of a tensor-parallel group has some of the rows.
+"""VocabParallelEmbedding: an embedding whose rows are sharded over a tensor-parallel group.
 
-A rank looks up the ids whose rows it has, the others' are zeros, and the sum over the ranks is the embedding. The weight's
-gradient, in fp32 or wider, goes where gradients/main_grad.py says, without atomics: it is the same at every call.
+A rank looks up the ids whose rows it has. Rows of other ids are zeros, and the sum over the ranks is the embedding. The weight's
+gradient, in fp32 or wider, goes where gradients/main_grad.py says. It uses no atomics, so it is the same at every call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onepass.runtime.validation import validating
 
 
 def _rows(weight: Tensor, ids: Tensor, first: int, size: int, sound: bool) -> Tensor:
-    """The rows of ids; zeros for other ranks' ids, NaN for those of nobody."""
+    """Return the rows of `ids`: zeros for ids of other ranks, NaN for ids outside of the vocabulary."""
     rows = weight.shape[0]
     if sound and rows == size:
         return F.embedding(ids, weight)
@@ -56,9 +56,9 @@ class _Rows(torch.autograd.Function):
 
 
 def _gradients_of_rows(dy: Tensor, ids: Tensor, rows: int, first: int, size: int, sound: bool) -> tuple[Tensor, Tensor]:
-    """[tokens, features] and the row of each; nothing is picked out, which would have to wait for the GPU.
+    """Return gradients [tokens, features] and the row of each. No token is filtered out: that would synchronise with the GPU.
 
-    Tokens of other ranks add zeros, here and there: all to one row would be added one after the other.
+    Tokens of other ranks add zeros, spread over the rows. Additions to a single row would be serial.
     """
     dy, local = dy.reshape(ids.numel(), dy.shape[-1]), ids.reshape(-1).long() - first
     if sound and rows == size:
@@ -77,22 +77,24 @@ _apply = fast_apply(_Rows)
 
 
 class VocabParallelEmbedding(DividedParameters):
-    """torch.nn.Embedding, of which each rank of tp_group has some of the rows. Megatron's, without its config.
+    """torch.nn.Embedding with its rows sharded over tp_group. It is Megatron's without its config.
 
-    The ranks have `vocab_range` of the rows each, as torch.chunk divides: the last may have fewer, or none. The parts start as
-    those of the undivided embedding, if all ranks have the same random state: each rank makes the whole weight, and keeps its
-    part. The state dict has this rank's rows under torch.nn.Embedding's key; `onepass.nn.sharded_state_dict` has the whole.
+    Each rank has the rows of `vocab_range`, as torch.chunk divides: the last ranks may have fewer, or none. Shards are
+    initialised like those of the unsharded embedding, if all ranks have the same random state: each rank makes the whole weight
+    and keeps its shard. The state dict has this rank's rows under torch.nn.Embedding's key. `onepass.nn.sharded_state_dict`
+    returns the whole.
 
-    An id outside of the vocabulary raises on a CPU and under `onepass.validate()`; on a GPU, and compiled, its row is NaN.
+    An id outside of the vocabulary raises on a CPU and under `onepass.validate()`. On a GPU and in a compiled graph its row is
+    NaN.
 
     Args:
         num_embeddings: the size of the whole vocabulary.
         embedding_dim: the size of a row.
-        init_method: called on the whole weight. By default it starts as torch.nn.Embedding's does: normal.
-        reduce_scatter_embeddings: ids are [batch, sequence], and y is this rank's part of [sequence, batch, embedding_dim], for
-            sequence-parallel layers. In a group of one, too, y has the sequence first.
-        tp_group: the ranks; None is this one alone.
-        device, dtype: the weight's.
+        init_method: called on the whole weight. The default is torch.nn.Embedding's normal distribution.
+        reduce_scatter_embeddings: ids are [batch, sequence], and y is this rank's shard of [sequence, batch, embedding_dim], for
+            sequence-parallel layers. In a group of one y has the sequence first, too.
+        tp_group: the ranks. None is this rank alone.
+        device, dtype: of the weight.
     """
 
     weight: nn.Parameter
@@ -122,11 +124,11 @@ class VocabParallelEmbedding(DividedParameters):
         self.mark_parameters()
 
     def reset_parameters(self) -> None:
-        """As the undivided embedding starts."""
+        """Re-initialise the weight, like that of the unsharded embedding."""
         self.start("weight", self.init_method or nn.init.normal_)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[..., embedding_dim] of ids [...], which are the same on all ranks."""
+        """Return [..., embedding_dim] for ids [...], which are the same on all ranks."""
         self._check(ids)
         sound = self._look(ids)
         how = self.given(self.weight), ids, self.vocab_start_index, self.num_embeddings, sound
@@ -148,11 +150,11 @@ class VocabParallelEmbedding(DividedParameters):
             )
 
     def _look(self, ids: Tensor) -> bool:
-        """Whether all ids have been seen to be rows of the vocabulary. Raises where one is seen that isn't."""
+        """Whether the ids were read and are all in the vocabulary. Raise IndexError where one is not."""
         if ids.device.type not in ("cpu", "meta") and not validating():
             return False
         if torch.compiler.is_compiling() or under_functorch() or ids.is_meta or isinstance(ids, FakeTensor):
-            return False  # there are no values to look at
+            return False  # no values to read
         if ids.numel():
             least, most = ids.aminmax()
             if least < 0 or most >= self.num_embeddings:

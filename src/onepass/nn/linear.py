@@ -1,4 +1,4 @@
-"""Linear layers: torch's with our product, and those of which each rank of a tensor-parallel group has a part."""
+"""Linear layers: torch.nn.Linear by `onepass.linear`, and tensor-parallel layers, of which each rank has a shard."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Init = Callable[[Tensor], Any]
 
 
 class Linear(nn.Linear):
-    """torch.nn.Linear by `onepass.linear`: the gradients of parameters that carry ``main_grad`` are added there.
+    """torch.nn.Linear by `onepass.linear`. Gradients of parameters that carry ``main_grad`` are added to it.
 
-    The attribute `deferred` takes a `onepass.parallel.DeferredWgrad`, as that of every layer here does.
+    The attribute `deferred` takes a `onepass.parallel.DeferredWgrad`, as in every layer of this module.
     """
 
     deferred: DeferredWgrad | None = None
@@ -38,12 +38,12 @@ def check_input(x: Tensor, size: int, name: str, said: str = "x") -> None:
 
 
 class _ParallelLinear(DividedParameters):
-    """What both have: sizes, a start, and how they are written."""
+    """The base class of both layers: sizes, initialisation and extra_repr."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     deferred: DeferredWgrad | None = None
-    _flags: tuple[str, ...] = ()  # what extra_repr tells
+    _flags: tuple[str, ...] = ()  # options that extra_repr shows
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class _ParallelLinear(DividedParameters):
         check_init("init_method", init_method)
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.init_method = skip_bias_add, init_method
-        self.sequence_parallel = sequence_parallel and self.ranks > 1  # one rank alone has the whole sequence
+        self.sequence_parallel = sequence_parallel and self.ranks > 1  # a single rank has the whole sequence
 
     def reset_parameters(self) -> None:
-        """As the undivided layer starts. With an init_method it makes the weight, and the bias is zeros, as in Megatron."""
+        """Re-initialise all parameters, like those of the unsharded layer. With init_method the bias is zero, as in Megatron."""
         self.start_as_linear(self.input_size, self.init_method)
 
     def extra_repr(self) -> str:
@@ -72,32 +72,32 @@ class _ParallelLinear(DividedParameters):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank of tp_group has some of the outputs. Megatron's, without its config.
+    """A linear layer whose outputs are sharded over tp_group. It is Megatron's without its config.
 
         up = ColumnParallelLinear(1024, 4096, tp_group=group)
         down = RowParallelLinear(4096, 1024, tp_group=group)
         y, _ = down(torch.nn.functional.gelu(up(x)[0]))
 
-    forward returns (y, None), or (y, bias) with skip_bias_add. The parts start as those of the undivided layer, if all ranks have
-    the same random state: each rank makes the whole weight, and keeps its part. The state dict has this rank's parts under
-    torch.nn.Linear's keys; `onepass.nn.sharded_state_dict` has the whole.
+    forward returns (y, None), or (y, bias) with skip_bias_add. Shards are initialised like those of the unsharded layer, if all
+    ranks have the same random state: each rank makes the whole weight and keeps its shard. The state dict has this rank's shards
+    under torch.nn.Linear's keys. `onepass.nn.sharded_state_dict` returns the whole parameters.
 
     Args:
         input_size: the size of x's last dimension.
-        output_size: that of the whole y; a multiple of the group's size, and of stride times that.
-        bias: False leaves it away.
-        gather_output: every rank has the whole y, not its part. Without sequence_parallel only.
+        output_size: the size of the whole y's last dimension. A multiple of the group's size times stride.
+        bias: False omits the bias.
+        gather_output: every rank returns the whole y, not its shard. Not with sequence_parallel.
         skip_bias_add: leave the bias to the caller, who may fuse it, as `onepass.bias_activation` does.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
-        stride: the outputs are so many blocks, of each of which a rank has its part: 2 for the outputs of a gated activation, so
-            that each rank has gates and what they are to gate. Or the sizes of these blocks, where they differ, each a multiple
-            of the group's size: those of queries, keys and values.
-        skip_weight_param_allocation: have no weight: it comes with each call, as another module's.
-        tp_group: the ranks; None is this one alone.
-        sequence_parallel: x is this rank's part of the first dimension, and so is its gradient.
-        allreduce_dgrad: sum x's gradient over the ranks, which have the same x. None is yes, unless sequence_parallel; with no,
-            each rank has its part of a sum.
-        device, dtype: the parameters'.
+        stride: the number of blocks of outputs. Each rank has a shard of each block: 2 for a gated activation, so that each rank
+            has gates and their values. Or the sizes of the blocks, where they differ, such as queries, keys and values. Each is
+            a multiple of the group's size.
+        skip_weight_param_allocation: have no weight. Each call passes one, such as another module's.
+        tp_group: the ranks. None is this rank alone.
+        sequence_parallel: x and its gradient are this rank's shard along the first dimension.
+        allreduce_dgrad: sum x's gradient over the ranks, which have the same x. None is True, unless sequence_parallel. With
+            False each rank returns a partial sum.
+        device, dtype: of the parameters.
     """
 
     _flags = ("gather_output", "skip_bias_add", "skip_weight_param_allocation", "sequence_parallel")
@@ -141,12 +141,12 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(
         self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, None), or with skip_bias_add (y, bias).
+        """Return (y, None), or (y, bias) with skip_bias_add.
 
         Args:
             x: ``[..., input_size]``.
-            weight: this rank's part of another weight, used instead of the module's own.
-            runtime_gather_output: in place of gather_output, where it isn't None.
+            weight: this rank's shard of another weight, used instead of the module's own.
+            runtime_gather_output: replaces gather_output, unless None.
         """
         if runtime_gather_output:
             self._check_gather("runtime_gather_output", self.sequence_parallel, self.bias is not None)
@@ -184,7 +184,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return weight
 
     def _check_gather(self, name: str, sequence_parallel: bool, bias: bool) -> None:
-        """The same for a group of one, so that what runs there runs on several ranks."""
+        """Raise for options that exclude each other. A group of one raises too, so that its code runs on several ranks."""
         if sequence_parallel:
             raise ValueError(f"{name} and sequence_parallel exclude each other: there, what follows takes this rank's part of y")
         if bias and self.skip_bias_add:
@@ -194,23 +194,23 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank of tp_group has some of the inputs; y is the sum. Megatron's, without its config.
+    """A linear layer whose inputs are sharded over tp_group; y is the sum over the ranks. It is Megatron's without its config.
 
-    forward returns (y, None), or (y, bias) with skip_bias_add. Start and state dict are as ColumnParallelLinear's; the bias is
-    whole on every rank.
+    forward returns (y, None), or (y, bias) with skip_bias_add. Initialisation and state dict are as ColumnParallelLinear's. The
+    bias is whole on every rank.
 
     Args:
-        input_size: the size of the whole x's last dimension; a multiple of the group's size.
+        input_size: the size of the whole x's last dimension. A multiple of the group's size.
         output_size: the size of y's last dimension.
-        bias: False leaves it away. It is added after the sum.
-        input_is_parallel: x is this rank's part, as a column-parallel layer makes it. Otherwise it is whole, and divided here,
-            without sequence_parallel only.
+        bias: False omits the bias. It is added after the sum.
+        input_is_parallel: x is this rank's shard, such as a column-parallel layer's output. If False, x is whole and is split
+            here. False is not allowed with sequence_parallel.
         skip_bias_add: leave the bias to the caller.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
-        tp_group: the ranks; None is this one alone.
-        sequence_parallel: y is this rank's part of the first dimension. The bias is then marked `sequence_parallel`: its gradient
-            is a part of a sum (`onepass.parallel.reduce_sequence_parallel_grads`).
-        device, dtype: the parameters'.
+        tp_group: the ranks. None is this rank alone.
+        sequence_parallel: y is this rank's shard along the first dimension. The bias is marked `sequence_parallel`: its gradient
+            is a partial sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        device, dtype: of the parameters.
     """
 
     weight: nn.Parameter
@@ -245,7 +245,7 @@ class RowParallelLinear(_ParallelLinear):
         self.mark_parameters()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, None), or with skip_bias_add (y, bias)."""
+        """Return (y, None), or (y, bias) with skip_bias_add."""
         if self.input_is_parallel:
             check_input(x, self.input_size_per_partition, "this rank's part of input_size")
         else:

@@ -1,4 +1,4 @@
-"""A language model's head and its loss in one layer: no tensor of all logits, and none for the caller to make."""
+"""LinearCrossEntropy: a language model's output layer and loss in one module, without a tensor of all logits."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from onepass.parallel.collectives import gather_last
 
 
 class LinearCrossEntropy(DividedParameters):
-    """torch.nn.Linear and torch.nn.CrossEntropyLoss by `onepass.linear_cross_entropy`: takes hidden states, returns the loss.
+    """torch.nn.Linear and torch.nn.CrossEntropyLoss by `onepass.linear_cross_entropy`. It takes hidden states, returns the loss.
 
         head = LinearCrossEntropy(1024, 50257)
         loss = head(hidden, labels)
         next_logits = head.logits(hidden[-1:])      # to evaluate, or to generate
 
-    The parameters start as torch.nn.Linear's, and have its keys in the state dict. Over a group each rank has the rows of
-    `vocab_range`, as VocabParallelEmbedding divides them, so that one weight does for both: ``head.weight = embedding.weight``,
-    or `skip_weight_param_allocation`. `onepass.nn.sharded_state_dict` has the whole.
+    Parameters are initialised as torch.nn.Linear's, and have its state dict keys. In a group each rank has the rows of
+    `vocab_range`, as in VocabParallelEmbedding, so both can share a weight: ``head.weight = embedding.weight``, or
+    `skip_weight_param_allocation`. `onepass.nn.sharded_state_dict` returns the whole parameters.
 
     Args:
         hidden_size: the size of hidden's last dimension.
-        vocab_size: the size of the whole vocabulary, which need not be a multiple of the group's size.
-        bias: add one to the products.
+        vocab_size: the size of the whole vocabulary. It need not be a multiple of the group's size.
+        bias: add a bias to the logits.
         reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, logits_dtype, chunk_bytes: as in
             `onepass.linear_cross_entropy`.
-        skip_weight_param_allocation: have no weight: it comes with each call, as an embedding's.
+        skip_weight_param_allocation: have no weight. Each call passes one, such as an embedding's.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
-        tp_group: the ranks that share the vocabulary; None is this one alone. hidden's gradient is summed over them.
-        sequence_parallel: hidden and its gradient are this rank's part of the first dimension; labels and the loss are whole.
-        device, dtype: the parameters'.
+        tp_group: the ranks that shard the vocabulary. None is this rank alone. hidden's gradient is summed over them.
+        sequence_parallel: hidden and its gradient are this rank's shard along the first dimension. Labels and loss are whole.
+        device, dtype: of the parameters.
     """
 
     weight: nn.Parameter | None
@@ -78,7 +78,7 @@ class LinearCrossEntropy(DividedParameters):
         self.label_smoothing, self.z_loss, self.softcap, self.logit_scale = label_smoothing, z_loss, softcap, logit_scale
         self.logits_dtype, self.chunk_bytes = logits_dtype, chunk_bytes
         self.skip_weight_param_allocation = skip_weight_param_allocation
-        self.sequence_parallel = sequence_parallel and self.ranks > 1  # one rank alone has the whole sequence
+        self.sequence_parallel = sequence_parallel and self.ranks > 1  # a single rank has the whole sequence
         self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
         rows, division = self.vocab_range[1] - self.vocab_range[0], Division(0, vocab_size)
         self.register_parameter("weight", None)
@@ -91,7 +91,7 @@ class LinearCrossEntropy(DividedParameters):
         self.mark_parameters()
 
     def reset_parameters(self) -> None:
-        """As the undivided layer starts."""
+        """Re-initialise all parameters, like those of the unsharded layer."""
         self.start_as_linear(self.hidden_size, self.init_method)
 
     def forward(
@@ -105,14 +105,14 @@ class LinearCrossEntropy(DividedParameters):
         weight: Tensor | None = None,
         reduction: str | None = None,
     ) -> Any:
-        """The loss; with return_stats (loss, stats).
+        """Return the loss. With return_stats, return (loss, stats).
 
         Args:
-            hidden: ``[..., hidden_size]``; with sequence_parallel this rank's part of the first dimension.
-            labels: ``[...]``, of the whole sequence and of the whole vocabulary.
+            hidden: ``[..., hidden_size]``. With sequence_parallel, this rank's shard along the first dimension.
+            labels: ``[...]``, for the whole sequence and from the whole vocabulary.
             token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
-            weight: this rank's part of another weight, used instead of the module's own.
-            reduction: in place of the module's, where it isn't None.
+            weight: this rank's shard of another weight, used instead of the module's own.
+            reduction: replaces the module's, unless None.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         return linear_cross_entropy(
@@ -137,10 +137,11 @@ class LinearCrossEntropy(DividedParameters):
         )
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, gather: bool = True) -> Tensor:
-        """``[..., vocab_size]``, what the softmax is taken of, whole on every rank: scaled and capped as in the loss.
+        """Return the logits ``[..., vocab_size]``, the input of softmax, whole on every rank.
 
-        In hidden's type, to which the products are rounded whatever logits_dtype is: what must not be rounded is in the stats
-        of a loss. With sequence_parallel they are of the whole sequence. Without gather a rank has its part of the vocabulary.
+        They are scaled and capped as in the loss. They are rounded to hidden's type, whatever logits_dtype is; a loss's stats are
+        not. With sequence_parallel the logits are those of the whole sequence. Without `gather` each rank returns its shard of
+        the vocabulary.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(
@@ -179,7 +180,7 @@ class LinearCrossEntropy(DividedParameters):
         return ", ".join(said)
 
 
-_USUAL = {  # what extra_repr tells where it is another
+_USUAL = {  # defaults, which extra_repr omits
     "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
     "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False, "sequence_parallel": False,
 }  # fmt: skip

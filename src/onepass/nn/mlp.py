@@ -1,4 +1,4 @@
-"""A transformer's MLP: a linear layer up, an activation, and a linear layer down, of which the last two are one op."""
+"""MLP, a transformer's MLP: a linear layer up, an activation, and a linear layer down. The last two are one op."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from onepass.runtime.checks import check_per_token
 
 
 class MLP(DividedParameters):
-    """A linear layer, an activation and a linear layer, as a transformer has them. Megatron's, without its config.
+    """The MLP of a transformer: a linear layer, an activation and a linear layer. It is Megatron's MLP without its config.
 
         mlp = onepass.nn.MLP(1024, 4096, tp_group=group)
         y = mlp(x)
 
-    Kept for backward are x and what the first layer made of it; the activation is computed again. forward returns y, or with
-    skip_bias_add (y, bias). Start, parts and state dict are those of a ColumnParallelLinear, ``linear_fc1``, and a
-    RowParallelLinear, ``linear_fc2``: Megatron's names.
+    x and linear_fc1's output are saved for backward, which recomputes the activation. forward returns y, or (y, bias) with
+    skip_bias_add. Initialisation, shards and state dict are those of a ColumnParallelLinear, ``linear_fc1``, and a
+    RowParallelLinear, ``linear_fc2``. The names are Megatron's.
 
     Args:
         hidden_size: the size of the last dimension of x and of y.
-        ffn_hidden_size: the size of the activation; a multiple of the group's size. For a gated activation linear_fc1 has twice
-            as many outputs: the gates, and then what they are to gate.
-        activation, clamp, linear_offset: as in `onepass.bias_activation`; registered activations too.
-        bias: False leaves both linear layers' biases away. The first one's is added with the activation.
-        save: how linear_fc1's output is kept for backward, as in `onepass.activation_linear`.
+        ffn_hidden_size: the size of the activation, a multiple of the group's size. For a gated activation linear_fc1 has twice
+            as many outputs: the gates, then the values that they gate.
+        activation, clamp, linear_offset: as in `onepass.bias_activation`. Registered activations work too.
+        bias: False omits the biases of both linear layers. linear_fc1's bias is added with the activation.
+        save: how linear_fc1's output is saved for backward, as in `onepass.activation_linear`.
         skip_bias_add: leave linear_fc2's bias to the caller.
-        init_method: called on linear_fc1's whole weight; its bias then starts at zero. By default, as torch.nn.Linear.
-        output_layer_init_method: the same of linear_fc2; None is init_method.
-        tp_group: the ranks that each have a part of the activation; None is this one alone.
-        sequence_parallel: x and y are this rank's parts of the first dimension. linear_fc2's bias is then marked
-            `sequence_parallel`: its gradient is a part of a sum (`onepass.parallel.reduce_sequence_parallel_grads`).
-        device, dtype: the parameters'.
+        init_method: called on the whole weight of linear_fc1, whose bias then starts at zero. None is torch.nn.Linear's.
+        output_layer_init_method: the same for linear_fc2. None is init_method.
+        tp_group: the ranks that shard the activation. None is this rank alone.
+        sequence_parallel: x and y are this rank's shards along the first dimension. linear_fc2's bias is marked
+            `sequence_parallel`: its gradient is a partial sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class MLP(DividedParameters):
         )
 
     def reset_parameters(self) -> None:
-        """As the undivided MLP starts."""
+        """Re-initialise all parameters, like those of the unsharded MLP."""
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
 
     def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
-        """y, or with skip_bias_add (y, bias).
+        """Return y, or (y, bias) with skip_bias_add.
 
         Args:
             x: ``[..., hidden_size]``.
-            per_token_scale: ``[...]`` or ``[..., 1]``, x's leading dimensions: a factor for each row of y, linear_fc2's bias
-                included, as a router gives an expert. With skip_bias_add, too, the bias is then in y, and None comes back for
-                it, as in Megatron.
+            per_token_scale: ``[...]`` or ``[..., 1]``, x's leading dimensions. A factor for each row of y, linear_fc2's bias
+                included, such as an MoE router's weight. With it y includes the bias even with skip_bias_add, which then
+                returns (y, None), as in Megatron.
         """
         self._check(x, per_token_scale)
         h, bias = self.linear_fc1(x)
         return self.rest(h, bias, per_token_scale)
 
     def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Any:
-        """What follows linear_fc1, of what it returned: for who makes that together with what came before."""
+        """Run the MLP from linear_fc1's output `h` and `bias` on, for callers that fuse linear_fc1 with a preceding op."""
         y, left = self.linear_fc2(
             h,
             bias,
@@ -114,7 +114,7 @@ class MLP(DividedParameters):
         return (y, left) if self.skip_bias_add else y
 
     def _check(self, x: Tensor, per_token_scale: Tensor | None) -> None:
-        """Before anything is computed or sent."""
+        """Check the arguments before any computation or collective."""
         check_input(x, self.hidden_size, "hidden_size")
         if per_token_scale is not None:
             check_per_token("per_token_scale", per_token_scale, x)
@@ -128,15 +128,15 @@ class MLP(DividedParameters):
 
 
 class ActivationRowParallelLinear(RowParallelLinear):
-    """A RowParallelLinear of an activation of x, in one op: MLP's linear_fc2.
+    """A RowParallelLinear of an activation of x, as one op: MLP's linear_fc2.
 
-    A module that is called, and not parameters alone: what others hang on it, to gather its parameters in time, is called too.
+    MLP calls this module instead of only reading its parameters. So its hooks run, such as those that gather parameters in time.
     """
 
     def forward(
         self, x: Tensor, activation_bias: Tensor | None = None, per_token_scale: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, None), or with skip_bias_add and without per_token_scale (y, bias). options are activation_linear's."""
+        """Return (y, None), or (y, bias) with skip_bias_add and no per_token_scale. `options` are activation_linear's."""
         scale = None if per_token_scale is None else _wide(per_token_scale)
         y = activation_linear(
             x,
@@ -154,16 +154,16 @@ class ActivationRowParallelLinear(RowParallelLinear):
         return _plus_scaled(y, self.given(self.bias), scale), None
 
     def _of_all_rows(self, scale: Tensor) -> Tensor:
-        """The scale that this rank's part of the activation takes, whose gradient is its part of a sum."""
+        """Return the scale of all rows of this rank's activation. Backward sums the ranks' partial gradients of it."""
         return (gather_sequence if self.sequence_parallel else copy_to_group)(scale, self.tp_group)
 
 
 def _wide(scale: Tensor) -> Tensor:
-    """In fp32 or wider: so is what it is multiplied into, and the sum that its gradient is over ranks and uses."""
+    """Return the scale in fp32 or wider, as its products are. Its gradient is summed over ranks and uses in that type too."""
     return scale.to(torch.promote_types(scale.dtype, torch.float32))
 
 
 def _plus_scaled(y: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """y + scale * bias, each row with its number; in the scale's type, and rounded once."""
+    """Return y + scale * bias, with one scale for each row. It is computed in the scale's type and rounded once."""
     bias = with_fp32_grad(bias)
     return y if bias is None else torch.addcmul(y, scale.reshape(*y.shape[:-1], 1), bias).to(y.dtype)

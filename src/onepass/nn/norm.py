@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's modules with our kernels, and with a residual where one is given."""
+"""LayerNorm and RMSNorm: torch.nn's modules with onepass kernels and an optional residual."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from onepass.runtime.checks import check_eps
 class MarkedParameters(nn.Module):
     """A module whose norm parameters carry `sequence_parallel`, as Megatron marks them.
 
-    `onepass.parallel.reduce_sequence_parallel_grads` finds them by it. Leaving the meta device, being copied and a state dict
-    that is assigned make new parameters, which are marked again.
+    `onepass.parallel.reduce_sequence_parallel_grads` finds them by this attribute. A move from the meta device, a copy, and
+    load_state_dict(assign=True) make new parameters, which are marked again.
     """
 
     sequence_parallel: bool
-    gradient_accumulation_fusion = True  # whether ops add gradients to main_grad themselves; otherwise they come as .grad
-    _marked: tuple[str, ...]  # the parameters' names
+    gradient_accumulation_fusion = True  # whether ops add gradients to main_grad. Otherwise they go to .grad
+    _marked: tuple[str, ...]  # names of the marked parameters
 
     def given(self, parameter: Any) -> Any:
-        """The parameter as an op gets it. A view carries no main_grad."""
+        """Return the parameter as ops take it. Without gradient_accumulation_fusion it is a view, which carries no main_grad."""
         return parameter if parameter is None or self.gradient_accumulation_fusion else parameter.view_as(parameter)
 
     def mark_parameters(self) -> None:
@@ -49,7 +49,7 @@ class MarkedParameters(nn.Module):
 
 
 class _Norm(MarkedParameters):
-    """What both norms hold: the options, and a weight."""
+    """The base class of both norms: options and a weight."""
 
     weight: nn.Parameter | None
     eps: float | None
@@ -82,7 +82,7 @@ class _Norm(MarkedParameters):
             nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def _check(self, x: Tensor) -> None:
-        """With a weight the op itself sees a wrong size."""
+        """Check the last dimension of x. With a weight, the op itself checks it."""
         if self.weight is None and x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"x's last dimension must be {self.normalized_shape[0]}, but x has shape {tuple(x.shape)}")
 
@@ -93,15 +93,16 @@ class _Norm(MarkedParameters):
 
 
 class LayerNorm(_Norm):
-    """torch.nn.LayerNorm over the last dimension, by `onepass.layer_norm`: the same arguments and the same state dict.
+    """torch.nn.LayerNorm over the last dimension, by `onepass.layer_norm`. It has the same arguments and the same state dict.
 
     Args:
         normalized_shape: the size of x's last dimension, as a number or as a shape of one.
-        eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
-        zero_centered_gamma: keep weight as its distance from 1: it starts at 0. A state dict means what its module says it means.
+        eps, elementwise_affine, bias, device, dtype: as in torch.nn.LayerNorm.
+        zero_centered_gamma: store weight - 1, which starts at 0. A state dict does not record this: load it into a module with
+            the same setting.
         memory_efficient: as in `onepass.layer_norm`.
-        sequence_parallel: mark the parameters as Megatron does: their gradients are parts, to be summed over the ranks of a
-            sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
+        sequence_parallel: mark the parameters as Megatron does. Their gradients are partial sums, to be reduced over the ranks of
+            a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
 
     bias: nn.Parameter | None
@@ -134,7 +135,7 @@ class LayerNorm(_Norm):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm of x; with a residual (y, h), where h is x + residual and y the norm of that."""
+        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm."""
         self._check(x)
         return layer_norm(
             x,
@@ -152,16 +153,17 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """torch.nn.RMSNorm over the last dimension, by `onepass.rms_norm`: the same state dict, and the same arguments but for eps.
+    """torch.nn.RMSNorm over the last dimension, by `onepass.rms_norm`. Its state dict and arguments are the same, except for eps.
 
     Args:
         normalized_shape: the size of x's last dimension, as a number or as a shape of one.
-        eps: 1e-6 where it isn't given; None is torch's default: the machine epsilon of the type of the arithmetic, so of fp32
-            unless x is fp64.
-        elementwise_affine, device, dtype: as torch.nn.RMSNorm has them.
-        zero_centered_gamma: keep weight as its distance from 1: it starts at 0. A state dict means what its module says it means.
+        eps: 1e-6 by default. None is torch's default: the machine epsilon of the arithmetic's type, which is fp32 unless x is
+            fp64.
+        elementwise_affine, device, dtype: as in torch.nn.RMSNorm.
+        zero_centered_gamma: store weight - 1, which starts at 0. A state dict does not record this: load it into a module with
+            the same setting.
         memory_efficient: as in `onepass.rms_norm`.
-        sequence_parallel: mark weight as Megatron does: its gradient is a part, to be summed over the ranks of a sequence
+        sequence_parallel: mark weight as Megatron does. Its gradient is a partial sum, to be reduced over the ranks of a sequence
             (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
 
@@ -183,7 +185,7 @@ class RMSNorm(_Norm):
         self.mark_parameters()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm of x; with a residual (y, h), where h is x + residual and y the norm of that."""
+        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm."""
         self._check(x)
         return rms_norm(
             x,

@@ -1,4 +1,4 @@
-"""A norm and the linear layer after it, as one op."""
+"""NormLinear: a norm and the linear layer after it, as one op."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
 
 class NormLinear(MarkedParameters):
-    """`norm_linear` with its parameters: a norm over the last dimension and a linear layer; backward keeps the norm's input.
+    """`norm_linear` with parameters: a norm over the last dimension and a linear layer. The norm's input is saved for backward.
 
-    The state dict has the keys of Transformer Engine's LayerNormLinear, whose own loads here; an `_extra_state` in it is passed
-    over. Ours has none: load it there with strict=False.
+    The state dict has the keys of Transformer Engine's LayerNormLinear. A state dict of Transformer Engine loads here: its
+    `_extra_state` is ignored. The state dict here has no `_extra_state`: load it into Transformer Engine with strict=False.
 
     Args:
         in_features, out_features: the sizes of the last dimensions of x and of y.
         norm: ``rms_norm`` or ``layer_norm``.
-        bias: False leaves the linear layer's bias away.
-        eps: the norm's; 1e-6 for ``rms_norm`` and 1e-5 for ``layer_norm`` where it isn't given.
-        norm_bias: False leaves ``layer_norm``'s bias away; ``rms_norm`` has none.
-        zero_centered_gamma: keep the norm's weight as its distance from 1: it starts at 0.
-        return_norm_output, return_input: return (y, the normalised h), (y, h) or (y, the normalised h, h). With a residual
-            h = x + residual, and is returned in any case.
-        sequence_parallel: mark the norm's parameters as Megatron does: their gradients are parts, to be summed over the ranks of
-            a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
+        bias: False omits the linear layer's bias.
+        eps: the norm's eps. By default 1e-6 for ``rms_norm`` and 1e-5 for ``layer_norm``.
+        norm_bias: False omits the bias of ``layer_norm``; ``rms_norm`` has none.
+        zero_centered_gamma: store the norm's weight - 1, which starts at 0.
+        return_norm_output, return_input: return (y, the normalised h), (y, h) or (y, the normalised h, h). With a residual, h is
+            x + residual and is always returned.
+        sequence_parallel: mark the norm's parameters as Megatron does. Their gradients are partial sums, to be reduced over the
+            ranks of a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
 
     layer_norm_weight: nn.Parameter
@@ -81,7 +81,7 @@ class NormLinear(MarkedParameters):
         self.mark_parameters()
 
     def reset_parameters(self) -> None:
-        """The norm starts as one that changes nothing more, the linear layer as torch.nn.Linear does."""
+        """Initialise the norm to scale by 1 and shift by 0, and the linear layer as torch.nn.Linear does."""
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
@@ -91,7 +91,7 @@ class NormLinear(MarkedParameters):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """y; after it the normalised h with return_norm_output, and h with a residual or return_input."""
+        """Return y, then the normalised h with return_norm_output, then h with a residual or return_input."""
         return norm_linear(
             x,
             self.given(self.layer_norm_weight),
@@ -108,7 +108,7 @@ class NormLinear(MarkedParameters):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        extra = prefix + "_extra_state"  # Transformer Engine's: the scales of its fp8
+        extra = prefix + "_extra_state"  # Transformer Engine's fp8 scales
         super()._load_from_state_dict({key: value for key, value in state_dict.items() if key != extra}, prefix, *rest)
 
     def extra_repr(self) -> str:

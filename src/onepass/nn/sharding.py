@@ -1,4 +1,4 @@
-"""Parameters of which each rank of a tensor-parallel group has a part: their start, their marks, and their checkpoints."""
+"""Parameters sharded over the ranks of a tensor-parallel group: initialisation, Megatron's attributes, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from onepass.nn.norm import MarkedParameters, is_size
 
 
 class Division(NamedTuple):
-    """How a whole parameter is divided over the ranks, in their order."""
+    """How a parameter is sharded over the ranks, in rank order."""
 
     dim: int
-    size: int  # of the whole, along dim
-    stride: int = 1  # the whole is so many blocks, of each of which a rank has its part: 2 for a gate and what it is to gate
-    sizes: tuple[int, ...] = ()  # of these blocks, where they differ
+    size: int  # of the whole parameter, along dim
+    stride: int = 1  # number of blocks. A rank has a shard of each: 2 for gates and their values
+    sizes: tuple[int, ...] = ()  # of the blocks, where they differ
 
     def blocks(self) -> tuple[int, ...]:
         return self.sizes or (self.size // self.stride,) * self.stride
 
 
 def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
-    """This rank's part of a whole parameter."""
+    """Return a rank's shard of the whole parameter."""
     parts = []
     for block in whole.split(division.blocks(), division.dim):
         first, last = range_of(block.shape[division.dim], rank, ranks)
@@ -36,7 +36,7 @@ def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
 
 
 def range_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """From where to where this rank's part goes, as torch.chunk and DTensor divide: the last ranks may have less, or nothing."""
+    """Return the start and stop of a rank's shard, as torch.chunk and DTensor divide. The last ranks may have less or nothing."""
     each = -(-size // ranks)
     return min(rank * each, size), min((rank + 1) * each, size)
 
@@ -52,21 +52,22 @@ def check_init(name: str, value: object) -> None:
 
 
 class DividedParameters(MarkedParameters):
-    """A module that has this rank's part of its parameters.
+    """A module that holds this rank's shards of its parameters.
 
-    They carry Megatron's marks, tensor_model_parallel, partition_dim and partition_stride, and carry them again when a move or a
-    copy has made new ones. The parts start as those of the undivided module: each rank makes the whole parameter, one at a time
-    and on its device, and keeps its part. So all ranks must come with the same random state, and leave with the same one.
+    Parameters carry Megatron's attributes tensor_model_parallel, partition_dim and partition_stride. A move or a copy makes new
+    parameters, which get the attributes again. Shards are initialised like those of the unsharded module: each rank makes the
+    whole parameter on its device, one at a time, and keeps its shard. So all ranks must start with the same random state. They
+    also end with the same one.
     """
 
     tp_group: dist.ProcessGroup | None
     sequence_parallel = False
     _marked: tuple[str, ...] = ()
-    _divisions: dict[str, Division]  # of the parameters that are divided, by name
+    _divisions: dict[str, Division]  # of the sharded parameters, by name
 
     def __init__(self, tp_group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):  # new_group's answer to ranks it leaves out
+        if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):  # new_group's result outside of the group
             raise TypeError(
                 f"tp_group must be None or a torch.distributed.ProcessGroup that has this rank, but is {tp_group!r}: "
                 "a rank that is in no group has no part of this module"
@@ -76,7 +77,7 @@ class DividedParameters(MarkedParameters):
         self._divisions = {}
 
     def divided(self, name: str, size: int, stride: int = 1) -> int:
-        """This rank's part of a size that must divide evenly."""
+        """Return this rank's share of a size. Raise ValueError where the size does not divide evenly."""
         check_size(name, size)
         check_size("stride", stride)
         if size % (self.ranks * stride):
@@ -85,14 +86,14 @@ class DividedParameters(MarkedParameters):
         return size // self.ranks
 
     def hold(self, name: str, *shape: int, device: Any, dtype: Any, division: Division | None = None) -> None:
-        """Make room for a parameter, of which shape is this rank's part."""
+        """Register an uninitialised parameter. `shape` is the shape of this rank's shard."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         if division is not None:
             self._divisions[name] = division
 
     @torch.no_grad()
     def start(self, name: str, init: Callable[[Tensor], Any]) -> None:
-        """Call init on the whole parameter, and keep this rank's part."""
+        """Call `init` on the whole parameter, and keep this rank's shard."""
         parameter, division = getattr(self, name), self._divisions.get(name)
         if division is None or self.ranks == 1:
             init(parameter)
@@ -102,7 +103,10 @@ class DividedParameters(MarkedParameters):
         parameter.copy_(part_of(whole, division, self.rank, self.ranks))
 
     def start_as_linear(self, inputs: int, init: Callable[[Tensor], Any] | None) -> None:
-        """weight and bias as torch.nn.Linear's; with an init it makes the weight, and the bias is zeros, as in Megatron."""
+        """Initialise weight and bias as torch.nn.Linear does.
+
+        With `init`, call it on the weight and set the bias to zero, as in Megatron.
+        """
         if getattr(self, "weight", None) is not None:
             self.start("weight", init or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5))))
         if getattr(self, "bias", None) is not None:
@@ -118,7 +122,7 @@ class DividedParameters(MarkedParameters):
                 parameter.partition_dim, parameter.partition_stride = division.dim, division.stride
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameters:
-        memo[id(self.tp_group)] = self.tp_group  # a copy has the same group, which can't be copied
+        memo[id(self.tp_group)] = self.tp_group  # copies share the group, which can't be copied
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -133,14 +137,14 @@ def whole_shape(part: Tensor, division: Division) -> tuple[int, ...]:
 
 
 def sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """The state dict for torch.distributed.checkpoint: it can be loaded where the tensor-parallel group has another size.
+    """Return a state dict for torch.distributed.checkpoint. It can be loaded into a tensor-parallel group of another size.
 
         torch.distributed.checkpoint.save(onepass.nn.sharded_state_dict(model), checkpoint_id=folder)
         torch.distributed.checkpoint.load(onepass.nn.sharded_state_dict(model), checkpoint_id=folder)
 
-    Parameters of which this rank has a part are DTensors over their module's tp_group, everything else is as in `state_dict()`.
-    They share the module's memory, so that what is loaded is in the module at once. A parameter with a stride, which is no plain
-    part of the whole, is as many entries, ``weight.0``, ``weight.1``, ..., each a block of the whole, whatever the group's size.
+    Sharded parameters are DTensors over their module's tp_group. Everything else is as in `state_dict()`. The tensors share the
+    module's memory, so loading into them updates the module. A rank's shard of a parameter with a stride is not contiguous in the
+    whole. Such a parameter has an entry for each block of the whole, ``weight.0``, ``weight.1``, ..., for every group size.
     """
     state: dict[str, Any] = dict(module.state_dict(prefix=prefix))
     for path, part in module.named_modules(remove_duplicate=False):
@@ -153,7 +157,7 @@ def sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def _divide(state: dict[str, Any], key: str, division: Division, group: dist.ProcessGroup | None) -> None:
-    """Put what stands for the whole parameter where its part is."""
+    """Replace a shard in the state dict by the whole parameter, as DTensors over the group."""
     local = state[key]
     dim, blocks = division.dim, division.blocks()
     if len(blocks) == 1:
@@ -168,7 +172,7 @@ def _divide(state: dict[str, Any], key: str, division: Division, group: dist.Pro
 def _whole(local: Tensor, division: Division, group: dist.ProcessGroup | None) -> Tensor:
     if group is None or group.size() == 1:
         return local
-    from torch.distributed.device_mesh import DeviceMesh  # takes its time to import, and `import onepass` needs none of it
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import, and `import onepass` does not need it
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size(whole_shape(local, division))

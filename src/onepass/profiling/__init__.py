@@ -1,5 +1,7 @@
-"""What a call does with the machine: onepass.profile, onepass.compare and `onepass profile`.
+"""Profile a call: onepass.profile, onepass.compare and `onepass profile`.
 
-record.py runs it under torch.profiler; trace.py reads what that wrote; costs.py knows the bytes and flops of an operator;
-figures.py makes figures of it and words.py sentences; model.py holds them, table.py prints them, picture.py draws them.
+record.py runs the call under torch.profiler; script.py and recorders.py run and record a script. trace.py parses the Chrome
+trace; timeline.py names and groups its events. costs.py counts an operator's bytes and flops; limits.py measures the machine's
+ceilings. figures.py computes a step's figures; verdict.py and suggestions.py write the sentences. model.py holds the results,
+table.py prints them, picture.py draws them.
 """

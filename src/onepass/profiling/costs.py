@@ -1,8 +1,9 @@
-"""The bytes that an operator must move and the flops it must do, from the shapes and types it was called with.
+"""The bytes that an operator must move and the flops that it must do, from the shapes and dtypes of its inputs.
 
-Bytes: every tensor it reads once and every tensor it writes once; what an expanded tensor repeats counts once. The few numbers
-a row that norms and attention keep for backward are left out. None where that isn't known: an operator that isn't here, lists of
-tensors (a trace has their shapes without their types), types that don't follow from the inputs.
+Bytes   every tensor read counts once and every tensor written once. Expanded dimensions (stride 0) count once. The few statistics
+        a row that norms and attention save for backward are left out.
+None    the cost is unknown: the operator is not listed here, or the result's dtype doesn't follow from the inputs, or the inputs
+        have lists of tensors. A trace has the shapes of those without their dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DTYPES = {
     "c10::Float8_e4m3fn": torch.float8_e4m3fn, "c10::Float8_e5m2": torch.float8_e5m2,
     "c10::complex<float>": torch.complex64, "c10::complex<double>": torch.complex128,
 }  # fmt: skip
-_SCALAR_TYPES = {  # as a trace writes them: by number
+_SCALAR_TYPES = {  # a trace has the number of c10::ScalarType
     "0": torch.uint8, "1": torch.int8, "2": torch.int16, "3": torch.int32, "4": torch.int64, "5": torch.float16,
     "6": torch.float32, "7": torch.float64, "11": torch.bool, "15": torch.bfloat16,
 }  # fmt: skip
@@ -41,7 +42,7 @@ _COMPARISONS = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf",
     "isfinite",
 })  # fmt: skip
-_WRITTEN_ONLY = frozenset({"copy", "fill", "zero"})  # in place, and what was there before isn't read
+_WRITTEN_ONLY = frozenset({"copy", "fill", "zero"})  # in place, without reading the previous contents
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "prod", "linalg_vector_norm", "logsumexp"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
@@ -65,11 +66,11 @@ _KNOWN = (
 class Cost:
     bytes: int | None = None
     flops: int | None = None
-    dtype: str | None = None  # of a product's operands, as torch names it: the machine's peak depends on it
+    dtype: str | None = None  # torch's name for the dtype of a product's operands: the machine's peak depends on it
 
 
 def is_known(name: str) -> bool:
-    """Whether this operator's bytes are counted here: it stands for whatever it calls in turn."""
+    """Whether this module knows the operator's cost. It then includes the operators that this one calls."""
     return name.startswith("aten::") and _base(name) in _KNOWN
 
 
@@ -86,12 +87,12 @@ def cost(name: str, inputs: tuple[TraceInput, ...]) -> Cost:
 
 
 def _base(name: str) -> str:
-    """add of aten::add_; the name of an operator of its own stays: _softmax."""
+    """Strip the namespace and the in-place underscore: add for aten::add_, _softmax for aten::_softmax."""
     base = name.removeprefix("aten::")
     return base[:-1] if base.endswith("_") and not base.endswith("__") else base
 
 
-# ---- a call against its schema: what each argument is called, and which are written ----
+# ---- match a call with its schema: argument names, and which arguments are written ----
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class _CostCall:
         return None
 
     def tensors(self) -> list[TraceInput]:
-        """Those that are read."""
+        """Return the tensors that the operator reads."""
         skipped = self.written if self.base in _WRITTEN_ONLY or not self.in_place() else frozenset()
         return [given for argument, given in self.named.items() if given.shape is not None and argument not in skipped]
 
@@ -127,7 +128,7 @@ class _CostCall:
 
 @cache
 def _schemas(name: str) -> list[list[tuple[str, str, bool]]]:
-    """Of each overload its arguments: name, type, and whether it is written."""
+    """Return each overload's arguments as (name, type, whether it is written)."""
     return [
         [(a.name, str(a.type), a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments]
         for schema in torch._C._jit_get_schemas_for_operator(name)
@@ -150,7 +151,7 @@ def _size(shape: tuple[int, ...], dtype: torch.dtype | None) -> int | None:
 
 
 def _read(given: TraceInput) -> int | None:
-    """Without what an expanded dimension repeats. A single number counts nothing: Python's own look like tensors in a trace."""
+    """Return the bytes of a tensor; expanded dimensions count once. Scalars count 0: a trace shows Python numbers as tensors."""
     assert given.shape is not None
     if not given.shape:
         return 0
@@ -179,7 +180,7 @@ def _written(call: _CostCall) -> int | None:
         return None
     written = _size(shape, dtype)
     if call.base == "native_dropout" and written is not None:
-        return written + math.prod(shape)  # the mask, a byte each
+        return written + math.prod(shape)  # the mask, one byte an element
     if call.base in _NORM_BACKWARDS | _ATTENTION_BACKWARDS:
         return _gradients(call)
     return written
@@ -207,7 +208,7 @@ def _result(call: _CostCall, tensors: list[TraceInput]) -> tuple[tuple[int, ...]
 
 
 def _promoted(call: _CostCall, tensors: list[TraceInput]) -> torch.dtype | None:
-    """Whole numbers may become fractions, by a division or a number that has some: then it isn't known."""
+    """Return the promoted dtype. Integers give None: a division or a Python float makes the result floating-point."""
     chosen = tensors[1:] if call.base == "where" else tensors
     dtypes = [_CostCall.dtype(tensor) for tensor in chosen if tensor.shape] or [_CostCall.dtype(tensor) for tensor in chosen]
     known = [dtype for dtype in dtypes if dtype is not None]
@@ -229,7 +230,7 @@ def _reduced(call: _CostCall, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _gradients(call: _CostCall) -> int | None:
-    """Of each input that has one, as large as the input."""
+    """Return the bytes of the input gradients that output_mask asks for; each is as large as its input."""
     names = ("input", "weight", "bias") if call.base in _NORM_BACKWARDS else ("query", "key", "value")
     mask = call.value("output_mask").strip("[]").replace(",", " ").split()
     wanted = [name for i, name in enumerate(names) if i >= len(mask) or mask[i] == "True"]
@@ -243,7 +244,7 @@ def _gradients(call: _CostCall) -> int | None:
 
 
 def _flops(call: _CostCall) -> int | None:
-    """By PyTorch's own formulas. Causal attention over a square counts half, as is the custom."""
+    """Return the flops by PyTorch's flop_registry. Causal attention with as many keys as queries counts half, by convention."""
     name = call.base.replace("_for_cpu", "")
     formula: Any = flop_registry.get(getattr(torch.ops.aten, name))
     shapes = [given.shape for given in call.named.values() if given.shape is not None]
@@ -252,7 +253,7 @@ def _flops(call: _CostCall) -> int | None:
     if call.base in _PRODUCTS:
         return int(formula(*shapes[: 3 if "add" in call.base else 2]))
     query, key, value = (call.named[argument].shape or () for argument in ("query", "key", "value"))
-    heads = query[:2]  # fewer heads of keys and values are used by several of the queries
+    heads = query[:2]  # grouped-query attention: several query heads share a key and value head
     shapes = [query, (*heads, *key[2:]), (*heads, *value[2:])]
     if call.base in _ATTENTION_BACKWARDS:
         shapes.insert(0, (*query[:-1], value[-1]))

@@ -1,4 +1,4 @@
-"""From a trace's events to the figures of a step: pure, whatever machine the trace is from."""
+"""Compute the figures of the recorded steps from a trace's events. This module runs nothing on the device."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from onepass.profiling.model import Gap, Limits, OperatorRow, PictureBar
 from onepass.profiling.timeline import StepTimeline, bars, short_name, unit
 from onepass.profiling.trace import Trace, TraceEvent, TraceInput, length, union, waits
 
-SHORT_GAP_US = 1000.0  # longer ones are no wait for a launch: the CPU does something else, or waits itself
-_LEAST_GAP_US = 1.0  # kernels that were queued follow each other about so closely
-_COPIED_TWICE = "Memcpy DtoD"  # read and written in the same memory
+SHORT_GAP_US = 1000.0  # a launch doesn't explain longer gaps: the CPU does something else, or waits itself
+_LEAST_GAP_US = 1.0  # kernels that are already queued follow each other at about this distance
+_COPIED_TWICE = "Memcpy DtoD"  # read from and written to the same memory
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator and the time that its kernels took, or its own on a CPU; or a kernel that no operator launched."""
+    """One call of an operator, with its kernels' time or on a CPU its own; or one kernel that no operator launched."""
 
     name: str
-    start: float  # of the operator on the CPU: the order of the program
+    start: float  # when the operator begins on the CPU; sorts calls in program order
     us: float
     step: int
     kernels: tuple[str, ...] = ()
     inputs: tuple[TraceInput, ...] = ()
-    within: tuple[str, ...] = ()  # the names around it, outwards
+    within: tuple[str, ...] = ()  # the names of its parents, outwards
     cost: costs.Cost = field(default_factory=costs.Cost)
-    operator: bool = False  # not a range, nor a kernel by itself
-    works: bool = True  # and does not only call others
-    by_copy: bool = True  # whether the copy bandwidth is its ceiling: not across a bus
+    operator: bool = False  # False for a range, and for a kernel without an operator
+    works: bool = True  # False if it only calls other operators
+    by_copy: bool = True  # whether the copy bandwidth is its ceiling; False for copies between host and device
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What makes two calls equal: operator, shapes and types."""
+        """The operator, shapes and dtypes. Calls with equal keys are the same work."""
         return (self.name, tuple((given.shape, given.dtype) for given in self.inputs))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the recorded steps together, not of one; Profile has them a step."""
+    """The figures of all recorded steps together; Profile has them per step."""
 
     on_gpu: bool
     steps: int
@@ -100,19 +100,19 @@ def figures(trace: Trace) -> Figures:
 
 
 def _within_a_launch(event: TraceEvent) -> bool:
-    """The driver's part of a call of the runtime's."""
+    """Whether this is the driver's call inside a CUDA runtime launch, which would count twice."""
     return event.parent is not None and event.parent.is_launch
 
 
 def _traced(trace: Trace) -> float:
-    """Of the windows, and of what they launched until that is done."""
+    """Return the length of the windows, plus the time until their last kernel ends."""
     late = max((event.end for event in trace.gpu), default=0.0)
     last = max((window.end for window in trace.windows), default=0.0)
     return length((window.start, window.end) for window in trace.windows) + max(late - last, 0.0)
 
 
 def _busiest_device(gpu: list[TraceEvent]) -> list[TraceEvent]:
-    """Idle time of several GPUs at once says nothing: those of the one that works most."""
+    """Return the events of the GPU with the most work. Idle time of several GPUs together would mean nothing."""
     by_device: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in gpu:
         by_device[event.lane[0]].append(event)
@@ -136,7 +136,7 @@ def _peak(allocations: Sequence[tuple[float, int]]) -> int | None:
     return most if allocations else None
 
 
-# ---- calls: what ran, and for whom ----
+# ---- calls: operators and their kernels ----
 
 
 def _gpu_calls(trace: Trace, step_of: StepTimeline) -> list[OperatorCall]:
@@ -178,13 +178,13 @@ def _called(operator: TraceEvent, us: float, step_of: StepTimeline, kernels: tup
 
 
 def _cpu_calls(trace: Trace, step_of: StepTimeline) -> list[OperatorCall]:
-    """Each operator with its own time: an inner one's is the inner one's, unless the outer one stands for it."""
+    """Return each operator with its own time. An operator of known cost includes the time of those that it calls."""
     calls = []
     for op in trace.ops:
         owner = unit(op) if op.is_operator else None
         if owner is op:
             calls.append(_called(op, op.us if costs.is_known(op.name) else op.us - op.inner, step_of))
-        elif owner is None:  # a range: what its operators leave over, autograd's nodes among them
+        elif owner is None:  # a range, such as an autograd node: its time outside operators
             calls.append(OperatorCall(op.name, op.start, op.us - op.inner, step_of(op), works=False))
     return calls
 
@@ -230,7 +230,7 @@ def _sum(values: list[int | None]) -> int | None:
 
 
 def _of_peak(calls: list[OperatorCall], us: float, limits: Limits) -> float | None:
-    """The time that their products would take at the peak of their types, over the time they took."""
+    """Return the time that the products would take at their dtypes' peak, as a fraction of the time that they took."""
     at_peak = 0.0
     for call in calls:
         peak = limits.tflops.get(call.cost.dtype or "")
@@ -241,7 +241,7 @@ def _of_peak(calls: list[OperatorCall], us: float, limits: Limits) -> float | No
 
 
 def _gaps(found: list[tuple[TraceEvent, TraceEvent, float]]) -> tuple[Gap, ...]:
-    """Those between the same two together, the longest sum first; not yet divided by the steps."""
+    """Group the gaps by the pair of names around them, the largest sum first. Sums are over all steps."""
     between: dict[tuple[str, str], list[float]] = defaultdict(list)
     for before, after, us in found:
         between[short_name(before.name), short_name(after.name)].append(us)

@@ -1,4 +1,4 @@
-"""What this machine can do at most, for the types that were seen: measured once in a process."""
+"""The machine's ceilings: copy bandwidth, and product rates for the dtypes in a trace. Measured once in a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onepass.runtime.ceilings import Ceilings, clock_for, measure_ceilings
 
 
 def limits_of(calls: Iterable[OperatorCall], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
-    """Of the types that were multiplied. What was handed in is taken as it is."""
+    """Return the limits for the dtypes of the matrix products in `calls`. `ceilings`, if given, replace the measurement."""
     dtypes = {call.cost.dtype for call in calls if call.cost.dtype is not None}
     if ceilings is not None:
         rate = ceilings.matmul_tflops
@@ -37,7 +37,7 @@ def _ceilings(device: torch.device) -> Ceilings:
 
 @cache
 def _product_tflops(device: torch.device, dtype: str) -> float:
-    """Of a large product on random data, with the settings of this process (TF32, threads)."""
+    """Measure a large matrix product of random data with this process's settings (TF32, threads)."""
     measured = _ceilings(device).matmul_tflops
     if dtype == "bfloat16" and measured is not None:
         return measured

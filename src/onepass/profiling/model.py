@@ -1,4 +1,4 @@
-"""What a profile holds, as plain data: figures of one step, its rows, gaps, words, and the timeline for a picture."""
+"""The data of a profile: figures of one step, operator rows, gaps, sentences, and the bars of the timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERDICTS = ("launch-bound", "bandwidth-bound", "compute-bound", "mixed")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine can do at most: bytes a second, and flops a second by the type of a product's operands."""
+    """The machine's ceilings: copy bandwidth, and the matrix product rate for each dtype of the operands."""
 
     copy_gbs: float | None = None
     tflops: dict[str, float] = field(default_factory=dict)
@@ -20,23 +20,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator, or one kernel that no operator launched; all its calls together, a step."""
+    """All calls of one operator, or of one kernel that no operator launched, per step."""
 
     name: str
     calls: float
-    us: float  # on a GPU that of its kernels, on a CPU its own, without the operators that have rows of their own
-    share: float  # of all rows' time
-    kernels: dict[str, float] = field(default_factory=dict)  # how many of each, on a GPU
-    bytes: float | None = None  # None: not known
+    us: float  # on a GPU the time of its kernels; on a CPU its own time, without inner operators that have their own rows
+    share: float  # of the time of all rows
+    kernels: dict[str, float] = field(default_factory=dict)  # name -> launches, on a GPU
+    bytes: float | None = None  # None: unknown
     flops: float | None = None
     gbs: float | None = None
     tflops: float | None = None
-    of_copy: float | None = None  # the fraction of the copy bandwidth
-    of_peak: float | None = None  # the fraction of what a large matrix product of that type reaches
+    of_copy: float | None = None  # gbs as a fraction of the copy bandwidth
+    of_peak: float | None = None  # tflops as a fraction of the rate of a large matrix product of that dtype
 
     @property
     def near(self) -> str | None:
-        """Which ceiling it is near to, if any: at half of it or more."""
+        """The ceiling of which this row reaches at least NEAR, if any: bandwidth or compute."""
         nearest = max(self.of_copy or 0.0, self.of_peak or 0.0)
         if nearest < NEAR:
             return None
@@ -48,7 +48,7 @@ NEAR = 0.5
 
 @dataclass(frozen=True)
 class Gap:
-    """Nobody runs: between what and what, how often a step, and how long together."""
+    """All gaps between one pair of kernels or operators: the pair, their count and total time per step, and the longest."""
 
     before: str
     after: str
@@ -59,11 +59,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A fusion of ours that applies to what was seen."""
+    """A onepass fusion that applies to the recorded operators."""
 
     call: str
     saw: str
-    us: float  # a step, of what it would replace or, for a graph, save at most
+    us: float  # per step: the time of the operators that it replaces; for a CUDA graph, the most that it can save
 
     def __str__(self) -> str:
         return f"{self.call}: {self.saw}"
@@ -71,7 +71,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """Something in a picture: operators and kernels, launches of them, copies."""
+    """One bar of the timeline: an operator, a kernel, a launch or a copy."""
 
     lane: str
     name: str
@@ -83,36 +83,36 @@ class PictureBar:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step of a call does with the machine. Times in microseconds, everything a step, unless said otherwise."""
+    """The profile of a call. Times are in microseconds and all figures are per step, unless a comment says otherwise."""
 
     device: str
     on_gpu: bool
-    steps: int  # that were recorded
-    wall_us: float  # median, without the profiler; where it could not be timed without it, `timed` is False
+    steps: int  # the number of recorded steps
+    wall_us: float  # median, without the profiler; if `timed` is False, with the profiler
     wall_range: tuple[float, float]
     timed: bool
     traced_us: float  # with the profiler, which slows the CPU
-    host_us: float | None  # until the call returns, its kernels queued
-    busy_us: float  # at least one kernel runs; on a CPU, at least one operator
+    host_us: float | None  # until the call returns, with its kernels queued
+    busy_us: float  # the time in which at least one kernel runs; on a CPU, at least one operator
     idle_us: float  # the rest of wall_us
     gaps: tuple[Gap, ...]
     gap_count: float
     gap_us: float
-    short_gap_us: float  # in gaps that are no longer than a launch or two may take
+    short_gap_us: float  # in gaps so short that launches explain them (figures.SHORT_GAP_US)
     kernels: float
     launches: float
-    launch_us: float  # one, in the driver; on a CPU, an operator's median time
+    launch_us: float  # mean time of one launch in the driver; on a CPU, an operator's median time
     graphs: float  # launches of CUDA graphs
-    waits: float  # the CPU waits for the GPU
-    peak_bytes: int | None  # the most that was allocated during a step beyond what was before it
+    waits: float  # synchronizations, in which the CPU waits for the GPU
+    peak_bytes: int | None  # peak memory during a step, less the memory allocated before it
     limits: Limits
     rows: tuple[OperatorRow, ...]
-    same_steps: bool  # the same operators with the same shapes in each
+    same_steps: bool  # every step has the same operators with the same shapes
     verdict: str
     reasons: tuple[str, ...]
     suggestions: tuple[Suggestion, ...]
     bars: tuple[PictureBar, ...] = field(repr=False)
-    packed_trace: bytes = field(repr=False)  # what torch exported, as gzip
+    packed_trace: bytes = field(repr=False)  # torch.profiler's Chrome trace, gzipped
 
     @property
     def idle_share(self) -> float:
@@ -124,11 +124,11 @@ class Profile:
 
     @property
     def bytes(self) -> float:
-        """Those that are known."""
+        """The bytes of all rows whose bytes are known."""
         return sum(row.bytes or 0.0 for row in self.rows)
 
     def kernel_names(self) -> dict[str, float]:
-        """How many of each a step; on a CPU, operators."""
+        """Return name -> launches per step for all kernels; on a CPU, name -> calls for all operators."""
         if not self.on_gpu:
             return {row.name: row.calls for row in self.rows}
         found: dict[str, float] = {}
@@ -138,13 +138,13 @@ class Profile:
         return found
 
     def table(self, top: int = 15, width: int | None = None) -> str:
-        """What ran, the largest `top` rows by time, and the figures of the whole; `width` in characters."""
+        """Return the figures of the step and the `top` rows with the most time, as text of `width` characters."""
         from onepass.profiling import table
 
         return table.text(lambda console: table.show_figures(self, console, _positive("top", top)), width)
 
     def words(self) -> str:
-        """What the step is bound by, why, and which of our fusions apply."""
+        """Return what bounds the step, why, and which onepass fusions apply."""
         return "\n".join([f"{self.verdict}: {self.reasons[0]}", *self.reasons[1:], *map(str, self.suggestions)])
 
     def __str__(self) -> str:
@@ -153,13 +153,13 @@ class Profile:
         return table.text(lambda console: table.show(self, console))
 
     def picture(self, path: str | Path) -> None:
-        """The last step as a timeline: CPU threads above GPU streams. Needs matplotlib."""
+        """Draw the last step as a timeline, CPU threads above GPU streams. Needs matplotlib."""
         from onepass.profiling import picture
 
         picture.draw([("", self)], Path(path))
 
     def trace(self, path: str | Path) -> None:
-        """What torch.profiler exported, as a Chrome trace (.json, .json.gz), for Perfetto or chrome://tracing."""
+        """Write torch.profiler's Chrome trace (.json, .json.gz), for Perfetto or chrome://tracing."""
         path = Path(path)
         if not path.name.endswith((".json", ".json.gz")):
             raise ValueError(f"path must end in .json or .json.gz, but is {str(path)!r}")
@@ -167,7 +167,7 @@ class Profile:
         path.write_bytes(self.packed_trace if path.suffix == ".gz" else gzip.decompress(self.packed_trace))
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures and words, for a JSON file; the timeline and the trace stay out."""
+        """Return all figures and sentences for a JSON file, without the timeline and the trace."""
         names = [f.name for f in fields(self) if f.name not in ("bars", "packed_trace")]
         values = {name: getattr(self, name) for name in names}
         for name in ("rows", "gaps", "suggestions"):
@@ -183,7 +183,7 @@ def _positive(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two profiles side by side. Ratios are before over after: above 1 it got better."""
+    """Two profiles side by side. Ratios are before / after: above 1 is an improvement."""
 
     before: Profile
     after: Profile
@@ -193,10 +193,11 @@ class Comparison:
         return self.before.wall_us / self.after.wall_us
 
     def gone(self) -> dict[str, float]:
-        """Kernels (on a CPU: operators) of before that are fewer after, and by how many a step."""
+        """Return name -> decrease per step, for kernels (on a CPU, operators) that run less often in `after`."""
         return _fewer(self.before.kernel_names(), self.after.kernel_names())
 
     def came(self) -> dict[str, float]:
+        """Return name -> increase per step, for kernels (on a CPU, operators) that run more often in `after`."""
         return _fewer(self.after.kernel_names(), self.before.kernel_names())
 
     def __str__(self) -> str:
@@ -205,14 +206,14 @@ class Comparison:
         return table.text(lambda console: table.show_comparison(self, console))
 
     def picture(self, path: str | Path) -> None:
-        """Both timelines on one time axis, one above the other. Needs matplotlib."""
+        """Draw both timelines on one time axis, one above the other. Needs matplotlib."""
         from onepass.profiling import picture
 
         picture.draw([("before", self.before), ("after", self.after)], Path(path))
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
-    """Two profiles side by side: time, launches, kernels that went and came, gaps, bytes, memory.
+    """Compare two profiles: time, launches, kernels that went and came, gaps, bytes, memory.
 
     before = onepass.profile(step)
     after = onepass.profile(onepass_step)

@@ -1,4 +1,4 @@
-"""Profiles as timelines: CPU threads with their launches above GPU streams, gaps shaded, the last step of each profile."""
+"""Draw the last step of profiles as timelines: CPU threads with their launches above GPU streams, gaps shaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _INK, _QUIET, _GRID, _GAP = "#1c2128", "#6e7681", "#e6e9ec", "#f7d9d3"
 _WIDTH, _LABELS, _RIGHT, _LANE, _TOP, _TITLE, _BOTTOM = 13.0, 1.75, 0.2, 0.44, 0.42, 0.52, 0.42  # inches
 _DPI = 130
 _PIXELS = (_WIDTH - _LABELS - _RIGHT) * _DPI
-_LETTER = 7.2  # pixels, at the labels' size and _DPI
+_LETTER = 7.2  # pixels: a letter's width at the labels' size and _DPI
 _THIN, _BIN, _PALEST = 6, 2, 0.15  # pixels, pixels, opacity
-_SHADED = 4  # pixels: narrower gaps are seen as they are
+_SHADED = 4  # pixels: narrower gaps are not shaded
 
 
 def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
-    """Each with its name, one above the other on one time axis."""
+    """Draw named profiles one above the other on one time axis."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(f"a picture needs matplotlib: {install_hint('bench')}")
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -54,7 +54,7 @@ def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
 
 
 def _last_step(bars: Sequence[PictureBar]) -> list[PictureBar]:
-    """Moved to begin at 0. Of the step before only what still ran."""
+    """Return the last step's bars, shifted to start at 0. It includes bars of the step before that end after the start."""
     last = max((bar.step for bar in bars), default=0)
     start = min((bar.start for bar in bars if bar.step == last), default=0.0)
     return [
@@ -65,7 +65,7 @@ def _last_step(bars: Sequence[PictureBar]) -> list[PictureBar]:
 
 
 def _lanes(bars: Sequence[PictureBar]) -> list[str]:
-    """CPU threads in their order, each with its launches below it, then streams."""
+    """Return CPU threads in order, each followed by its launches, then GPU streams."""
     lanes = dict.fromkeys(bar.lane for bar in bars)
     return sorted(lanes, key=lambda lane: (lane.startswith("GPU"), [int(n) for n in re.findall(r"\d+", lane)], lane))
 
@@ -94,7 +94,7 @@ def _timeline(axis: Any, bars: Sequence[PictureBar], span: float) -> None:
 
 
 def _draw_lane(axis: Any, at: int, intervals: Sequence[Interval], colour: str, pixel: float) -> None:
-    """Wide ones with an edge that parts neighbours; of those too thin for that how dense they are, as a paler colour."""
+    """Draw wide bars with an edge between neighbours. Bars too thin for an edge are drawn as density: paler is sparser."""
     from matplotlib.colors import to_rgba
 
     high = (at - 0.36, 0.72)
@@ -109,7 +109,7 @@ def _draw_lane(axis: Any, at: int, intervals: Sequence[Interval], colour: str, p
 
 
 def density(intervals: Sequence[Interval], width: float) -> dict[int, float]:
-    """The part of each bin of that width that they cover, for bins where there is any."""
+    """Return bin -> the fraction of it that the intervals cover, for bins of this width that are not empty."""
     found: dict[int, float] = {}
     for start, end in union(intervals):
         for i in range(int(start / width), int(end / width) + 1):
@@ -120,7 +120,7 @@ def density(intervals: Sequence[Interval], width: float) -> dict[int, float]:
 
 
 def _gaps(axis: Any, bars: Sequence[PictureBar], lanes: Sequence[str], span: float) -> None:
-    """Where no kernel runs; without a GPU, no operator."""
+    """Shade the times in which no kernel runs; without a GPU, no operator."""
     on_gpu = [i for i, lane in enumerate(lanes) if lane.startswith("GPU")]
     working = [bar for bar in bars if bar.lane.startswith("GPU")] if on_gpu else bars
     at = on_gpu or list(range(len(lanes)))

@@ -1,6 +1,6 @@
-"""onepass.profile: a call is run, timed without the profiler, recorded with it, and described.
+"""onepass.profile: warm up a call, time it without the profiler, record it with the profiler, and describe it.
 
-The profiler slows the CPU, so the wall time comes from runs without it, and the GPU's times from the trace.
+The profiler slows the CPU, so the wall time comes from runs without it. GPU times come from the trace.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ from onepass.runtime.ceilings import Ceilings
 
 Tick = Callable[[str], None]
 
-_RUNS = (3, 15)  # of timing without the profiler: at least, at most
-_RUN_US = 20e3  # a short function is called again until a run takes about so long, or so often
+_RUNS = (3, 15)  # the least and the most timing runs, without the profiler
+_RUN_US = 20e3  # a run calls a short function until it takes about this long, at most _MOST_CALLS times
 _MOST_CALLS = 200
-_SLOWED = 4.0  # by the profiler; small operators by two or three
-_TIMING_US = 2e6  # for all runs, once there are enough of them
+_SLOWED = 4.0  # warn above this slowdown by the profiler; small operators are slowed by two or three
+_TIMING_US = 2e6  # stop timing after this long in all, once the least number of runs is done
 
 
 def profile(
     fn: Callable[..., object], *args: Any, warmup: int = 3, steps: int = 5, ceilings: Ceilings | None = None, **kwargs: Any
 ) -> Profile:
-    """What `fn(*args, **kwargs)` does with the machine: what ran, what waited, what bounds it, and what of ours applies.
+    """Profile `fn(*args, **kwargs)`: what ran, what waited, what bounds it, and which onepass fusions apply.
 
         profile = onepass.profile(step, batch)
-        print(profile)                  # table and words
+        print(profile)                  # table and sentences
         profile.picture("step.png")     # timeline
         profile.trace("step.json.gz")   # for Perfetto
 
-    fn is called many times, so it should be a step that may be repeated, such as forward, backward and the optimizer: `warmup`
-    times first, then without the profiler for the wall time (the median of several runs, each of `steps` calls or more), then
-    `steps` times under torch.profiler. Calls follow each other without waiting for the GPU, as in training.
+    fn is called many times, so it should be a step that can be repeated, such as forward, backward and the optimizer. It is
+    called `warmup` times first. Then it is timed without the profiler: the wall time is the median of several runs, each of at
+    least `steps` calls. Then it is recorded `steps` times under torch.profiler. Calls follow each other without a
+    synchronization, as in training.
 
     Args:
-        fn: a function, a module, something compiled; may call backward().
-        warmup: calls before anything is measured: they compile and allocate.
-        steps: calls that are recorded.
-        ceilings: what the machine reaches at most, as `onepass.runtime.ceilings.measure_ceilings` returns it. Measured once
-            in each process if not given.
+        fn: a function, a module or a compiled function; may call backward().
+        warmup: the calls before anything is measured; they compile and allocate.
+        steps: the calls to record.
+        ceilings: the machine's ceilings, as `onepass.runtime.ceilings.measure_ceilings` returns them. If not given, they are
+            measured once in each process.
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable, but is a {type(fn).__name__}")
@@ -78,7 +79,7 @@ def profile(
         timing = timed(call, steps)
         tell(f"recording {steps} steps")
         with recording() as recorded:
-            call()  # the first under the profiler starts it up
+            call()  # the first call under the profiler pays for its start-up
             synchronize()
             with record_function(WINDOW):
                 for _ in range(steps):
@@ -96,13 +97,13 @@ def _whole_number(name: str, value: int, least: int) -> None:
 
 @contextmanager
 def _telling() -> Iterator[Tick]:
-    """A line on a terminal that says what takes so long, and leaves."""
+    """Show the current phase on one line of a terminal, and clear it at the end."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
 
-    # Drawn only when it changes: a thread that draws would take its time from the calls being timed.
+    # Redraw only when the text changes: a refresh thread would slow the calls being timed.
     from rich.live import Live
     from rich.text import Text
 
@@ -115,11 +116,11 @@ def _telling() -> Iterator[Tick]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: each run's mean, and what of it passed until the call came back."""
+    """Microseconds of one call, as each run's mean: wall time, and host time until the call returned."""
 
     wall: tuple[float, ...]
     host: tuple[float, ...] = ()
-    peak_bytes: int | None = None  # on a GPU
+    peak_bytes: int | None = None  # None without a GPU
 
 
 def gpu_in_use() -> bool:
@@ -145,7 +146,7 @@ def timed(call: Callable[[], None], steps: int) -> Timing:
 
 
 def run(call: Callable[[], object], calls: int) -> tuple[float, float]:
-    """Microseconds of a call by the clock on the wall, and until the last was queued, of calls that follow each other."""
+    """Return the wall time and the host time (until the last call returned) of one of `calls` calls, in microseconds."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -159,14 +160,14 @@ def run(call: Callable[[], object], calls: int) -> tuple[float, float]:
 
 
 class Recorded:
-    """torch.profiler's, started and stopped by hand; afterwards its trace as text."""
+    """A torch.profiler session that is started and stopped by hand. `trace` then returns the Chrome trace as JSON text."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch 2.13's profiler says when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch 2.13's profiler logs its start and stop
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # On a GPU its allocator knows the peak.
+        # On a GPU the caching allocator reports the peak.
         memory = not torch.cuda.is_available()
         self._profiler = torch_profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
 
@@ -198,11 +199,11 @@ def recording() -> Iterator[Recorded]:
         recorded.stop()
 
 
-# ---- all of it ----
+# ---- the profile ----
 
 
 def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = None) -> Profile:
-    """Without a timing the wall time is that of the trace, and said to be."""
+    """Build the profile from a trace. Without a timing the wall time is the trace's, and Profile.timed is False."""
     data = json.loads(trace)
     found = figures(read(data))
     limits = limits_of(found.calls, found.on_gpu, ceilings)
@@ -211,7 +212,7 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
     traced_us, busy_us = found.traced_us / steps, found.busy_us / steps
     walls: Sequence[float] = timing.wall if timing is not None else [traced_us]
     wall_us = statistics.median(walls)
-    # An operator's time on a CPU has the profiler's in it: there only the ratio can be carried over.
+    # On a CPU the operators' times include the profiler's overhead, so only the busy fraction is carried over.
     idle_us = wall_us - busy_us if found.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
     idle_us = max(idle_us, 0.0)
     verdict, reasons = verdict_of(found, table, wall_us, idle_us)

@@ -1,4 +1,4 @@
-"""Who records a script: all of it, for some seconds, or some calls of one of its functions."""
+"""Recorders of a script: WholeRecorder records all of it or some seconds, CallRecorder some calls of one function."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from onepass.profiling.trace import STEP, WINDOW
 from onepass.runtime.errors import CommandError
 
 _UNDECORATED = "__onepass_undecorated__"
-_AGAIN_S = 0.5  # a script may be where the end it is asked for gets lost: it is asked again
+_AGAIN_S = 0.5  # a script may swallow RecordingDone, so the alarm raises it again at this interval
 
 
 class RecordingDone(BaseException):
-    """Enough is recorded. No Exception: scripts catch those."""
+    """Raised to end the script once enough is recorded. A BaseException, because scripts catch Exception."""
 
 
 def say(text: str) -> None:
@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 class WholeRecorder:
-    """All of it, or some seconds: an alarm begins and ends it."""
+    """Record all of a script, or some seconds of it: SIGALRM starts and stops the recording."""
 
     def __init__(self, skip: float, seconds: float) -> None:
         self._skip, self._seconds = skip, seconds
@@ -75,7 +75,7 @@ class WholeRecorder:
 
 
 class CallRecorder:
-    """Some calls of one function: to warm up, to be timed, to be recorded."""
+    """Record calls of one function: the first `skip` warm up, the next `steps` are timed, the next `steps` recorded."""
 
     def __init__(self, name: str, skip: int, steps: int) -> None:
         self._name, self._skip, self._steps = name, skip, steps
@@ -100,7 +100,7 @@ class CallRecorder:
     def decorate(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # it calls itself
+            if self._inside:  # recursion
                 return fn(*args, **kwargs)
             self._inside = True
             try:
@@ -112,7 +112,7 @@ class CallRecorder:
         return called
 
     def _compile_and_decorate(self, model: Any = None, **options: Any) -> Any:
-        """What records stays outside what is compiled."""
+        """Compile the undecorated function and decorate the result, so that the recorder stays outside the compiled code."""
         fn = getattr(model, _UNDECORATED, None)
         return self._compile(model, **options) if fn is None else self.decorate(self._compile(fn, **options))
 
@@ -123,7 +123,7 @@ class CallRecorder:
             return call()
         if number < timed:
             return self._timed(call)
-        if number == timed:  # the first under the profiler starts it up
+        if number == timed:  # not recorded: the first call under the profiler pays for its start-up
             say(f"recording the next {self._steps} calls of {self._name}")
             self._recorded, self._running = Recorded(), True
             self._recorded.start()

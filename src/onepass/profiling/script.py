@@ -1,7 +1,7 @@
-"""`onepass profile script.py`: a user's script as Python would run it, recorded whole or in the calls of one of its functions.
+"""`onepass profile script.py`: run a script as Python does, and record all of it or calls of one of its functions.
 
-Exit status: 0; 1 where the script failed, with its traceback; 2 where what was asked for can't be done; 130 where it was
-interrupted, and then what had been recorded is shown.
+Exit status: 0 for success. 1 if the script failed; its traceback is printed. 2 if the request can't be met. 130 if the script was
+interrupted; the profile of what was recorded so far is shown.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _seconds(text: str) -> float:
     return float(_number(text, float, 0))
 
 
-# What argparse calls them in its messages.
+# argparse prints these names in error messages.
 _count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at least 1", "number of seconds"
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-# ---- what is written at the end, checked at the beginning ----
+# ---- output files: written at the end, but checked before the script runs ----
 
 _SUFFIXES = {"picture": (".png", ".svg", ".pdf"), "trace": (".json", ".json.gz"), "json": (".json",)}
 
@@ -136,7 +136,7 @@ def _show(profile: Profile, args: argparse.Namespace) -> None:
 
 
 def _execute(tree: ast.Module, args: argparse.Namespace, recorder: CallRecorder | WholeRecorder) -> int:
-    """0, 1 where the script failed and was heard of, 130 where it was interrupted."""
+    """Run the script. Return 0, or 1 if it failed (its error is printed), or 130 if it was interrupted."""
     code = compile(tree, str(args.script), "exec")
     with _as_main(args.script, args.args) as module:
         vars(module)[_DECORATOR] = getattr(recorder, "decorate", None)
@@ -174,7 +174,7 @@ def _as_main(script: Path, args: list[str]) -> Iterator[types.ModuleType]:
 
 
 def _print_error(error: BaseException, script: str) -> None:
-    """As Python would, from the script's own line on."""
+    """Print the traceback as Python does, without the frames above the script's own."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
@@ -182,7 +182,7 @@ def _print_error(error: BaseException, script: str) -> None:
 
 
 def _decorate(tree: ast.Module, name: str) -> None:
-    """Outside all decorators it has: compiled functions are called through them."""
+    """Put the recorder's decorator outside the function's own decorators: a compiled function is called through them."""
     functions = dict(_functions(tree, ""))
     if name not in functions:
         known = ", ".join(functions) or "none"

@@ -1,4 +1,4 @@
-"""Which fusions of ours apply to what was seen, each with what was seen: nothing is suggested on a guess."""
+"""Find the onepass fusions that apply to the recorded operators. Each suggestion names the operators that it rests on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onepass.profiling.verdict import counted, listed, number, time
 
 _LARGE_VOCABULARY = 8192
 _FAST = 0.9  # of the copy bandwidth
-_WORTH = 0.01  # of the time: less isn't worth a word
+_WORTH = 0.01  # of the time: smaller suggestions are dropped
 
 
 def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) -> tuple[Suggestion, ...]:
-    """The most time first, above them a CUDA graph where launches are what there is to save."""
+    """Return suggestions sorted by time, the largest first. If the step is launch-bound, a CUDA graph precedes them."""
     calls, steps = [call for call in figures.calls if not _as_fast_as_it_gets(call, limits)], figures.steps
     total = sum(call.us for call in figures.calls) / steps
     finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [_losses, _norms, _activations, _accumulations]
@@ -30,7 +30,7 @@ def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) 
 
 
 def _as_fast_as_it_gets(call: OperatorCall, limits: Limits) -> bool:
-    """A norm that moves its bytes as a copy does; nothing of ours is faster, unless it takes in more than the norm."""
+    """Whether the call is a norm near the copy bandwidth. A onepass norm is then faster only if it fuses more operators."""
     if call.name not in _NORMS or call.cost.bytes is None or limits.copy_gbs is None or not call.us:
         return False
     return call.cost.bytes / call.us / 1e3 >= _FAST * limits.copy_gbs
@@ -48,7 +48,7 @@ _NORMS = frozenset(f"aten::{name}{way}" for name in ("native_layer_norm", "_fuse
 
 
 def _on_cpu(suggestion: Suggestion) -> Suggestion:
-    """There PyTorch's own operators compute norms and activations, and products without logits are several smaller ones."""
+    """Add what differs on a CPU: onepass runs norms and activations as PyTorch operators, and splits the loss's product."""
     if "_norm" in suggestion.call or "activation" in suggestion.call:
         more = "faster on a GPU only"
     elif "linear_cross_entropy" in suggestion.call:
@@ -78,7 +78,7 @@ def _norms(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
 
 
 def _written_out(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
-    """x * rsqrt(mean(x^2) + eps), and the weight."""
+    """Return the calls of RMS norms written out as x * rsqrt(mean(x^2) + eps) * weight."""
     found = []
     for i, call in enumerate(calls):
         if call.name != "aten::rsqrt":
@@ -121,7 +121,7 @@ def _losses(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
 
 
 def _inner(call: OperatorCall) -> int | None:
-    """The columns of a product's result."""
+    """Return the number of columns of a product's result."""
     tensors = [given for given in call.inputs if given.shape]
     return tensors[-1].shape[-1] if tensors and tensors[-1].shape else None
 
@@ -137,10 +137,10 @@ def _accumulations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Sugges
         yield _suggestion("onepass.linear(x, weight) with weight.main_grad (onepass.parallel.MainGrads)", seen, steps, more)
 
 
-# ---- many equal ones ----
+# ---- runs of small equal calls ----
 
 _LEAST_REPEATS, _LONGEST_PERIOD = 8, 4
-_SMALL_US = {True: 20.0, False: 100.0}  # on a GPU, on a CPU: what costs about as much to call as to do
+_SMALL_US = {True: 20.0, False: 100.0}  # on a GPU, on a CPU: calling such an operator costs about as much as running it
 _FREE = frozenset(
     f"aten::{name}"
     for name in (
@@ -169,7 +169,7 @@ def _equal(calls: Sequence[OperatorCall], steps: int, on_gpu: bool) -> list[Sugg
 
 
 def _repeats(calls: Sequence[OperatorCall]) -> list[list[OperatorCall]]:
-    """Runs in which a few calls come again and again, equal in shapes and types. What writes in place is no such call."""
+    """Return runs in which a few calls repeat with the same shapes and dtypes. In-place calls end a run."""
     found, i = [], 0
     keys = [None if call.name.endswith("_") else (call.step, *call.key) for call in calls]
     while i < len(calls):

@@ -1,4 +1,4 @@
-"""Profiles on a terminal."""
+"""Print profiles on a terminal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onepass.profiling.model import Comparison, OperatorRow, Profile
 from onepass.profiling.verdict import counted, number, time
 
 _TOP = 15
-_NAME = 44  # the longest name shown whole
-_LISTED = 12  # kernels that went or came
+_NAME = 44  # longer names are cut
+_LISTED = 12  # the most kernels to list as gone or new
 
 
 def text(show: Callable[[Console], None], width: int | None = None) -> str:
-    """Without colours, as wide as the terminal, or 118 where there is none."""
+    """Return what `show` prints, without colours. The width is the terminal's, or 118 without a terminal."""
     out = io.StringIO()
     width = width or shutil.get_terminal_size((118, 40)).columns
     show(Console(file=out, width=width, highlight=False, color_system=None, force_terminal=False))
@@ -50,7 +50,7 @@ def show_words(profile: Profile, console: Console) -> None:
         console.print(Padding(escape(suggestion.saw), (0, 0, 0, 4)))
 
 
-# ---- the figures of the whole ----
+# ---- the figures of the step ----
 
 
 def _lines(profile: Profile) -> list[str]:
@@ -117,7 +117,7 @@ def _rows(profile: Profile, top: int) -> Table:
 
 
 def _cells(row: OperatorRow, on_gpu: bool) -> list[str]:
-    """What isn't known has a question mark; a product's bytes are, but a copy's rate is not its ceiling."""
+    """Return a row's cells. "?" is an unknown value; a cell is blank where the figure doesn't apply."""
     kernels = [number(sum(row.kernels.values()))] if on_gpu else []
     moved = "?" if row.bytes is None else number(row.bytes / 1e6)
     return [
@@ -141,7 +141,7 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-# ---- two of them ----
+# ---- comparisons ----
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""When each thing ran, for a picture, and what it is called."""
+"""The bars of a picture, the step and the operator that each event belongs to, and short names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NAMELESS = ("Kernel", "Kernel2", "device_kernel")
 
 
 class StepTimeline:
-    """Which step a moment on the CPU belongs to. The last one's, after its end."""
+    """Map an event to its step, by its time on the CPU. After a step's end, that step; a kernel goes by its launch."""
 
     def __init__(self, trace: Trace) -> None:
         self._starts = sorted(event.start for event in trace.steps)
         self._ends = sorted(event.end for event in trace.steps)
 
     def inside(self, event: TraceEvent) -> bool:
-        """Not between steps, where record.py itself waits for the GPU."""
+        """Whether the event is inside a step. Between steps record.py itself waits for the GPU."""
         return not self._starts or event.start < self._ends[self(event)]
 
     def __call__(self, event: TraceEvent) -> int:
@@ -33,7 +33,7 @@ class StepTimeline:
 
 
 def unit(event: TraceEvent | None) -> TraceEvent | None:
-    """The operator that an event belongs to: the outermost of those whose costs are known, or else the innermost."""
+    """Return the operator that an event belongs to: the outermost one of known cost, or else the innermost."""
     if event is None:
         return None
     operators = [around for around in event.parents() if around.is_operator]
@@ -74,7 +74,7 @@ def _outermost(op: TraceEvent) -> TraceEvent:
 
 @lru_cache(maxsize=4096)
 def short_name(name: str) -> str:
-    """A kernel's name without template arguments and namespaces that all of PyTorch's have; an operator's as it is."""
+    """Shorten a kernel's name: drop template arguments and the namespaces of PyTorch. Keep an operator's name."""
     if name.startswith("autograd::engine::evaluate_function: "):
         return "autograd engine"
     if not name.startswith("void ") and "<" not in name:
@@ -86,6 +86,6 @@ def short_name(name: str) -> str:
     while (outer := _INNERMOST.sub("", plain)) != plain:
         plain = outer
     plain = plain.partition("(")[0].rpartition("::")[2].strip()
-    if plain in _NAMELESS:  # CUTLASS has its kernel's name inside
+    if plain in _NAMELESS:  # CUTLASS: the kernel's name is a template argument
         return re.split(r"[<>,( ]", inside)[0].rpartition("::")[2] or plain
     return f"{plain}<{functors[0]}>" if functors else plain

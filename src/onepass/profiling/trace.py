@@ -1,6 +1,6 @@
-"""A Chrome trace of torch.profiler's as events, and who launched what: of an operator its kernels, its inputs and its parents.
+"""Parse torch.profiler's Chrome trace into events, with each operator's inputs and parents and the launch of each kernel.
 
-Nothing here runs anything: a trace is data, whichever machine it comes from.
+This module runs nothing on the device, so it reads traces of any machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW = "onepass: profiled"  # the marks that record.py leaves in a trace: what to look at, and each step in it
+WINDOW = "onepass: profiled"  # record_function ranges of record.py: the part of the trace to read, and each step in it
 STEP = "onepass: step"
 
 _KINDS = {
@@ -25,13 +25,13 @@ _KINDS = {
 }
 _LAUNCH = re.compile(r"cuda(Graph)?Launch|cuLaunch|cuGraphLaunch")
 _WAIT = re.compile(r"Synchronize$")
-# What records itself like an operator and is none: what happens in it belongs to those inside.
+# Ranges that a trace records as operators. Their time belongs to the operators inside.
 _WRAPPER = re.compile(r"^(autograd::engine::|torch::autograd::|Torch-Compiled Region)")
 
 
 @dataclass(frozen=True)
 class TraceInput:
-    """An operator's argument: a tensor where shape and dtype are known, else the text of a number or a list."""
+    """An operator's argument: a tensor if shape and dtype are set, else the text of a number or a list."""
 
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -41,7 +41,7 @@ class TraceInput:
 
 @dataclass(eq=False)
 class TraceEvent:
-    """Times in microseconds of the trace's clock. Lane: process and thread, or device and stream."""
+    """An event. Times are in microseconds of the trace's clock. `lane` is process and thread, or device and stream."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class TraceEvent:
     lane: tuple[Any, Any]
     args: dict[str, Any] = field(default_factory=dict, repr=False)
     parent: TraceEvent | None = field(default=None, repr=False)
-    inner: float = 0.0  # the time of those directly inside
+    inner: float = 0.0  # the time of its direct children
 
     @property
     def us(self) -> float:
@@ -70,7 +70,7 @@ class TraceEvent:
 
     @property
     def is_operator(self) -> bool:
-        """Not a range that only has operators in it: autograd's nodes, compiled regions, a user's record_function."""
+        """False for ranges that only contain operators: autograd's nodes, compiled regions, a user's record_function."""
         return self.kind == "op" and "::" in self.name and not _WRAPPER.match(self.name)
 
     @property
@@ -78,7 +78,7 @@ class TraceEvent:
         return self.kind == "gpu" and self.name.startswith(("Memcpy", "Memset"))
 
     def parents(self) -> Iterable[TraceEvent]:
-        """Outwards, itself first."""
+        """Yield the event itself, then its parents outwards."""
         event: TraceEvent | None = self
         while event is not None:
             yield event
@@ -101,18 +101,18 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of what was asked for, in order of time."""
+    """The events inside the windows, in order of time."""
 
     ops: list[TraceEvent]
     runtime: list[TraceEvent]  # calls of the CUDA runtime and driver
     gpu: list[TraceEvent]  # kernels, copies and fills
     windows: list[TraceEvent]
     steps: list[TraceEvent]
-    allocations: list[tuple[float, int]]  # on the CPU: when, and the bytes, negative where they were given back
+    allocations: list[tuple[float, int]]  # on the CPU: time and bytes, negative for a free
 
 
 def read(data: dict[str, Any]) -> Trace:
-    """The events between the marks; without marks, from the first kernel's launch, or the first operator, to the end."""
+    """Return the events inside the WINDOW marks. Without marks: from the first kernel's launch, or first operator, to the end."""
     events, memory = _events(data.get("traceEvents", []))
     marks = [event for event in events if event.kind == "mark"]
     ops = [event for event in events if event.kind == "op"]
@@ -124,7 +124,7 @@ def read(data: dict[str, Any]) -> Trace:
         event.parent = launched.get(event.args.get("correlation"))
     windows = [event for event in marks if event.name == WINDOW] or _whole(ops, gpu)
 
-    def within(event: TraceEvent) -> bool:  # by its launch: a kernel may end after the window
+    def within(event: TraceEvent) -> bool:  # a kernel counts by its launch, as it may run after the window
         at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
         return any(window.start <= at <= window.end for window in windows)
 
@@ -157,7 +157,7 @@ def _events(raw: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[tuple[flo
 
 
 def _nest(events: list[TraceEvent]) -> None:
-    """Finds each one's parent: the innermost event of its thread that is still running when it begins."""
+    """Set each event's parent: the innermost event of its thread that is still running when it begins."""
     open_in: dict[tuple[Any, Any], list[TraceEvent]] = {}
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         stack = open_in.setdefault(event.lane, [])
@@ -184,7 +184,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, each moment once, in order."""
+    """Return the union of intervals as disjoint intervals, sorted."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -199,7 +199,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def waits(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, TraceEvent, float]]:
-    """Where nobody runs between the first and the last: who ended before, who begins after, and how long that is."""
+    """Return the gaps between the first and the last event: the event before, the event after, and the gap's length."""
     found = []
     last: TraceEvent | None = None
     for event in sorted(events, key=lambda event: (event.start, event.end)):

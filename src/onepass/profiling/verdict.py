@@ -1,4 +1,4 @@
-"""What the figures say: by what a step is bound, and why."""
+"""Decide from the figures what bounds a step, and say why."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from onepass.profiling.figures import Figures
 from onepass.profiling.model import NEAR, OperatorRow
 
-IDLE = 0.25  # of the wall time: from there on the GPU waits too much to be called busy
-HALF = 0.5  # of the time: what holds for that much holds for the step
-_SMALL_CPU_US = 10.0  # one operator every so often, Python's part included: few bytes can be in it
+IDLE = 0.25  # of the wall time: from this idle fraction on, the step counts as waiting
+HALF = 0.5  # of the time: a property of this fraction is a property of the step
+_SMALL_CPU_US = 10.0  # wall time per operator, Python included: so short an operator moves few bytes
 
 
 def verdict(figures: Figures, rows: Sequence[OperatorRow], wall_us: float, idle_us: float) -> tuple[str, tuple[str, ...]]:
-    """One of VERDICTS, and sentences that say why, the deciding one first."""
+    """Return one of VERDICTS, and the sentences that explain it, the deciding one first."""
     total = sum(row.us for row in rows)
     if not total:
         return "mixed", ("nothing ran that the profiler could see",)
@@ -51,7 +51,10 @@ def _gpu_waits(figures: Figures, wall_us: float, idle_us: float) -> tuple[str, s
 
 
 def _cpu_dispatches(figures: Figures, wall_us: float) -> tuple[str, str] | None:
-    """By the time without the profiler first: it takes two or three times as long with it."""
+    """Return the verdict if dispatch bounds the step, else None.
+
+    Test the time without the profiler first: the profiler makes it two or three times as long.
+    """
     operators = figures.launches / figures.steps
     often = f"dispatch-bound, since this is a CPU: {counted(operators, 'operator')}"
     if operators and wall_us / operators <= _SMALL_CPU_US:
@@ -78,7 +81,7 @@ def _measured(row: OperatorRow) -> bool:
     return row.of_copy is not None or row.of_peak is not None
 
 
-# ---- words ----
+# ---- text ----
 
 
 def number(value: float) -> str:
@@ -97,7 +100,7 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def time(us: float) -> str:
-    """With three digits, in the unit that suits."""
+    """Format a time with three digits, in s, ms or us."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:
             return f"{us / size:.3g} {unit}"

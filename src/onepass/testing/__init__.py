@@ -1,1 +1,1 @@
-"""What an op is tested with, ours or one added elsewhere: error budgets, poisoned memory, mutants, a repaired interpreter."""
+"""Tools to test any op, also one from outside of onepass: error budgets, poisoned memory, mutants, a repaired interpreter."""

@@ -1,12 +1,12 @@
-"""Compile every kernel we ship for GPUs that are not here, and read registers, shared memory and spills from the binaries.
+"""Compile every kernel for GPUs that are not present. Read registers, shared memory and spills from the binaries.
 
     python -m onepass.testing.aot                      # sm_80, sm_90 and sm_100; exit status 1 where anything spills or fails
     python -m onepass.testing.aot --arch 90 --only swiglu
     python -m onepass.testing.aot --in-turn            # a third of the binaries: each launch for one architecture
 
-The kernels and their configurations come from the ops themselves. Calls are made as a user makes them, on tensors of the meta
-device, which have shapes and no memory; every launch on the way is recorded instead of done. So nothing here knows about tiles,
-and a kernel that no call launches is an error. The calls lie beside the kernels, in their folders' `samples.py`.
+The kernels and their configurations come from the ops. Each call is a user's call, on tensors of the meta device, which have
+shapes and no memory. Launches are recorded instead of run. So this module knows nothing of tiles, and a kernel that no call
+launches is an error. The calls are in `samples.py`, in the same folder as the kernels.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from onepass.runtime.install_hint import install_hint
 from onepass.runtime.samples import CoveringCall
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
-_SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory that one program may have, on which tiles depend
+_SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory for one program: tiles depend on it
 _LEAST_SHARED = 101376  # sm_86, sm_89, sm_120
-_PROCESSORS = 132  # of an H100; with one, no kernel would have several programs
+_PROCESSORS = 132  # of an H100. With one, no kernel would have several programs
 
 
-# ---- what those calls launch ----
+# ---- recording launches ----
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel as one call launches it: `args` holds the types of tensors, None, and sizes."""
+    """One kernel as one call launches it. `args` holds dtypes in place of tensors, None, and sizes."""
 
     kernel: launch.Kernel
     args: tuple[Any, ...]
@@ -70,13 +70,13 @@ class Launch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal where Triton would find the kernel compiled already."""
+        """A key that is equal where Triton would reuse the compiled kernel."""
         return self.kernel, self.options, *map(_specialisation, _parameters(self.kernel), self.args)
 
 
 @cache
 def _parameters(kernel: launch.Kernel) -> list[tuple[str, bool]]:
-    """Their names, and whether they are compiled in."""
+    """Return each parameter's name, and whether it is a constexpr."""
     found = signature(kernel.jit.fn).parameters.values()
     return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in found]
 
@@ -102,7 +102,7 @@ def _sample_modules() -> list[Any]:
 
 
 def launches(only: str = "", arch: int = 90) -> list[Launch]:
-    """Every different kernel that the covering calls of every op launch on a GPU of this kind, in a fixed order."""
+    """Return every distinct kernel that the covering calls of all ops launch on this architecture, in a fixed order."""
     found: dict[tuple[Any, ...], Launch] = {}
     with _recording(arch) as recorded:
         for samples in _sample_modules():
@@ -119,7 +119,7 @@ def launches(only: str = "", arch: int = 90) -> list[Launch]:
 
 @contextmanager
 def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]]:
-    """Every launch is listed, none is done: each kernel with the types of its tensors."""
+    """Record launches instead of running them: each kernel with its arguments, dtypes in place of tensors."""
     found: list[tuple[launch.Bound, tuple[Any, ...]]] = []
     gpu = {"triton_unsupported": None, "processors": _PROCESSORS, "shared_memory": _SHARED.get(arch, _LEAST_SHARED)}
 
@@ -129,7 +129,7 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
         for module in _modules():
-            # the meta device is as good as a GPU here, and tiles of another one are forgotten
+            # the meta device passes for a GPU, and cached tiles of other architectures are dropped
             for name, value in gpu.items():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
@@ -141,17 +141,18 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
 
 
 def uncovered(found: Iterable[Launch]) -> list[str]:
-    """Kernels that no call launches."""
+    """Return the kernels that no call launches."""
     launched = {each.kernel for each in found}
     kernels = {value for module in _modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
     return sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
 
 
-# ---- compiling them ----
+# ---- compiling ----
 
 
-# Spills that cost less than what is without them, on an H200: 7 % and more of the time (docs/notes/0002-norm.md), 5 % (0007), 3
-# to 12 % where more programs share a multiprocessor (0014); and two instructions where a row is one number.
+# Spills that cost less than their alternatives, measured on an H200. Without them kernels take 7 % and more longer
+# (docs/notes/0002-norm.md), 5 % (0007), and 3 to 12 % where more programs share a multiprocessor (0014). Two spilled instructions
+# are also allowed where a row is one element.
 ALLOWED_SPILLS = {
     ("norm.backward rows", "layer_norm 2048x5000", 100): 8,
     ("loss.whole_row_kernels both", "linear_cross_entropy 2048x128256 known_grad_scale", 100): 4,
@@ -163,7 +164,7 @@ ALLOWED_SPILLS = {
     ("attention.backward dq", "attention 32/8x64", 90): 23,
     ("attention.backward dk_dv", "attention 32/8x64", 90): 9,
     ("attention.backward dk_dv", "attention 8/8x128", 90): 12,
-    # a few instructions in a loop of hundreds, on GPUs that nobody has measured it on
+    # a few instructions in a loop of hundreds, on GPUs where it is not measured
     ("attention.backward dq", "attention 8/8x128", 80): 10,
     ("attention.backward dq", "attention 32/8x128", 80): 10,
     ("attention.backward dk_dv", "attention 32/8x128", 80): 18,
@@ -188,7 +189,7 @@ class Compiled:
 
 
 class _NoGpu:
-    """Stands for a driver: Triton asks it what to compile for."""
+    """A stub driver that tells Triton which architecture to compile for."""
 
     arch = ARCHS[0]
 
@@ -206,11 +207,11 @@ class _NoGpu:
 
 
 def _compile(launched: Launch, arch: int) -> Compiled:
-    """Compile for `arch` and read the binary; never raises, as one failure must not hide the others."""
+    """Compile for `arch` and read the binary. It never raises, because one failure must not hide the others."""
     row = Compiled(launched.name, launched.call.label, short(launched.call.dtype), arch)
     try:
         registers, shared, spills = _usage(_binary(launched, arch))
-    except Exception as error:  # whatever ptxas or Triton thought of
+    except Exception as error:  # ptxas and Triton raise errors of any type
         lines = str(error).strip().splitlines()
         return Compiled(**asdict(row) | {"failure": f"{type(error).__name__}: {lines[-1] if lines else ''}"})
     return Compiled(**asdict(row) | {"registers": registers, "shared": shared, "spills": spills})
@@ -221,13 +222,13 @@ def _binary(launched: Launch, arch: int) -> Any:
     driver.arch = arch
     triton.runtime.driver.set_active(driver)
     jit = launched.kernel.jit
-    jit.device_caches.clear()  # they remember the target of the last compilation
+    jit.device_caches.clear()  # they hold the target of the last compilation
     mocked = (triton.runtime.jit.MockTensor(arg) if isinstance(arg, torch.dtype) else arg for arg in launched.args)
     return jit.warmup(*mocked, grid=(1,), **dict(launched.options))
 
 
 def _usage(compiled: Any) -> tuple[int, int, int]:
-    """Registers, shared memory in bytes, and how many instructions of the kernel spill."""
+    """Return registers, bytes of shared memory, and the number of spill instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -236,9 +237,9 @@ def _usage(compiled: Any) -> tuple[int, int, int]:
         if found is None:
             raise RuntimeError(f"cuobjdump says nothing of registers: {usage.strip()!r}")
         registers, stack = int(found[1] or found[4]), int(found[2] or found[3])
-        # what spills has a stack; disassembling takes longer than compiling, so it is done for those alone
+        # A kernel that spills has a stack. Disassembly takes longer than compilation, so skip it for kernels without one.
         code = _tool("nvdisasm", file.name) if stack else ""
-    # nvdisasm knows not every architecture; what is on the stack is then the next best witness
+    # nvdisasm does not support every architecture. For others count the stack's bytes instead.
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if code.strip() else stack
     return registers, compiled.metadata.shared, spills
 
@@ -248,7 +249,7 @@ def _tool(name: str, *args: str) -> str:
     return subprocess.run([path, *args], capture_output=True, text=True).stdout
 
 
-# ---- in two processes ----
+# ---- in several processes ----
 
 
 @cache
@@ -257,7 +258,7 @@ def _planned(only: str, arch: int) -> list[Launch]:
 
 
 def _work(index: int, arch: int, only: str) -> Compiled:
-    return _compile(_planned(only, arch)[index], arch)  # kernels can't travel between processes, their place in the list can
+    return _compile(_planned(only, arch)[index], arch)  # a kernel can't be pickled, its index can
 
 
 def _tasks(archs: Sequence[int], only: str, in_turn: bool) -> list[tuple[int, int]]:
@@ -273,7 +274,7 @@ def _tasks(archs: Sequence[int], only: str, in_turn: bool) -> list[tuple[int, in
 
 
 def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = False) -> list[Compiled]:
-    """In forks of this process, which have what was planned: nothing here has started a thread or a driver that minds."""
+    """Compile in forks of this process, which inherit the plan. No thread or driver has started that a fork would break."""
     tasks = _tasks(archs, only, in_turn)
     gc.freeze()  # else each collection in a fork goes through all launches: a twentieth of the time
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
@@ -296,7 +297,7 @@ def _table(rows: list[Compiled], archs: tuple[int, ...]) -> Any:
     for arch in archs:
         table.add_column(f"sm_{arch}", justify="right")
     lines: dict[tuple[str, str, str], dict[int, list[str]]] = {}
-    for row in rows:  # what an architecture's shared memory leaves no room for may be another kernel there, and in another place
+    for row in rows:  # less shared memory may change an architecture's kernels and their order
         cells = lines.setdefault((row.kernel, row.call, row.dtype), {arch: [] for arch in archs})
         cells[row.arch].append(_cell(row))
     for named, cells in lines.items():
@@ -329,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
 
     archs = tuple(int(arch) for arch in args.arch.split(","))
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which nobody reads here, and which takes a fifth of the time
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # unused here, and a fifth of the time
     start = time.monotonic()
     missing = [] if args.only else uncovered(_planned(args.only, archs[0]))
     rows = compile_all(archs, args.only, args.jobs, args.in_turn)
@@ -348,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _without_interpreter() -> None:
-    """Kernels decorated under the interpreter are no kernels: start again without it."""
+    """Restart without the interpreter: kernels that are decorated under it can't be compiled."""
     if INTERPRETED:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         os.execve(sys.executable, [sys.executable, "-m", "onepass.testing.aot", *sys.argv[1:]], environment)

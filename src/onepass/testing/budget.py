@@ -1,13 +1,13 @@
-"""The error budget: how far from fp64 a result may be, and by what it is judged.
+"""The error budget: how far a result may be from the formula in fp64, and how the error is measured.
 
     report = judge(my_op, my_formula, {"x": x, "weight": weight}, dy)
-    assert report, report                        # prints each output that is too far: which, by what measure, how far
+    assert report, report                        # prints each output that is too far: its name, measure and error
 
-Three computations of the same inputs: the formula in fp64 is the truth; the formula in fp32, its results rounded once to the
-types of ours, is the baseline; ours must have at most 1.25 x the baseline's relative RMS error + 1e-6, over the whole tensor and
-on its worst row, and at most 2 x its largest single error. Outputs of a few numbers have no spread to compare: they are pooled
-over the seeds that were judged together, and a 16-bit input leaves them 2e-4 where an fp32 one leaves 1e-6. Rows of a few numbers
-are pooled too.
+Three computations have the same inputs. The formula in fp64 is exact. The formula in fp32, with results rounded once to the
+dtypes of ours, is the baseline. Ours may have 1.25 x the baseline's relative RMS error + 1e-6, over the whole tensor and on its
+worst row. Its largest single error may be 2 x the baseline's. Outputs of a few elements have too little spread to compare. They
+are pooled over the seeds that are judged together. Their slack is 2e-4 with 16-bit inputs, and 1e-6 with fp32 inputs.
+Rows with few elements that are not 0, as causal rows have, are pooled as one row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 RMS, LARGEST = 1.25, 2.0  # times the baseline's
 SLACK = 1e-6
-SMALL = 32  # outputs (and rows) of fewer numbers have no spread
+SMALL = 32  # outputs (and rows) of fewer elements have too little spread
 SMALL_SLACK = {torch.float32: 1e-6, torch.float64: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-4}
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        return self.ours <= self.allowed  # NaN is not
+        return self.ours <= self.allowed  # False for NaN
 
     def __str__(self) -> str:
         says = "ok     " if self.ok else "TOO FAR"
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass
 class BudgetReport:
-    """What was found of every output; true where all of it is within the budget."""
+    """The findings of all outputs. It is true if all of them are within the budget."""
 
     findings: list[Finding] = field(default_factory=list)
 
@@ -66,14 +66,14 @@ class BudgetReport:
     __repr__ = __str__  # what pytest shows of `assert report`
 
 
-# ---- running the three ----
+# ---- the three computations ----
 
 
 def run(function: Function, inputs: Inputs, dy: Gradients = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The outputs ("y", or "y0", "y1", ...) and, where dy is given, the gradients ("d" + name) of every floating-point input.
+    """Return the outputs ("y", or "y0", "y1", ...) and, with `dy`, the gradient ("d" + name) of each floating-point input.
 
-    With `dtype` inputs and incoming gradients are converted to it first. Inputs keep their strides otherwise. dy is one tensor,
-    or one an output with None for outputs that get no gradient.
+    With `dtype`, inputs and incoming gradients are converted to it first. Otherwise inputs keep their strides. `dy` is one
+    tensor, or one for each output, with None for outputs that get no gradient.
     """
     tensors = {name: _fresh(tensor, dtype, dy is not None) for name, tensor in inputs.items()}
     returned = function(*tensors.values())
@@ -96,12 +96,12 @@ def _fresh(tensor: Tensor | None, dtype: torch.dtype | None, grad: bool) -> Tens
 
 
 def judge(ours: Function, formula: Function, inputs: Inputs, dy: Gradients = None) -> BudgetReport:
-    """Run `ours` on the inputs and the dtype-generic `formula` on them in fp64 and fp32, and compare."""
+    """Run `ours` on the inputs, and the dtype-generic `formula` on them in fp64 and in fp32. Compare the results."""
     return judge_seeds(ours, formula, [(inputs, dy)])
 
 
 def judge_seeds(ours: Function, formula: Function, cases: Iterable[tuple[Inputs, Gradients]]) -> BudgetReport:
-    """`judge` over several draws of the inputs, for outputs too small for one draw to say much."""
+    """Like `judge`, over several draws of the inputs. Outputs of few elements need more than one draw."""
     trials = []
     dtype = torch.float32
     for inputs, dy in cases:
@@ -116,9 +116,9 @@ def judge_seeds(ours: Function, formula: Function, cases: Iterable[tuple[Inputs,
 
 
 def compare(trials: Sequence[tuple[Mapping[str, Tensor], ...]], dtype: torch.dtype = torch.float32) -> BudgetReport:
-    """Compare (ours, baseline, exact) results by name; `dtype` is the storage type, for outputs of few numbers.
+    """Compare (ours, baseline, exact) results by name. `dtype` is the storage type, which sets the slack of small outputs.
 
-    The baseline's are rounded here to the types of ours.
+    The baseline is rounded here to the dtypes of ours.
     """
     report = BudgetReport()
     for name in trials[0][2]:
@@ -134,7 +134,7 @@ def compare(trials: Sequence[tuple[Mapping[str, Tensor], ...]], dtype: torch.dty
 
 
 def _infinite(name: str, ours: Tensor, baseline: Tensor) -> list[Finding]:
-    """Where the baseline overflows or is NaN, ours is the same."""
+    """Check that ours equals the baseline where that is infinite or NaN."""
     infinite = ~baseline.isfinite()
     if not infinite.any():
         return []
@@ -165,7 +165,7 @@ def _finite(name: str, triples: list[tuple[Tensor, Tensor, Tensor]], dtype: torc
 
 
 def _most(values: Iterable[Tensor]) -> float:
-    """The largest, or NaN if any is: Python's max would depend on their order."""
+    """Return the largest value, or NaN if any is NaN. Python's max would depend on the order."""
     return torch.stack(list(values)).max().item()
 
 

@@ -1,9 +1,9 @@
-"""What every op must hold, once for all of them: each check takes one op's sample call, on a device, by a backend.
+"""The contract of every op, as checks. Each check takes one op's sample call, on a device, by a backend.
 
     for check in CHECKS:
         check(subjects("triton", torch.device("cpu"))["rms_norm"])
 
-A check raises AssertionError where the op does not hold. What only one op must hold is in that op's own tests.
+A check raises AssertionError if the op breaks the contract. Requirements of a single op are in that op's own tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Subject:
     sample: Sample
 
     def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The sample's tensors; those that can have a gradient ask for one."""
+        """Return the sample's tensors. Floating-point ones require grad, except for the last `sample.frozen`."""
         tensors = self.sample.tensors(self.device, dtype or (self.sample.dtype if self.backend == "triton" else torch.float32))
         last = len(tensors) - self.sample.frozen
         return [t.requires_grad_(t.is_floating_point() and i < last) for i, t in enumerate(tensors)]
@@ -48,13 +48,13 @@ class Subject:
         return found if isinstance(found, tuple) else (found,)
 
     def gradients(self, tensors: list[Tensor], ys: tuple[Tensor, ...] | None = None, **how: Any) -> list[Tensor]:
-        """Of a loss that weighs all that comes back, by the tensors that ask."""
+        """Return the gradients of a weighted sum of all outputs, by the tensors that require grad."""
         ys = self.run(*tensors) if ys is None else ys
         return list(torch.autograd.grad(_loss(ys), [t for t in tensors if t.requires_grad], **how))
 
 
 def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
-    """All sample calls of all ops."""
+    """Return all sample calls of all ops by name."""
     found = {}
     for op in OPS.values():
         for name, sample in op.samples.SAMPLES.items():
@@ -81,7 +81,7 @@ def _close(found: Any, expected: Any, what: str) -> None:
 
 
 def repeats(subject: Subject) -> None:
-    """Two calls give the same bits, and a retained graph gives its gradients twice. Nothing that is given is written."""
+    """Two calls are bitwise equal. A retained graph gives its gradients twice. Inputs and incoming gradients are not written."""
     tensors = subject.tensors()
     ys, again = subject.run(*tensors), subject.run(*tensors)
     incoming = [torch.ones_like(y) for y in ys if y.requires_grad]
@@ -96,7 +96,7 @@ def repeats(subject: Subject) -> None:
 
 
 def takes_strided_tensors(subject: Subject) -> None:
-    """Inputs whose rows have gaps, and whose columns do, give what contiguous ones give."""
+    """Inputs with gaps between rows or between columns give the results and gradients of contiguous inputs."""
     tensors = subject.tensors()
     expected = subject.run(*tensors)
     grads = subject.gradients(tensors, expected)
@@ -120,7 +120,7 @@ def _columns_apart(t: Tensor) -> Tensor:
 
 
 def respects_what_is_frozen(subject: Subject) -> None:
-    """Whatever is frozen, the others' gradients are what they were; nothing frozen gets one; all frozen makes no graph."""
+    """Frozen inputs get no gradient and leave the other gradients unchanged. If all inputs are frozen, there is no graph."""
     tensors = subject.tensors()
     asking = [i for i, t in enumerate(tensors) if t.requires_grad]
     full = dict(zip(asking, subject.gradients(tensors), strict=True))
@@ -134,7 +134,7 @@ def respects_what_is_frozen(subject: Subject) -> None:
 
 
 def takes_parameters_in_inference_mode(subject: Subject) -> None:
-    """Parameters are taken as tensors are; under no_grad and inference_mode the results are the same, without a graph."""
+    """Parameters give the results of plain tensors. Under no_grad and inference_mode the results agree, without a graph."""
     tensors = subject.tensors()
     expected = subject.run(*tensors)
     parameters = [torch.nn.Parameter(t.detach()) if t.requires_grad else t for t in tensors]
@@ -142,7 +142,7 @@ def takes_parameters_in_inference_mode(subject: Subject) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             ys = subject.run(*parameters)
-        _close(ys, expected, mode.__name__)  # not the same bits: a kernel that keeps nothing for backward is another one
+        _close(ys, expected, mode.__name__)  # not bitwise: a kernel that saves nothing for backward is a different one
         assert not any(y.requires_grad for y in ys), mode.__name__
 
 
@@ -150,10 +150,10 @@ def takes_parameters_in_inference_mode(subject: Subject) -> None:
 
 
 def refuses_second_derivatives(subject: Subject) -> None:
-    """A second derivative is right, or raises, however it is asked for; it is never lost.
+    """A second derivative is right or raises. It is never silently dropped.
 
-    By `.backward()`, by `torch.autograd.grad` of a gradient penalty by all leaves, and where only part of the inputs were asked
-    for in the first pass.
+    The first pass takes gradients by all leaves, the first, or the last. The second differentiates a penalty on them by all
+    leaves, with `.backward()` and with `torch.autograd.grad`.
     """
     tensors = subject.tensors(torch.float64 if subject.backend == "torch" else None)
     leaves = [t for t in tensors if t.requires_grad]
@@ -195,7 +195,7 @@ def _by_backward(penalty: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 def follows_transforms(subject: Subject) -> None:
-    """torch.func's derivative is autograd's: nothing but the formula can be transformed, and who names kernels is told so."""
+    """torch.func.grad agrees with autograd. It transforms the formula: an explicit kernel backend raises under a transform."""
     tensors = subject.tensors()
     expected = subject.gradients(tensors)
     if subject.backend == "triton":
@@ -212,11 +212,11 @@ def follows_transforms(subject: Subject) -> None:
     _close(found, expected, "torch.func.grad")
 
 
-# ---- around it ----
+# ---- autocast, checkpointing, compilation ----
 
 
 def works_under_autocast(subject: Subject) -> None:
-    """Under autocast it runs, forward and backward, and gradients have their tensors' types."""
+    """The op runs under autocast, forward and backward. Gradients have the dtypes of their tensors."""
     tensors = subject.tensors()
     with torch.autocast(subject.device.type, torch.bfloat16):
         ys = subject.run(*tensors)
@@ -226,7 +226,7 @@ def works_under_autocast(subject: Subject) -> None:
 
 
 def can_be_checkpointed(subject: Subject) -> None:
-    """Activation checkpointing, reentrant or not, gives the same bits."""
+    """Activation checkpointing, reentrant or not, gives bitwise equal gradients."""
     tensors = subject.tensors()
     expected = subject.gradients(tensors)
     ys = checkpoint(subject.run, *tensors, use_reentrant=False)
@@ -237,7 +237,7 @@ def can_be_checkpointed(subject: Subject) -> None:
 
 
 def can_be_compiled(subject: Subject) -> None:
-    """torch.compile takes it whole, forward and backward."""
+    """torch.compile traces the op without a graph break, forward and backward."""
     tensors = subject.tensors()
     expected = subject.run(*tensors)
     grads = subject.gradients(tensors, expected)
@@ -251,7 +251,7 @@ def can_be_compiled(subject: Subject) -> None:
 
 
 def registers_sound_ops(subject: Subject) -> None:
-    """The registered ops that a watched call goes through have right schemas and fakes."""
+    """The registered ops of a call have correct schemas and fakes. A dispatch mode sees them."""
     tensors = subject.tensors()
     with _calls() as calls:
         subject.gradients(tensors)
@@ -263,7 +263,7 @@ def registers_sound_ops(subject: Subject) -> None:
 
 @contextmanager
 def _calls() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """The calls of our registered ops, which in the block all go through the dispatcher."""
+    """Yield the calls of onepass's registered ops. In the block all of them go through the dispatcher."""
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     class Recorder(TorchDispatchMode):

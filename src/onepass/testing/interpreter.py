@@ -1,23 +1,24 @@
-"""Make Triton's CPU interpreter trustworthy: import this, with TRITON_INTERPRET=1 set before onepass was imported.
+"""Repair Triton's CPU interpreter. Import this with TRITON_INTERPRET=1 set before onepass is imported.
 
     os.environ["TRITON_INTERPRET"] = "1"        # before anything imports onepass or triton
     import onepass.testing.interpreter
 
-As Triton 3.6 ships it, the interpreter fails in silence on these counts, which are repaired here:
+Triton 3.6's interpreter has these faults, those of bf16 without an error. This module repairs them:
 
-- bf16 is kept as bit patterns, and casts to it truncate, or copy integers for bits: here they round to nearest even.
-- `tl.dot` multiplies bf16's bit patterns: here it widens them first.
-- Other arithmetic on bf16 works on the bit patterns too: here it raises. Kernels load and go to fp32 at once, so none needs it.
-- `range(runtime_argument)` raises under numpy >= 2.4.
-- numpy warns of overflows and NaN that are an ordinary part of fp32 arithmetic on a GPU: silenced within a launch.
-- Each launch, and each call of a device function, patches the whole language anew, most of the cost of a program: here once a
-  process; and types and shapes are made anew for each value, most of the rest: here once (`interpreter_types.py`).
-- Programs run one after the other, so one that waits for another would wait for ever: here it passes the turn on
-  (`kernels/grid_sync.py`), and programs that wait for what never comes raise.
-- @triton.autotune asks a driver for the device: a stand-in answers where there is no GPU.
+- It stores bf16 as bit patterns. Casts to bf16 truncate, or copy integers as bits. Here they round to nearest even.
+- `tl.dot` multiplies the bit patterns of bf16. Here it converts them to fp32 first.
+- Other arithmetic on bf16 uses the bit patterns too. Here it raises. No kernel needs it: kernels convert to fp32 after a load.
+- `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
+- numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
+- Each launch, and each call of a device function, patches the whole language again, most of a program's cost. Here the first
+  launch patches it for good.
+- Types and shapes are made again for each value, most of the remaining cost. Here they are cached (`interpreter_types.py`).
+- Programs run one after another, so a program that waits for another would hang. Here it yields to the others
+  (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
+- @triton.autotune asks a driver for the device. A stub driver answers where there is no GPU.
 
-Not repaired: libdevice, inline assembly, bf16 atomics, `tl.dot_scaled`; reads out of bounds pass unseen, and `tl.maximum` keeps
-the NaN that a GPU drops. A program costs about the same whatever its block size, so test with few, fat programs.
+Not repaired: libdevice, inline assembly, bf16 atomics and `tl.dot_scaled`. Reads out of bounds stay undetected. `tl.maximum`
+keeps the NaN that a GPU drops. A program's cost hardly depends on its block size, so test with few programs of large blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _is_bf16(handle: Any) -> bool:
 
 
 def _widened(handle: Any) -> Any:
-    """A bf16 handle as an fp32 one; others as they are."""
+    """Return a bf16 handle as an fp32 one. Return other handles unchanged."""
     if not _is_bf16(handle):
         return handle
     bits = np.asarray(handle.data).astype(np.uint32) << 16
@@ -71,7 +72,7 @@ def _widened(handle: Any) -> Any:
 
 
 def _rounded(handle: Any) -> Any:
-    """Numbers of any type as a bf16 handle, to nearest even."""
+    """Return a handle of any dtype as a bf16 one, rounded to nearest even."""
     values = torch.from_numpy(np.array(handle.data, order="C").astype(np.float32))
     return _Handle(values.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
 
@@ -99,7 +100,7 @@ def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 
 
 def _refusing_bf16(stock: Any) -> Any:
-    """unary_op or binary_op, raising where the stock one would compute with bf16's bit patterns."""
+    """Wrap unary_op or binary_op: raise for bf16, as the stock one would compute with bit patterns."""
 
     def op(self: Any, *operands: Any) -> Any:
         if any(_is_bf16(operand) for operand in operands):
@@ -113,12 +114,12 @@ def _refusing_bf16(stock: Any) -> Any:
 
 _patch_tensor: Any = interpreter._patch_lang_tensor
 _patch_language: Any = interpreter._patch_lang
-_EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function that sees both
+_EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function with both among its globals
 _patched = False
 
 
 def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
-    """The stock patches, and an index of a scalar that lies in an array of one."""
+    """Apply the stock patches, and give scalars, which are stored as arrays of one element, `__index__`."""
     _patch_tensor(tensor, *scope)
 
     def index(x: Any) -> int:
@@ -126,7 +127,7 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
 
     if scope:
         scope[0].set_attr(tensor, "__index__", index)
-    else:  # Triton 3.5 patches for good
+    else:  # Triton 3.5 never undoes its patches
         tensor.__index__ = index
 
 
@@ -157,18 +158,18 @@ def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
 
 # ---- programs that wait for each other ----
 
-_running: Any = None  # the thread that has the turn
-_idle: list[_Thread] = []  # to start one takes as long as a tenth of a program
-if hasattr(os, "register_at_fork"):  # not where there is no fork
+_running: Any = None  # the thread whose turn it is
+_idle: list[_Thread] = []  # for reuse: to start a thread takes a tenth of the time of a program
+if hasattr(os, "register_at_fork"):  # absent where there is no fork
     os.register_at_fork(after_in_child=_idle.clear)
 
 
 class _Launched:
-    """Stands for a kernel's function: gathers the programs of a launch, and with the last of them runs all, turn by turn."""
+    """Replaces a kernel's function. It collects the programs of a launch, and at the last one runs them all in turns."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.programs = function, deque()  # type: ignore[var-annotated]
-        self.__name__, self.__signature__ = function.__name__, inspect.signature(function)  # Triton looks at both
+        self.__name__, self.__signature__ = function.__name__, inspect.signature(function)  # Triton reads both
 
     def __call__(self, **arguments: Any) -> None:
         builder = interpreter.interpreter_builder
@@ -178,29 +179,29 @@ class _Launched:
 
 
 class _Thread:
-    """Runs one program after another, while it has the turn. One that waits keeps it, and the others go on in another."""
+    """A thread that runs programs one after another. A program that waits blocks its thread; another thread runs the rest."""
 
     def __init__(self) -> None:
         self.turn, self.back = threading.Lock(), threading.Lock()
         self.programs: deque[tuple[tuple[int, ...], Callable[[], None]]] = deque()
         self.place: tuple[int, ...] = ()
         self.failure: BaseException | None = None
-        self.ended = 0  # programs, in this turn
+        self.ended = 0  # programs that ended in this turn
         self.waits = self.given_up = False
         self.turn.acquire()
         self.back.acquire()
         threading.Thread(target=self._run, daemon=True).start()
 
     def go_on(self) -> None:
-        """Give it the turn until all programs have ended, or one waits, or fails."""
+        """Let the thread run until all its programs have ended, or one waits or fails."""
         global _running
         _running, self.ended, self.waits = self, 0, False
-        interpreter.interpreter_builder.grid_idx = self.place  # of the program that waited; new ones bring theirs
+        interpreter.interpreter_builder.grid_idx = self.place  # for the program that waited. New ones set their own
         self.turn.release()
         self.back.acquire()
 
     def _run(self) -> None:
-        with np.errstate(all="ignore"):  # numpy's is each thread's own
+        with np.errstate(all="ignore"):  # numpy's error state is per thread
             while not self.given_up:
                 self.turn.acquire()
                 try:
@@ -218,7 +219,7 @@ class _Thread:
 
     def wait(self) -> None:
         self.waits = True
-        self.programs = deque()  # the rest is another's
+        self.programs = deque()  # another thread runs the rest
         self.back.release()
         self.turn.acquire()
         if self.given_up:
@@ -245,7 +246,7 @@ def _take_turns(programs: deque[tuple[tuple[int, ...], Callable[[], None]]]) -> 
             raise RuntimeError(f"{len(waiting)} programs wait for each other, or for what never comes")
 
 
-_PATIENCE = 200  # turns around all waiting programs in which none ended: each that is served goes on to its next wait
+_PATIENCE = 200  # rounds over all waiting programs in which none ends. In a round a program may only get to its next wait
 
 
 def _give_up(waiting: Iterable[_Thread]) -> None:
@@ -260,7 +261,7 @@ def _yield_to_programs() -> int:
 
 
 class _NoDriver:
-    """What @triton.autotune asks for, where there is no GPU."""
+    """A stub driver for @triton.autotune where there is no GPU."""
 
     def get_current_target(self) -> Any:
         return triton.backends.compiler.GPUTarget("cuda", 90, 32)

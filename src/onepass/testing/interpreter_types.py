@@ -1,10 +1,11 @@
-"""Less of the work that Triton's interpreter does beside a kernel's arithmetic, most of its time; what it computes is the same.
+"""Cache types in Triton's interpreter. This removes work besides a kernel's arithmetic, most of its time. Results are the same.
 
-For each value the language makes a type, a shape as a tuple of its own, and a type of that tuple; shapes are compared by making
-both again, and each sum or product of integers is made a second time in int64, compared with int32's limits, and thrown away
-where the option `debug` is off, as it is. Here a type is made once, and with it what the tensors of that type have in common.
+For each value the language makes a type, a shape as a tuple object, and a type of that tuple. It compares two shapes by making
+both again. It computes each sum or product of integers a second time in int64 and compares that with int32's limits. Without
+the option `debug`, which is off here, it discards the comparison. This module makes each type once, with the attributes that its
+tensors share, and runs the overflow check only with `debug`.
 
-Only for `onepass.testing.interpreter`, which installs it.
+Only `onepass.testing.interpreter` uses this module: it calls `install`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language.core as core
 import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
 
-_KEPT = "_onepass_kept"  # on a type of Triton's: what was made for it, by what it is or by its shape
+_KEPT = "_onepass_kept"  # an attribute of Triton types: the cached objects, by kind or by shape
 
 _Block: Any = core.block_type
 _Tensor: Any = core.tensor
@@ -35,9 +36,9 @@ def _kept(of: Any) -> dict[Any, Any]:
 
 
 def _one_block_type(cls: Any, element_ty: Any, shape: Any) -> Any:
-    """The same object for the same element type and shape."""
+    """Return one object for each element type and shape."""
     sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
-    kept, key = _kept(element_ty), (sizes, *map(type, sizes))  # 4.0 is 4, but no size
+    kept, key = _kept(element_ty), (sizes, *map(type, sizes))  # with types: 4.0 equals 4, but is no size
     found = kept.get(key)
     if found is None:
         found = object.__new__(cls)
@@ -51,7 +52,7 @@ def _made_already(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
-    """All but the handle depends on the type alone."""
+    """Copy the attributes of the type's first tensor. Only the handle differs."""
     kept = _kept(type)
     if "tensor" not in kept:
         _stock_tensor(self, handle, type)
@@ -61,7 +62,7 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _equal(self: Any, other: Any) -> Any:
-    """Of plain integers, as shapes are, with no tuple of constexprs around them."""
+    """Compare tuples of plain integers, as shapes are, without wrapping each integer in a constexpr."""
     theirs = other.values if type(other) is _Tuple else other
     if isinstance(theirs, list | tuple) and all(type(value) is int for values in (self.values, theirs) for value in values):
         return core.constexpr(self.values == list(theirs))

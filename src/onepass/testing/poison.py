@@ -1,11 +1,11 @@
-"""Memory that shows what was not written, what was written outside, and what should not have been touched.
+"""Detect elements that a kernel does not write, writes out of bounds, and writes to inputs.
 
-with poisoned():                             # what is allocated in here starts as NaN, between two canaries
+with poisoned():                             # allocations in the block start as NaN, between two canaries
     y = op(x)
 assert_written(y=y)
 
-with unchanged(x=x, dy=dy): ...              # bit for bit, the storage around views included
-with saved_tensors() as kept: ...            # what autograd keeps for backward
+with unchanged(x=x, dy=dy): ...              # bitwise, including the storage around views
+with saved_tensors() as kept: ...            # the tensors that autograd saves for backward
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GUARD = 4096  # bytes before and after: strides of stray writes are short; a multiple of every alignment that kernels assume
+GUARD = 4096  # bytes before and after: stray writes land near. A multiple of every alignment that kernels assume
 CANARY = 0xA5
-_INTEGER, _BYTE = 0x7A, 0xFF  # each byte of an unwritten integer: large; a byte by itself is NaN where it is an e4m3 code
+_INTEGER, _BYTE = 0x7A, 0xFF  # bytes of unwritten integers, which are large. 0xFF for uint8: as an e4m3 code it is NaN
 
 
 @dataclass
 class Allocations:
-    """What was allocated within the block: the guarded buffers and what they were for."""
+    """The allocations of a block: guarded buffers with descriptions."""
 
     made: list[tuple[Tensor, int, str]] = field(default_factory=list)  # buffer, bytes inside, description
 
     def check(self) -> None:
-        """Raise where a canary was overwritten."""
+        """Raise AssertionError if a canary was overwritten."""
         hurt = []
         for buffer, inside, what in self.made:
             for side, edge in (("before", buffer[:GUARD]), ("after", buffer[GUARD + inside :])):
@@ -61,7 +61,7 @@ def _poison(tensor: Tensor) -> Tensor:
     return tensor.fill_(int.from_bytes(bytes([byte]) * tensor.dtype.itemsize, "little"))
 
 
-# What Python code calls to allocate. Patched, not a mode: the backward of a GPU's tensors runs in a thread of its own.
+# Allocation functions that Python code calls. Patched, because a mode would miss the thread that runs backward on a GPU.
 _stock: dict[str, Callable[..., Any]] = {
     "empty": torch.empty,
     "empty_like": torch.empty_like,
@@ -74,10 +74,10 @@ _stock: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Allocations]:
-    """Within the block torch.empty, empty_like, empty_strided, zeros and Tensor.new_empty give tensors between canaries.
+    """Make torch.empty, empty_like, empty_strided, zeros and Tensor.new_empty return tensors between canaries in the block.
 
-    Empty ones hold NaN (integers 0x7a7a..., bytes 0xff). At the end of the block the canaries are checked. Allocations that
-    PyTorch makes for itself, pinned ones, and those under a compiler or a dispatch mode are left alone.
+    Empty tensors hold NaN (integers 0x7a7a..., bytes 0xff). The end of the block checks the canaries. PyTorch's internal
+    allocations, pinned memory, and allocations under a compiler or a dispatch mode are not guarded.
     """
     allocations = Allocations()
 
@@ -102,30 +102,30 @@ def poisoned() -> Iterator[Allocations]:
     finally:
         for name in ("empty", "empty_like", "empty_strided", "zeros"):
             setattr(torch, name, _stock[name])
-        del torch.Tensor.new_empty  # what it inherits is seen again
+        del torch.Tensor.new_empty  # uncovers the inherited method
     allocations.check()
 
 
 def assert_written(**outputs: Tensor | None) -> None:
-    """No NaN is left of the poison; for outputs of finite inputs."""
+    """Assert that no NaN of the poison is left. The inputs must be finite."""
     for name, tensor in outputs.items():
         if tensor is not None and tensor.is_floating_point():
             missing = int(tensor.isnan().sum())
             assert not missing, f"{name}: {missing} of {tensor.numel()} elements never written, or NaN"
 
 
-# ---- what must stay as it is ----
+# ---- tensors that must not change ----
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of the tensor's storage, as bytes."""
+    """Return the whole storage of the tensor as bytes."""
     storage = tensor.detach().untyped_storage()
     return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 @contextlib.contextmanager
 def unchanged(**tensors: Tensor | None) -> Iterator[None]:
-    """Raise where the block changed a bit of these tensors or of the storage they are views of."""
+    """Raise AssertionError if the block changes a bit of these tensors or of the storage that they view."""
     before = {name: (tensor, _bytes(tensor).clone(), tensor._version) for name, tensor in tensors.items() if tensor is not None}
     yield
     for name, (tensor, bits, version) in before.items():
@@ -136,7 +136,7 @@ def unchanged(**tensors: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
-    """The tensors that autograd keeps for backward from calls within the block, in the order they were kept."""
+    """Yield the tensors that autograd saves for backward of calls in the block, in order."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
 
 def bytes_kept(kept: list[Tensor], *but: Tensor | None) -> int:
-    """The bytes of tensors kept, each storage once, less those of the tensors that are there anyway."""
+    """Return the bytes of the saved tensors. Each storage counts once, and those of the tensors in `but` do not count."""
     there = {tensor.untyped_storage().data_ptr() for tensor in but if tensor is not None}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     return sum(size for address, size in storages.items() if address not in there)

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: it follows from the seed and the step's number, on any layout and after a resume alike."""
+"""The tokens of each step. They depend on the seed and the step's number only, not on the layout of ranks or a resume."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 class TokenBatch(NamedTuple):
     tokens: Tensor  # [sequences, seq_length]
-    labels: Tensor  # the tokens after them
+    labels: Tensor  # of the same shape: the next tokens
 
 
 class Batches:
-    """Random stretches of a text. rank and ranks are the data-parallel ones: each has its sequences of a step's.
+    """Random sequences of a text. Each data-parallel rank gets its share of a step's sequences.
 
     Args:
-        text: a numpy array of token numbers, which may be a file's.
+        text: a numpy array of token ids, possibly memory-mapped.
         size: sequences of a step, on all ranks; a multiple of `ranks`.
+        rank, ranks: the data-parallel rank, and the number of them.
     """
 
     def __init__(self, text: Any, size: int, seq_length: int, seed: int, rank: int, ranks: int, device: torch.device) -> None:
@@ -26,7 +27,7 @@ class Batches:
         self.rank, self.ranks, self.device = rank, ranks, device
 
     def of_step(self, step: int) -> TokenBatch:
-        """This rank's part of a step's sequences."""
+        """Return this rank's sequences of a step."""
         import numpy
 
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)

@@ -1,4 +1,4 @@
-"""`onepass train`: settings from a preset, a file and flags; then the run, samples and the table."""
+"""`onepass train`: read settings from a preset, a file and flags, train, and show text samples and tables."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def _check_packages() -> None:
 
 
 def _settings(args: argparse.Namespace, device: torch.device, resume: Path | None) -> tuple[Config, Options]:
-    """Of a preset, then a file (a resumed run's own, unless one is given), then flags: later ones count."""
+    """Merge settings of a preset, then a file, then flags. Later ones take precedence.
+
+    The file of a resumed run is its own config.yaml, unless --config is given.
+    """
     if args.preset is not None and args.preset not in PRESETS:
         raise CommandError(f"--preset must be one of {', '.join(PRESETS)}, but is {args.preset!r}{nearest(args.preset, PRESETS)}")
     preset = args.preset or "tiny"
@@ -113,7 +116,7 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
     if written is not None:
         values |= _from_file(written, names)
     values |= {name: value for name, value in vars(args).items() if name in names}
-    if values.get("pipeline_model_parallel_size", 1) != 1:  # the first stage has the embedding, the last the head
+    if values.get("pipeline_model_parallel_size", 1) != 1:  # embedding and output layer are in different stages
         values.setdefault("untie_embeddings_and_output_weights", True)
     try:
         return tuple(kind.from_dict({k: v for k, v in values.items() if k in kind.names()}) for kind in (Config, Options))  # type: ignore[return-value]
@@ -126,7 +129,7 @@ def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
         values = read_yaml(path, (*Config.flags(), *Options.flags()))
     except OSError as error:
         raise CommandError(f"--config {path} can't be read: {error.strerror}") from None
-    except Exception as error:  # YAML's own, of many kinds
+    except Exception as error:  # PyYAML raises many types
         raise CommandError(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
     for key in values:
         if key not in names:
@@ -135,7 +138,7 @@ def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
 
 
 def _check(config: Config, options: Options, device: torch.device) -> None:
-    """What model and training settings can't be together, and text that isn't there."""
+    """Raise CommandError for missing text files, and for settings of model and training that contradict each other."""
     text.find_files(options.data)
     if config.vocab_size < text.SMALLEST:
         raise CommandError(
@@ -157,12 +160,12 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
 
 
 def _settle(options: Options) -> None:
-    """The same numbers at every run, where they are asked for."""
+    """Seed PyTorch's random state. With options.deterministic make runs bitwise reproducible."""
     torch.manual_seed(options.seed)
     torch.use_deterministic_algorithms(options.deterministic)
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, does not change results
 
 
 # ---- the run ----
@@ -189,7 +192,7 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
 
 
 def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> Path:
-    """The first rank's, which all are told of."""
+    """Return the run's folder on all ranks. The first rank chooses it, as its name may be the current time."""
     folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     if layout.ranks > 1:
         said = [str(folder)]
@@ -218,7 +221,7 @@ def _show_samples(samples: list[TextSample], console: Console) -> None:
 
 
 def _compared(run: TrainRun, folder: Path, console: Console) -> list[Line]:
-    """The same run by PyTorch's operators, into a folder in the folder."""
+    """Train the same run with PyTorch operators, in the subfolder `reference`."""
     other = folder / "reference"
     if run.layout.first:
         other.mkdir(exist_ok=True)
@@ -247,7 +250,7 @@ def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], c
     if len(curves) > 1:
         draw(folder / "loss.png", curves)
         ours, theirs = ({line.step: line.loss for line in curve} for curve in curves.values())
-        apart = max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys())  # one of them may have been stopped
+        apart = max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys())  # either may have stopped early
         console.print(f"the two losses are at most {apart:.2g} apart", soft_wrap=True)
     first, last = lines[0], lines[-1]
     console.print(

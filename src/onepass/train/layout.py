@@ -1,4 +1,4 @@
-"""Which rank does what: tensor-parallel ranks next to each other, then data-parallel ones, then the stages of the pipeline."""
+"""The layout of ranks. Tensor-parallel ranks are adjacent; data-parallel ranks come next, and pipeline stages last."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from onepass.gpt.config import Config
 from onepass.runtime.errors import CommandError
 
-_PATIENCE = timedelta(minutes=10)  # with a rank that doesn't come
+_PATIENCE = timedelta(minutes=10)  # timeout of collectives
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks along one dimension that this one is of; `group` is None where it is alone."""
+    """This rank's group along one dimension of the layout. `group` is None if it has one rank."""
 
     rank: int = 0
     size: int = 1
@@ -37,11 +37,11 @@ class ParallelLayout:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that speaks and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """A number's mean over the data-parallel ranks."""
+        """Return a scalar tensor's mean over the data-parallel ranks."""
         if self.data.group is None:
             return value
         value = value.clone()
@@ -54,12 +54,12 @@ class ParallelLayout:
 
 
 def ranks_there() -> int:
-    """As torchrun says."""
+    """Return the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check(config: Config, ranks: int) -> None:
-    """Refuse what so many ranks can't be divided into."""
+    """Raise CommandError if `ranks` cannot be divided into the configuration's groups."""
     model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
     sizes = (
         f"tensor_model_parallel_size {config.tensor_model_parallel_size} x pipeline_model_parallel_size "
@@ -74,7 +74,7 @@ def check(config: Config, ranks: int) -> None:
 
 @contextmanager
 def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
-    """The process groups of this rank, for as long as the block runs."""
+    """Create this rank's process groups, and destroy them at the end of the block."""
     ranks = ranks_there()
     check(config, ranks)
     if ranks == 1:
@@ -104,7 +104,7 @@ def _groups(config: Config, device: torch.device) -> ParallelLayout:
 
 
 def _group(rows: torch.Tensor, rank: int) -> RankGroup:
-    """Of all rows, which are all made by all ranks, the one that this rank is in."""
+    """Return this rank's group. Every rank creates the groups of all rows, because new_group is collective."""
     found = RankGroup()
     for row in rows.tolist():
         made = dist.new_group(row) if len(row) > 1 else None
@@ -114,7 +114,7 @@ def _group(rows: torch.Tensor, rank: int) -> RankGroup:
 
 
 def device_of_this_rank() -> torch.device:
-    """The GPU with the number that torchrun gives, or the CPU where there is none."""
+    """Select and return the GPU of torchrun's LOCAL_RANK, or return the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The line that moves while a run trains. Where nobody looks at a terminal it is printed now and then instead."""
+"""Progress of a run: bars on a terminal, otherwise a printed line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from onepass.train.record import Line
 
-_EVERY_S = 10.0  # between two lines where there is no terminal
+_EVERY_S = 10.0  # between printed lines without a terminal
 
 
 class Live:
-    """One bar for what comes before training, one for the steps.
+    """Shows a progress bar for training, and one for each task before it.
 
     Args:
-        peak: floating-point operations a second that the machine reaches in a large product, or None where that isn't known.
-        flops: of a token, forward and backward.
+        peak: FLOPs per second of a large matrix product on this machine, or None if unknown.
+        flops: FLOPs of a token in forward and backward.
     """
 
     def __init__(self, console: Console, steps: int, flops: float, peak: float | None) -> None:
@@ -38,7 +38,7 @@ class Live:
         self._bar.stop()
 
     def told(self, what: str, done: int, total: int) -> None:
-        """Something that takes its time before or after the steps."""
+        """Show the progress of a task other than training."""
         if self.console.is_terminal:
             self._move(what, done, total, "")
         elif done == 0:

@@ -1,4 +1,4 @@
-"""A run: text, model, steps, looking at it now and then, and what is written at the end."""
+"""A training run: it prepares text and model, runs steps, evaluates, logs, and saves checkpoints and text samples."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from onepass.train.updates import learning_rate
 
 
 class Diverged(Exception):
-    """The loss is no number any more."""
+    """The loss is infinite or NaN."""
 
 
 class _Ended(NamedTuple):
-    """A step; its loss and norm are waited for when they are told."""
+    """A launched step. Logging it reads loss and norm, which waits for the GPU."""
 
     step: int
     loss: Tensor
@@ -47,9 +47,10 @@ class TrainRun:
     """One training run of this rank.
 
     Args:
-        folder: where it writes; tokens are shared by runs that give the same `tokens` folder.
-        plain: by PyTorch's operators, as `make` says.
-        resume: a checkpoint to go on from.
+        folder: the output folder.
+        tokens: the folder of tokenised text, which several runs may share; by default in `folder`.
+        plain: train with PyTorch operators, as in `onepass.train.setup.make`.
+        resume: a checkpoint to continue from.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class TrainRun:
         self._waits_later = layout.device.type == "cuda"
 
     def train(self) -> list[Line]:
-        """The logged steps. Ends early, with a checkpoint, where SIGTERM asks for it."""
+        """Train, and return the logged steps. SIGTERM ends the run early, with a checkpoint."""
         layout, options = self.layout, self.options
         peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
         flops = self.config.flops_per_token(options.seq_length)
@@ -83,18 +84,18 @@ class TrainRun:
         return [] if self.record is None else self.record.lines
 
     def let_go(self) -> None:
-        """Of the model and what trains it: their memory is another's."""
+        """Free the model and the optimizer, so that other models can use their memory."""
         del self.trained
 
     def _text(self) -> text.Tokens:
-        """Made by the first rank, read by all."""
+        """Tokenise the text on the first rank, and load it on all ranks."""
         if self.layout.first:
             text.prepare(self._tokens, self.options.data, self.config.vocab_size, self.options.seq_length, self.live.told)
         self.layout.wait_for_all()
         return text.load(self._tokens, self.config.vocab_size)
 
     def _write_settings(self) -> None:
-        """Once there is a text to train on: a run that can't be leaves nothing."""
+        """Write config.yaml. Call it after the text is prepared, so that a run that fails for its text leaves no files."""
         if self.layout.first and not self.plain:
             (self.folder / "config.yaml").write_text(written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
 
@@ -113,7 +114,7 @@ class TrainRun:
             loss, norm = self.trained.steps.run(batches.of_step(step))
             lr = learning_rate(step, options)
             self.trained.update.step(lr)
-            self._tell()  # of the step before: a GPU has this one to do while that one is waited for
+            self._tell()  # logs the previous step: the GPU runs the current one while the host waits
             done, last = step + 1, step + 1 == options.train_iters
             stop = self._told_to_stop()
             evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
@@ -131,20 +132,20 @@ class TrainRun:
                 return
 
     def _wind(self, done: int) -> None:
-        """Speed is counted from here: what came before was no training, or is told already."""
+        """Restart the throughput measurement. Time before this call was not training, or is logged already."""
         self._last, self._since = time.perf_counter(), done
 
     def _seed(self, step: int) -> None:
-        """Dropout's random numbers follow from the step, so that a resumed run drops the same."""
+        """Seed dropout from the step's number, so that a resumed run drops the same elements."""
         if self.config.hidden_dropout or self.config.attention_dropout:
             data, pipeline = self.layout.data, self.layout.pipeline
             place = data.rank * pipeline.size + pipeline.rank
             torch.manual_seed(((self.options.seed * 1_000_003 + step) * 4099 + place) % (1 << 62))
 
-    # ---- looking ----
+    # ---- logging and evaluation ----
 
     def _tell(self, evaluate: bool = False) -> None:
-        """The log's line of a step that has none yet."""
+        """Log the step that waits to be logged, if any. With `evaluate`, add the loss of the validation text."""
         if self._untold is None:
             return
         ended, self._untold = self._untold, None
@@ -168,7 +169,6 @@ class TrainRun:
             raise Diverged(f"the loss is {line.loss} at step {line.step}: a lower --lr or a longer --lr-warmup-iters may help")
 
     def _evaluated(self) -> float:
-        """The loss of text that is not trained on."""
         batches = self.batches("valid")
         with self._not_training():
             losses = [self.trained.steps.loss(batches.of_step(n)) for n in range(self.options.eval_iters)]
@@ -201,7 +201,7 @@ class TrainRun:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """SIGTERM, as schedulers send it, ends the run after the step, with a checkpoint."""
+        """Handle SIGTERM, which schedulers send: the run ends after the current step, with a checkpoint."""
 
         def ask(number: int, frame: object) -> None:
             self._asked_to_stop = True
@@ -213,9 +213,9 @@ class TrainRun:
             signal.signal(signal.SIGTERM, before)
 
     def _told_to_stop(self) -> bool:
-        """On any rank: all are to save at the same step."""
+        """Return whether any rank got SIGTERM, because all ranks must save at the same step."""
         if self.layout.ranks == 1:
             return self._asked_to_stop
-        asked = torch.tensor(float(self._asked_to_stop))  # over gloo, from the CPU: the GPU isn't waited for
+        asked = torch.tensor(float(self._asked_to_stop))  # a CPU tensor, reduced by gloo: no wait for the GPU
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         return bool(asked)

@@ -1,7 +1,7 @@
-"""Weights as they were drawn, before they were rounded to the model's type: what masters start from.
+"""Initial values of fp32 master weights: the random values before their rounding to the model's dtype.
 
-A master that starts as its bf16 weight is in the middle of what rounds to it, and the weight stands still until steps add up to
-half of its last bit: of a rate that rises slowly the first steps do nothing.
+A master that starts as its bf16 weight is in the middle of the interval that rounds to it. The weight would not change until
+steps add up to half a unit in its last place. With a slow learning-rate warmup the first steps would have no effect.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 
 def narrow_type(model: nn.Module) -> torch.dtype:
-    """Of its matrices; norms may be wider."""
+    """Return the narrowest dtype of the parameters: that of matrices, as norms may have a wider one."""
     types = {parameter.dtype for parameter in model.parameters()}
     return min(types, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 @torch.no_grad()
 def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The fp32 numbers of each parameter that its module starts, module by module. Where a parameter is no longer what those
-    round to in this type, as where it was loaded, its own."""
+    """Yield (name, fp32 initial values) of each parameter that its module's `reset_parameters` initialises, module by module.
+
+    Elements of a parameter that are not these values rounded to `dtype`, such as loaded ones, are yielded as they are.
+    """
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in seen}

@@ -1,4 +1,4 @@
-"""The trainer's settings, beside those of the model (`onepass.gpt.Config`). Megatron's names where it has them."""
+"""The trainer's settings; `onepass.gpt.Config` has the model's. Settings that Megatron has too have Megatron's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onepass.gpt.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """What is trained on, for how long, how fast and where it is written. The defaults train the preset tiny on a CPU."""
+    """Settings of text, steps, optimizer, logging and checkpoints. The defaults train the preset tiny on a CPU."""
 
     # ---- text ----
     data: tuple[str, ...] = setting((), "text files, or folders of them; Python's own library where none is given")
@@ -34,7 +34,7 @@ class Options(Settings):
     adam_eps: float = setting(1e-8, "AdamW's")
     clip_grad: float = setting(1.0, "largest norm of a step's gradient; 0 leaves it as it is")
 
-    # ---- looking and keeping ----
+    # ---- logging and checkpoints ----
     log_interval: int = setting(1, "steps between two lines of log.csv")
     eval_interval: int = setting(100, "steps between two evaluations; 0 is only at the end")
     eval_iters: int = setting(8, "batches of an evaluation")
@@ -84,11 +84,11 @@ class Options(Settings):
 
     @property
     def lowest_lr(self) -> float:
-        """min_lr, or what it is where none is given."""
+        """min_lr, or its default: a tenth of lr."""
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
-# What a preset of the model is trained with, where nothing else is said.
+# The default training settings of each preset.
 TRAINING: dict[str, dict[str, int | float]] = {
     "tiny": {},
     "124M": {"seq_length": 1024, "micro_batch_size": 16, "lr": 6e-4, "lr_warmup_iters": 100, "train_iters": 1000},

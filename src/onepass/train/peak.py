@@ -1,4 +1,4 @@
-"""What the machine's matrix products reach, to which a run's arithmetic is compared."""
+"""The machine's matrix-product throughput, relative to which a run's is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CPU_SIZE = 1024
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large product, by cuBLAS in bf16 where there is a GPU."""
+    """Return FLOPs per second of a large matrix product: cuBLAS in bf16 on a GPU, `dtype` on a CPU."""
     clock = clock_for(device)
     if device.type == "cuda":
         return matmul_tflops(clock) * 1e12

@@ -1,9 +1,9 @@
-"""A step's microbatches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+"""Runs a step's microbatches through pipeline stages, by the schedules of torch.distributed.pipelining.
 
-Zero-bubble is torch's ScheduleInterleavedZeroBubble: unlike its V-shaped one it takes any number of stages a rank, in the same
-places as the other schedules, so that a checkpoint's parts don't move. Weights' products are put off to where it has them by
-`DeferredWgrad`, straight into main_grad, and not by torch's own split of a backward, which leaves them in .grad in the weights'
-type, and which PyTorch 2.11 can't do with an autograd.Function.
+zero-bubble is torch's ScheduleInterleavedZeroBubble. Unlike the V-shaped schedule it takes any number of stages per rank. It
+places them on the same ranks as the other schedules do, so a checkpoint's shards stay where they are. `DeferredWgrad` postpones
+weight gradients to the schedule's slots for them, and adds them straight to main_grad. torch's own split of backward is not used:
+it leaves gradients in .grad in the weights' dtype, and PyTorch 2.11 can't split an autograd.Function.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _OF_SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleIn
 
 
 class PipelinedSteps(TrainSteps):
-    """Runs this rank's stages as the pipeline's other ranks run theirs. All of them get the loss."""
+    """Runs this rank's stages of the pipeline by the schedule. All ranks of the pipeline get the loss."""
 
     model: Stages
 
     def __init__(self, model: Stages, config: Config, options: Options, layout: ParallelLayout, update: Update) -> None:
         super().__init__(model, config, options, update)
         self._microbatches = microbatches(config, options, layout.data.size)
-        # Of one stage the last backward is the step's, and may start the reductions. Another's would come too late.
+        # With one stage, its last backward is the step's last and may start reductions. Another stage's backward would follow it.
         self._one_stage = options.pipeline_schedule == "1f1b"
         self._head_later = self._deferring_head()
         self._schedule = self._scheduled(layout.device)
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         self.update.begin()
-        given = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 wants the example's strides
+        given = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 requires the example's strides
         labels = {"labels": batch.labels, "target": batch.labels} if self.model.last in self.model.own else {}
         shares: list[Tensor] = []
         with nullcontext() if self._one_stage else self.update.accumulate():
             self._schedule.step(*given, losses=shares, return_outputs=False, **labels)
         if self._head_later is not None:
-            self._head_later.flush()  # the stages before this one have backwards to run yet
+            self._head_later.flush()  # while earlier stages still run backwards
         norm = self.update.finish()
         loss = torch.stack([share.detach() for share in shares]).sum() if shares else None
         return self.model.told(loss, (), torch.float32, batch.tokens.device), norm
@@ -71,18 +71,18 @@ class PipelinedSteps(TrainSteps):
         return _OF_SEVERAL[self.options.pipeline_schedule](stages, self._microbatches, **how)
 
     def _weights_later(self) -> Any:
-        """Where the weights' gradients wait for the schedule. Those that ops don't add to main_grad don't."""
+        """Return a dw_builder, which defers weight gradients to the schedule's slots. Only ops that add to main_grad defer."""
         deferred = DeferredWgrad()
         if self.config.gradient_accumulation_fusion:
             deferred.attach(self.model)
         return deferred.dw_builder
 
     def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """How much a microbatch's loss, which its stage made with the labels, is of the step's."""
+        """Return a microbatch's share of the step's loss. The last stage has computed `loss` with the labels."""
         return loss * (1.0 / self._microbatches)
 
     def _stage(self, number: int, device: torch.device, builder: Any) -> PipelineStage:
-        """With examples of what it takes and returns, so that torch need not try it on something."""
+        """Create a stage with example inputs and outputs, so that torch infers no shapes by a trial forward."""
         model, batch, length = self.model, self.options.micro_batch_size, self.options.seq_length
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         shape = model.hidden_shape(batch, length)
@@ -102,7 +102,7 @@ class PipelinedSteps(TrainSteps):
 
 
 class _Stage(PipelineStage):
-    """All of its backwards but the last, of a step, come before the update's reductions."""
+    """A stage that runs all backwards of a step but the last in the update's `accumulate()`, before reductions start."""
 
     def __init__(self, *args: Any, update: Update, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,13 +1,14 @@
-"""What a run leaves in its folder: log.csv, loss.png, TensorBoard's events. A resumed run goes on with them.
+"""The log files in a run's folder: log.csv, loss.png and TensorBoard events. A resumed run continues them.
 
-runs/2026-11-22_14-05-33/
+A run's folder, such as runs/2026-11-22_14-05-33:
+
     config.yaml     all settings: `onepass train --config` takes it
-    log.csv         one line a logged step
-    loss.png        the curve
+    log.csv         one line per logged step
+    loss.png        the loss curve
     events.out.*    for TensorBoard
-    tokens/         the tokenizer and the text as numbers
+    tokens/         the tokenizer and the tokenised text
     checkpoints/    step-00000500/, ...
-    samples.txt     what the model wrote
+    samples.txt     text that the model generated
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from onepass.runtime.errors import CommandError
 
 @dataclass(frozen=True)
 class Line:
-    """A logged step; evaluations have a loss of their own."""
+    """A logged step. `eval_loss` is set if an evaluation followed the step."""
 
     step: int
     loss: float
@@ -39,9 +40,11 @@ _NAMES = [field.name for field in fields(Line)]
 
 
 class Record:
-    """Writes as the run goes, so that a run that is killed leaves what it had.
+    """Writes log.csv and TensorBoard events. Each line is flushed, so that a killed run leaves its log.
 
-    first: the step at which the run begins; what an earlier one wrote of that step or later ones is taken back.
+    Args:
+        folder: the run's folder.
+        first: the step at which the run begins. Lines that an earlier run logged for this step or later ones are removed.
     """
 
     def __init__(self, folder: Path, first: int = 0) -> None:
@@ -79,7 +82,7 @@ class Record:
 
 
 def read_log(path: Path) -> list[Line]:
-    """The lines of a log.csv; a last one that was cut off is left out."""
+    """Return the lines of a log.csv, without a truncated last line."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -93,7 +96,7 @@ def _line(row: dict[str, str]) -> Line:
 
 
 def draw(path: Path, curves: Mapping[str, Sequence[Line]]) -> None:
-    """Loss by step, of one run or of several by name."""
+    """Plot loss by step of one run, or of several runs by name."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Texts that the model writes: each goes on from a few tokens of the text that it wasn't trained on."""
+"""Text that the model generates. Each sample continues a few tokens of the validation text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.train.text import Tokens
 
 _PROMPT = 24  # tokens
-_TEMPERATURE, _BEST = 0.8, 50  # drawn among so many of the likeliest tokens
+_TEMPERATURE, _BEST = 0.8, 50  # top-k sampling
 
 
 class TextSample(NamedTuple):
@@ -23,7 +23,12 @@ class TextSample(NamedTuple):
 def write(
     logits: Callable[[Tensor], Tensor], tokens: Tokens, count: int, length: int, longest: int, seed: int, device: torch.device
 ) -> list[TextSample]:
-    """logits: of the last of the tokens [count, any], [count, vocabulary]. longest: tokens that it takes at once."""
+    """Generate `length` tokens after each of `count` prompts.
+
+    Args:
+        logits: a function from tokens [count, any] to the logits after the last of them, [count, vocabulary].
+        longest: the most tokens per row that `logits` takes.
+    """
     generator = torch.Generator().manual_seed(seed)
     text = _prompts(tokens, count, generator).to(device)
     start = text.shape[1]
@@ -41,7 +46,7 @@ def _prompts(tokens: Tokens, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(logits: Tensor, there: int, generator: torch.Generator) -> Tensor:
-    """[count, 1]. there: tokens that the tokenizer knows; the vocabulary may be larger."""
+    """Return the next tokens [count, 1]. `there`: how many tokens the tokenizer has, as the vocabulary may be larger."""
     best = (logits[:, :there].float().cpu() / _TEMPERATURE).topk(min(_BEST, there), -1)
     chosen = torch.multinomial(best.values.softmax(-1), 1, generator=generator)
     return best.indices.gather(1, chosen).to(logits.device)

@@ -1,4 +1,4 @@
-"""A model with what trains it, for this rank: fused, or by PyTorch's own operators."""
+"""Creates this rank's model, update and steps: fused, or with PyTorch operators."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class Trained:
 
 
 def make(config: Config, options: Options, layout: ParallelLayout, plain: bool = False) -> Trained:
-    """plain: what is trained without onepass. On one rank fp32 weights and PyTorch's AdamW, under autocast where config's are
-    narrower; on several PyTorch's operators in the model, and gradients and AdamW as onepass has them."""
+    """Create what this rank trains. `plain`: the baseline without onepass ops.
+
+    On one rank the baseline has fp32 weights and PyTorch's AdamW, under autocast if the configuration's dtype is narrower. On
+    several ranks its model uses PyTorch operators, while gradients and AdamW are onepass's.
+    """
     alone = plain and layout.ranks == 1
     used = config.reference() if plain else config
     autocast = config.dtype if alone and config.dtype != torch.float32 else None
@@ -40,7 +43,7 @@ def make(config: Config, options: Options, layout: ParallelLayout, plain: bool =
 
 
 def _pipelined(config: Config, options: Options, layout: ParallelLayout) -> Trained:
-    from onepass.train.pipeline import PipelinedSteps  # torch's takes a second to import
+    from onepass.train.pipeline import PipelinedSteps  # torch.distributed.pipelining takes a second to import
 
     stages = Stages(config, layout, options.seed)
     update = MainGradUpdate(stages, options, layout)

@@ -1,6 +1,7 @@
-"""How a model is divided into the stages of a pipeline, and what can't be.
+"""Division of a model into pipeline stages, and checks for unsupported settings.
 
-Rank r of p ranks has stage r, or of several the stages r, r + p, r + 2 p, ...: the last rank has the last stage, and the loss.
+Rank r of p ranks has stage r, or with several stages per rank the stages r, r + p, r + 2 p, .... So the last rank has the last
+stage, and the loss.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from onepass.train.options import Options
 
 
 class Stages(nn.Module):
-    """This rank's stages as one module: their parts under the names that they have in the whole model.
+    """This rank's stages as one module. Submodules have the names that they have in the whole model.
 
-    A call is the whole model's without gradients: each rank makes its part, and all get the loss or the logits.
+    A call runs the whole model without gradients: each rank runs its stages, and all get the loss or the logits.
     """
 
     def __init__(self, config: Config, layout: ParallelLayout, seed: int) -> None:
@@ -48,7 +49,7 @@ class Stages(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """As `Model.forward`'s."""
+        """Return the loss if labels are given, else logits, as `Model.forward` does."""
         x = tokens
         for number in range(self.last + 1):
             if number in self.own:
@@ -61,33 +62,32 @@ class Stages(nn.Module):
         return self.told(x if self.last in self.own else None, shape, dtype, tokens.device)
 
     def _received(self, tokens: Tensor) -> Tensor:
-        """Hidden states of the stage before."""
         x = torch.empty(self.hidden_shape(*tokens.shape), dtype=self.config.dtype, device=tokens.device)
         dist.recv(x, group=self.pipeline.group, group_src=(self.pipeline.rank - 1) % self.pipeline.size)
         return x
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
-        """What a stage hands on, of sequences of this length."""
+        """Return the shape of hidden states between stages, for sequences of this length."""
         c = self.config
         return batch, length // (c.tensor_model_parallel_size if c.sequence_parallel else 1), c.hidden_size
 
     def told(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What the rank of the last stage has, on all of the pipeline."""
+        """Broadcast `value` from the rank of the last stage to all ranks of the pipeline. Other ranks pass None."""
         said = torch.empty(shape, dtype=dtype, device=device) if value is None else value.contiguous()
         dist.broadcast(said, group=self.pipeline.group, group_src=self.pipeline.size - 1)
         return said
 
 
 def divided(config: Config) -> list[range]:
-    """The blocks of each stage. A rank's are its stages', as many each."""
+    """Return the range of blocks of each stage. All stages of a rank have equally many."""
     sizes = [number // config.stages_per_rank for number in _of_ranks(config)] * config.stages_per_rank
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _of_ranks(config: Config) -> list[int]:
-    """How many blocks each rank has: the first and the last what they are given, the others what is left.
+    """Return how many blocks each rank has. The first and the last have what is configured; the others share the rest.
 
-    Where that doesn't come out even, the first of them have one more: the last rank has the head.
+    If the division leaves a remainder, the first of these have one more, because the last rank also has the output layer.
     """
     first, last = (
         [] if number is None else [number]
@@ -98,17 +98,20 @@ def _of_ranks(config: Config) -> list[int]:
 
 
 def sequences(config: Config, options: Options, data_ranks: int) -> int:
-    """Of a step, on all ranks: as many as are asked for, or one microbatch for each stage of the pipeline."""
+    """Return the sequences of a step on all ranks.
+
+    The default of global_batch_size is one microbatch for each rank of the pipeline, on each data-parallel rank.
+    """
     return options.global_batch_size or options.micro_batch_size * data_ranks * config.pipeline_model_parallel_size
 
 
 def microbatches(config: Config, options: Options, data_ranks: int) -> int:
-    """Of a step, on one rank."""
+    """Return the microbatches of a step on one rank."""
     return sequences(config, options, data_ranks) // (options.micro_batch_size * data_ranks)
 
 
 def check(config: Config, options: Options, data_ranks: int) -> None:
-    """Refuse what a pipeline can't do."""
+    """Raise CommandError for settings that a pipeline does not support."""
     ranks, schedule = config.pipeline_model_parallel_size, options.pipeline_schedule
     at_once, size = options.micro_batch_size * data_ranks, sequences(config, options, data_ranks)
     if size % at_once:

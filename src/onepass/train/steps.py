@@ -1,4 +1,4 @@
-"""Forward and backward of a step's microbatches, one after another or as replays of a CUDA graph."""
+"""Forward and backward of a step's microbatches, run one after another or as replays of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WARM = 2  # microbatches before a graph is captured
 
 
 class TrainSteps:
-    """Runs a model's microbatches and leaves gradients to an update.
+    """Runs a model's microbatches. The update handles their gradients.
 
     Args:
-        autocast: the type that PyTorch's operators are to multiply in, where the parameters' is wider; None is the parameters'.
+        autocast: the autocast dtype of PyTorch operators, for parameters of a wider dtype; None runs without autocast.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TrainSteps:
         self._known = _takes_grad_scale(config)
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """The mean loss of the batch, and the norm of its gradient, which is ready to be stepped by."""
+        """Return the mean loss of the batch and the norm of its gradient. Afterwards the update can step."""
         self.update.begin()
         parts = _parts(batch, self.options.micro_batch_size)
         total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
@@ -42,7 +42,7 @@ class TrainSteps:
         return total / len(parts), self.update.finish()
 
     def _micro(self, part: TokenBatch, share: float) -> Tensor:
-        """Forward and backward of a microbatch, whose gradient counts as much as share says."""
+        """Run forward and backward of a microbatch, with its gradient multiplied by `share`."""
         options: dict[str, Any] = {"grad_scale": share} if self._known else {}
         with self._wide():
             loss: Tensor = self.model(part.tokens, part.labels, **options)
@@ -55,23 +55,23 @@ class TrainSteps:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of what comes after each row of tokens: [rows, vocabulary]."""
+        """Return the logits [rows, vocabulary] of the token after each row."""
         c, length = self.config, tokens.shape[1]
         ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
         with self._wide():
-            found: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # ranks share the sequence evenly
+            found: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # sequence parallelism needs equal shards
         return found[:, length - 1]
 
     @torch.no_grad()
     def loss(self, batch: TokenBatch) -> Tensor:
-        """The mean loss without training."""
+        """Return the mean loss of the batch, without gradients."""
         parts = _parts(batch, self.options.micro_batch_size)
         with self._wide():
             return torch.stack([self.model(part.tokens, part.labels).float() for part in parts]).mean()
 
 
 class GraphedSteps(TrainSteps):
-    """The same, each microbatch a replay of one CUDA graph. Shapes are fixed."""
+    """TrainSteps that replay one CUDA graph for each microbatch. Shapes are fixed."""
 
     _graph: torch.cuda.CUDAGraph | None = None
 
@@ -102,11 +102,14 @@ class GraphedSteps(TrainSteps):
         with torch.cuda.graph(graph):
             self._loss = self._micro(static, share)
         self._graph = graph
-        self.update.begin()  # what warming up added is no gradient of this step
+        self.update.begin()  # clears the gradients that warm-up added
 
 
 def _takes_grad_scale(config: Config) -> bool:
-    """Whether the head may add its gradient in forward: into main_grad, by an op whose loss goes straight to backward."""
+    """Whether the output layer may compute its gradient in forward.
+
+    Its op must add to main_grad, and the loss must go straight to backward.
+    """
     linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
     return linear and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute
 

@@ -1,4 +1,7 @@
-"""Fused against reference for this very run, whole and a fusion at a time: some steps of each from one start, on one text."""
+"""Compares this run with PyTorch operators, and with itself without each fusion.
+
+Each variant runs a few steps from the same initial weights on the same text.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,24 @@ from onepass.train.setup import make
 from onepass.train.updates import learning_rate
 
 _STEPS = 6
-_RESTLESS = 1.5  # rounds that differ by so much say more about the machine than about the steps
-_BYTES = 20  # of a parameter: weight, gradient, moments, master
+_RESTLESS = 1.5  # rounds that differ by this factor mean that the machine is busy
+_BYTES = 20  # per parameter: weight, gradient, moments, master
 
 
 @dataclass
 class Side:
-    """What one of the two does."""
+    """Measurements of one variant."""
 
     step_ms: float
-    memory_gib: float | None  # of the GPU, at most
-    launches: float  # kernels of a step, on a CPU operators
+    memory_gib: float | None  # peak memory of the GPU
+    launches: float  # kernels of a step; operators on a CPU
     losses: list[float]
-    loss_mib: float = 0.0  # that final norm, head and loss take at most, forward and backward
-    unrest: float = 1.0  # the longest of its rounds' times over the shortest
+    loss_mib: float = 0.0  # peak memory of final norm, output layer and loss, in forward and backward
+    unrest: float = 1.0  # the longest round's time over the shortest round's
 
 
 def compare(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> tuple[Side, Side]:
-    """As the run was, and by PyTorch's operators."""
+    """Measure the run as configured, and with PyTorch operators."""
     fused, plain = (_measured(config, options, layout, batches, plain) for plain in (False, True))
     if _side_by_side(config, layout, 2):
         steps = [_stepper(config, options, layout, batches, plain) for plain in (False, True)]
@@ -76,13 +79,19 @@ def _stepper(
 
 
 def _side_by_side(config: Config, layout: ParallelLayout, ways: int) -> bool:
-    """Whether several models are to be there at once, so that their steps can take turns: on a CPU, where whatever else it does
-    would slow one more than another. On a GPU each is by itself, as its memory counts."""
+    """Whether all variants exist at once, so that their steps can alternate.
+
+    They do on a CPU, where other load would otherwise slow one variant more than another. On a GPU each variant runs alone,
+    because its memory is measured.
+    """
     return layout.device.type == "cpu" and ways * _BYTES * config.parameters_count() < 1 << 30
 
 
 def _in_turns(steps: list[Callable[[int, float], torch.Tensor]]) -> list[tuple[float, float]]:
-    """Milliseconds of a step of each, the least of some rounds, and the longest over it; a first round allocates and compiles."""
+    """Return for each step function the milliseconds of its fastest round, and the ratio of its slowest round to that.
+
+    The first round allocates and compiles, and does not count.
+    """
     rounds = [[run(partial(step, 0, 0.0), calls)[0] / 1e3 for step in steps] for calls in (1, 2, 2, 2)]
     return [(min(times), max(times) / min(times)) for times in zip(*rounds[1:], strict=True)]
 
@@ -98,9 +107,9 @@ def _forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-# ---- what each fusion brings ----
+# ---- each fusion's effect ----
 
-# Those that can be off by themselves, and what must be off (or 0) with them.
+# The fusions that can be switched off, and the settings that must be off (or 0) with them.
 _FUSIONS: dict[str, tuple[str, ...]] = {
     "attention_fusion": (),
     "apply_rope_fusion": ("attention_fusion",),
@@ -120,11 +129,11 @@ class Without:
     flags: list[str]  # as on the command line
     step_ms: float
     memory_gib: float | None
-    unrest: float = 1.0  # as a Side's
+    unrest: float = 1.0  # as in Side
 
 
 def fusions(config: Config) -> list[list[str]]:
-    """What of this configuration is switched off together, one fusion after the other: those that are on and at work."""
+    """Return for each fusion the settings to switch off together. Fusions that are off or without effect are left out."""
     idle = set() if config.hidden_dropout or config.add_bias_linear else {"bias_dropout_fusion"}
     if config.position_embedding_type != "rope":
         idle.add("apply_rope_fusion")
@@ -135,7 +144,10 @@ def fusions(config: Config) -> list[list[str]]:
 
 
 def each_off(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> Iterator[Without]:
-    """The run as it was, without each of its fusions, and once more as it was: machines grow slower while they are measured."""
+    """Measure the run as configured, then without each of its fusions, then as configured again.
+
+    The last repeats the first because machines become slower while they are measured.
+    """
     flags = {flag.field: flag.off for flag in Config.flags()}
     ways = [[], *fusions(config), []]
     for together in [ways] if _side_by_side(config, layout, len(ways)) else [[way] for way in ways]:
@@ -144,7 +156,7 @@ def each_off(config: Config, options: Options, layout: ParallelLayout, batches: 
         for names, (step_ms, unrest) in zip(together, _in_turns(steps), strict=True):
             said = [off for name in names if (off := flags[name]) is not None]
             yield Without(said, step_ms, _memory_gib(layout), unrest)
-        del steps  # nothing of these is to be left when the next one's memory is counted
+        del steps  # free this variant before the next one's memory is measured
 
 
 def without(config: Config, names: list[str]) -> Config:
@@ -174,7 +186,7 @@ def _than(without: float, whole: float) -> str:
 
 
 def _loss_mib(config: Config, options: Options, layout: ParallelLayout, plain: bool) -> float:
-    """Of a last stage without blocks, for one microbatch."""
+    """Return the peak memory of the loss in MiB: one microbatch through a last stage without blocks."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     used = config.reference() if plain else config
     used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False)

@@ -1,7 +1,7 @@
-"""From text files to tokens on disk: a byte-pair tokenizer trained on them, and two files of token numbers, mapped into memory.
+"""Tokenises text files: trains a byte-pair tokenizer on them, and writes two files of token ids, which are memory-mapped.
 
-A folder of tokens has `tokenizer.json`, `train.bin` and `valid.bin` (the last part of the shuffled documents), and `tokens.json`,
-which says what was read and is written last: a folder without it was not finished and is made again.
+A folder of tokens has `tokenizer.json`, `train.bin`, `valid.bin` (the last part of the shuffled documents) and `tokens.json`.
+`tokens.json` records which files were read, and is written last. A folder without it is incomplete and is made again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SMALLEST = 257  # vocabulary: the bytes and END
 _VALID = 0.05  # of the text
 _NOT_LIBRARY = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "turtledemo"}
 _AT_ONCE = 128  # documents
-_TRAINED_ON = 4 << 20  # characters: the pairs that are frequent in more of them are the same
+_TRAINED_ON = 4 << 20  # characters; more text has the same frequent pairs
 
-Told = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+Told = Callable[[str, int, int], None]  # called with (task, done, total)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A folder of tokens."""
+    """The token ids and the tokenizer of a folder of tokens."""
 
     folder: Path
     train: Any  # numpy arrays over the files
@@ -40,18 +40,18 @@ class Tokens:
 
 
 def python_library() -> list[Path]:
-    """The sources of the standard library on this machine, without its tests."""
+    """Return the source files of this machine's standard library, without its tests."""
     top = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(top.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(top).parts)]
 
 
 def _passed_over(inside: Path) -> bool:
-    """Hidden files and folders, and Python's compiled ones, of which a folder of sources is full."""
+    """Whether to skip a file: hidden files and folders, and __pycache__, which source folders contain."""
     return any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """The files that are named, and those in the folders that are."""
+    """Return the named files and all files in the named folders. Without names return the standard library's sources."""
     if not named:
         return python_library()
     found: list[Path] = []
@@ -70,7 +70,7 @@ def find_files(named: Sequence[str]) -> list[Path]:
 
 
 def prepare(folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told) -> Tokens:
-    """The tokens of these texts, made where the folder hasn't got them yet."""
+    """Return the tokens of these texts. Tokenise them unless the folder has their tokens already."""
     files = find_files(named)
     key = _key(files, vocab_size)
     said = folder / "tokens.json"
@@ -93,7 +93,7 @@ def load(folder: Path, vocab_size: int) -> Tokens:
 
 
 def _key(files: Sequence[Path], vocab_size: int) -> str:
-    """Says whether the same files were read before."""
+    """Return a hash of the files' paths, sizes and times, and of vocab_size. It tells whether the same files were read before."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([stats, vocab_size]).encode()).hexdigest()
 

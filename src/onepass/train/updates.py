@@ -1,6 +1,6 @@
-"""From gradients to new weights, in three ways: by main_grad and AdamW in one pass, sharded by FSDP2, and as PyTorch has it.
+"""Updates turn gradients into new weights: by main_grad and a one-pass AdamW, by FSDP2, or by PyTorch's AdamW alone.
 
-Each has microbatches run in `accumulate()` but the last, then `finish` and `step`.
+Run all microbatches of a step but the last in `accumulate()`, then call `finish` and `step`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Groups = list[dict[str, Any]]
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Of the step with this number, from 0: rising from near 0 to lr, then falling to min_lr at the last."""
+    """Return the learning rate of a step, counted from 0. It rises from near 0 to lr, then falls to min_lr at the last step."""
     if step < options.lr_warmup_iters:
         return options.lr * (step + 1) / options.lr_warmup_iters
     if options.lr_decay_style == "constant":
@@ -34,7 +34,7 @@ def learning_rate(step: int, options: Options) -> float:
 
 
 def parameter_groups(model: nn.Module, options: Options) -> Groups:
-    """Matrices, whose weights decay, and the rest."""
+    """Return two groups: matrices, with weight decay, and all other parameters, without."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -46,23 +46,23 @@ def adamw_options(options: Options) -> dict[str, Any]:
 
 
 class Update(ABC):
-    """Gradients of one model, and its optimizer."""
+    """Handles the gradients of one model, and its optimizer."""
 
     optimizer: torch.optim.Optimizer
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         self.model, self.options, self.layout = model, options, layout
 
-    def begin(self) -> None:  # noqa: B027  # most have nothing to do
-        """Before a step's first forward."""
+    def begin(self) -> None:  # noqa: B027  # most subclasses need none
+        """Prepare for a step. Call it before the first forward."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """A backward in it is not the step's last."""
+        """Return a context for backwards that are not the step's last."""
         return nullcontext()
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """After the step's last backward: the norm of the whole gradient, which this or `step` clips."""
+        """Complete the gradient after the step's last backward, and return its norm. Either this or `step` clips it."""
 
     def step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -74,18 +74,21 @@ class Update(ABC):
 
 
 def _data_group(layout: ParallelLayout) -> dist.ProcessGroup | None:
-    """For MainGrads, which takes None for all ranks: one that is alone needs a group of its own, over which nothing is sent."""
+    """Return the group for MainGrads, which takes None for all ranks.
+
+    One data-parallel rank among several ranks needs a group of its own, over which nothing is sent.
+    """
     if layout.ranks == 1 or layout.data.group is not None:
         return layout.data.group
     alone: dist.ProcessGroup = dist.new_group([layout.rank], backend="gloo", use_local_synchronization=True)
     return alone
 
 
-_RELEASED_FROM = 1 << 29  # parameters: 1B takes less time and memory for it, 124M as much time (docs/notes/0006-main-grads.md)
+_RELEASED_FROM = 1 << 29  # parameters: 1B takes less time and memory, 124M the same time (docs/notes/0006-main-grads.md)
 
 
 def _releases(model: nn.Module, options: Options, layout: ParallelLayout) -> bool:
-    """Whether gradients' memory is lent. Unless told, where that was measured: for large models on one GPU."""
+    """Whether the gradients' memory is lent to activations. By default it is where that was measured: large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
     large = sum(parameter.numel() for parameter in model.parameters()) >= _RELEASED_FROM
@@ -93,7 +96,7 @@ def _releases(model: nn.Module, options: Options, layout: ParallelLayout) -> boo
 
 
 class MainGradUpdate(Update):
-    """Flat fp32 gradient buffers, reduced under backward, and an AdamW that clips, steps and clears them in one pass."""
+    """Flat fp32 gradient buffers, reduced during backward, and an AdamW that clips, steps and clears them in one pass."""
 
     optimizer: AdamW
     _norm: Tensor  # of this step's gradient
@@ -113,7 +116,7 @@ class MainGradUpdate(Update):
             self.optimizer.set_masters(drawn(model, dtype))
 
     def begin(self) -> None:
-        self.main_grads.zero_()  # which writes nothing after a step, and clears what an interrupted one has left
+        self.main_grads.zero_()  # writes nothing after a complete step; clears what an interrupted one left
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self.main_grads.accumulate()
@@ -130,7 +133,7 @@ class MainGradUpdate(Update):
 
 
 class PlainUpdate(Update):
-    """torch.optim's AdamW on the parameters, gradients in .grad: one rank, as code is written without onepass."""
+    """torch.optim.AdamW on the parameters with gradients in .grad, as code without onepass uses it. For one rank."""
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         super().__init__(model, options, layout)
@@ -146,7 +149,7 @@ class PlainUpdate(Update):
 
 
 class FsdpUpdate(PlainUpdate):
-    """PyTorch's fully_shard: each data-parallel rank has a part of every block's weights, gradients and state."""
+    """PyTorch's fully_shard: each data-parallel rank has a shard of every block's weights, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -155,7 +158,7 @@ class FsdpUpdate(PlainUpdate):
         assert layout.data.group is not None
         mesh = DeviceMesh.from_group(layout.data.group, layout.device.type)
         dtype = narrow_type(model)
-        model.float()  # the masters; what is gathered and multiplied has the model's type
+        model.float()  # fp32 masters; gathered weights and products have the model's dtype
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, values in drawn(model, dtype):
@@ -184,7 +187,7 @@ class FsdpUpdate(PlainUpdate):
 
 
 class _Deferring(AbstractContextManager[None]):
-    """fully_shard's gradients stay where they are until the last microbatch."""
+    """Postpones fully_shard's gradient reduction to the last microbatch."""
 
     def __init__(self, update: FsdpUpdate) -> None:
         self.update = update

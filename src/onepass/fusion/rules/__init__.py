@@ -1,4 +1,4 @@
-"""How one operator takes the place of many: for each kind of operator, the call that does to all lanes what it did to each."""
+"""Rules: for each kind of operator, the one call that does to all lanes what the operator did to each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from onepass.fusion.graph import Emitter, NoRule, is_pointwise, is_view, value
 from onepass.fusion.lanes import Flat, Packed, Result
-from onepass.fusion.rules import dimensions, norms, products  # noqa: F401  they say which operators they have rules for
+from onepass.fusion.rules import dimensions, norms, products  # noqa: F401  the import registers their rules
 from onepass.fusion.rules.call import RULES, LaneCall, Rule
 from onepass.fusion.rules.packed import PACKED, no_packed_rule
 from onepass.fusion.rules.pointwise import flat_pointwise, packed_pointwise, pointwise
@@ -23,7 +23,7 @@ def rule_of(node: Node) -> Rule | None:
 
 
 def apply(emit: Emitter, node: Node, args: Any, kwargs: Any, lanes: int) -> list[Result]:
-    """The results of a group: one, or one for each output of an operator with several."""
+    """Return the results of a group: one for each output of its operator."""
     rule = rule_of(node)
     if rule is None:
         raise NoRule(f"no rule for {node.target}")

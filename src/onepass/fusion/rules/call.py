@@ -1,8 +1,8 @@
-"""What a rule is given and gives, and who has which rule.
+"""The arguments and results of a rule, and the registry of rules.
 
-A rule gets the call of one lane, its tensors replaced by operands (`lanes`), and gives the results of all. It puts new
-operators into the graph and never computes anything: what comes of them is said by PyTorch's own meta functions. A rule that
-can't raises NoRule.
+A rule takes the call of one lane, with operands (`lanes`) in place of its tensors. It returns the results of all lanes. It
+inserts operators into the graph and computes nothing: PyTorch's meta functions give the results' shapes and dtypes. A rule that
+does not apply raises NoRule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked
 
 @dataclass
 class LaneCall:
-    """A call of one lane, `node`, with the operands of all lanes in the place of its tensors."""
+    """The call `node` of one lane, with the operands of all lanes in place of its tensors."""
 
     emit: Emitter
     node: Node
@@ -51,7 +51,7 @@ def rule(*targets: object) -> Callable[[Rule], Rule]:
     return register
 
 
-# ---- what several rules need ----
+# ---- helpers of several rules ----
 
 
 def mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
@@ -61,7 +61,7 @@ def mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def keepdim(call: LaneCall) -> bool:
-    """var_mean and var have it by name only; the others third, or by name."""
+    """Return the call's keepdim. var_mean and var take it as a keyword only, others also as the third argument."""
     if "keepdim" in call.kwargs:
         return bool(call.kwargs["keepdim"])
     return len(call.args) > 2 and bool(call.args[2])
@@ -81,7 +81,7 @@ def stacked(operand: Any) -> Stacked:
 
 
 def stacked_at(call: LaneCall, operand: Operand, like: Stacked) -> Node:
-    """The operand with its lanes counted where `like` counts them; a lane has as many dimensions in both."""
+    """Return the operand with its lane dimension where `like` has it. Lanes must have the same rank in both."""
     if isinstance(operand, Shared):
         lone = call.emit(aten.unsqueeze.default, operand.node, like.dim)
         sizes = [-1] * like.dim + [call.lanes] + [-1] * (operand.rank - like.dim)
@@ -90,13 +90,13 @@ def stacked_at(call: LaneCall, operand: Operand, like: Stacked) -> Node:
 
 
 def laid(call: LaneCall, operand: Operand, like: Stacked) -> Node:
-    """`stacked_at`, contiguous: ATen's norm backward takes it to be so without looking, as autograd always makes it so."""
+    """Return `stacked_at`, contiguous. ATen's norm backward assumes it without a check, because autograd guarantees it."""
     node = stacked_at(call, operand, like)
     return node if value(node).is_contiguous() else call.emit(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def beside(dim: int, lane_dim: int) -> int:
-    """Where a lane's dimension stands once another, at lane_dim, counts lanes."""
+    """Return where a lane's dimension is in a tensor whose dimension `lane_dim` counts lanes."""
     return dim + (dim >= lane_dim)
 
 

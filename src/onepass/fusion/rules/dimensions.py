@@ -1,4 +1,4 @@
-"""What goes along dimensions: reductions, softmax, cat; and views."""
+"""Rules for operators along dimensions: reductions, softmax, cumsum and cat. Rules for views."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _cat(call: LaneCall) -> list[Result]:
 
 @rule(aten.view.default, aten._unsafe_view.default)
 def _view(call: LaneCall) -> list[Result]:
-    """Where the lanes' dimensions before the counting one keep their product, they stay before it; else it goes to the front."""
+    """Keep the lane dimension in place if the dimensions before it keep their product. Otherwise move it to the front."""
     x = stacked(call.args[0])
     sizes = list(value(call.node).shape)
     lead = [s for i, s in enumerate(shape(x.node)) if i < x.dim]

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm, forward and backward: the lanes' own weights multiply, and are summed for, lane by lane."""
+"""Rules for layer_norm and rms_norm, forward and backward. Each lane has its own weight, bias and gradients of these."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _rms_norm_backward(call: LaneCall) -> list[Result]:
 
 
 def _of_weights(call: LaneCall, x: Stacked, gradient: Node, normed: Node | None, mask: list[bool]) -> list[Result]:
-    """Each lane's sums over rows: of gradient times the normed rows for the weight, of the gradient for the bias."""
+    """Return each lane's sums over rows: gradient * normed for the weight, and gradient for the bias."""
     normalized = len(call.args[2])
     rows = [dim for dim in range(x.rank + 1 - normalized) if dim != x.dim]
     found: list[Result] = []
     for index, asked in enumerate(mask):
         if not asked:
-            found.append(Stacked(gradient, x.dim))  # nobody looks at it
+            found.append(Stacked(gradient, x.dim))  # a placeholder that no node reads
             continue
         terms = gradient if index == 1 or normed is None else call.emit(aten.mul.Tensor, gradient, normed)
         sums = call.emit(aten.sum.dim_IntList, terms, rows) if rows else terms
@@ -77,14 +77,14 @@ def _of_weights(call: LaneCall, x: Stacked, gradient: Node, normed: Node | None,
 
 
 def _before(call: LaneCall, operand: Operand, normalized: int) -> Stacked:
-    """Stacked, the counting dimension before those that are normalized over."""
+    """Return the stacked operand with its lane dimension before the normalized dimensions."""
     x = stacked(operand)
     last = x.rank - normalized
     return x if x.dim <= last else x.moved(call.emit, last)
 
 
 def _scale(call: LaneCall, weight: Operand, x: Stacked) -> Node:
-    """A weight of each lane (or one for all) in a shape that multiplies the lanes of x."""
+    """Return the weight, one per lane or shared, in a shape that broadcasts against x."""
     if isinstance(weight, Shared):
         return weight.node
     node = stacked(weight).moved(call.emit, 0).node
@@ -107,7 +107,7 @@ def _plain(operand: Operand | None) -> Node | None:
 
 
 def _wide(emit: Emitter, node: Node) -> Node:
-    """In fp32 where it has 16 bits: a norm's result is rounded once."""
+    """Return 16-bit tensors in fp32, because a norm rounds its result once."""
     return _cast(emit, node, torch.float32) if value(node).dtype in _HALVES else node
 
 

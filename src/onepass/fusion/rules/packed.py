@@ -1,4 +1,4 @@
-"""Lanes that differ in width, packed along a dimension: what goes along the others."""
+"""Rules for packed lanes, which differ in width: operators along the other dimensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element by element: stacked lanes, lanes packed along a dimension, and lanes one behind the other."""
+"""Rules for elementwise operators on stacked, packed and flat lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onepass.fusion.rules.call import LaneCall, mapped
 
 
 def pointwise(call: LaneCall) -> list[Result]:
-    """Operands are broadcast from the right, so the dimension that counts lanes must stand equally far from the right in all."""
+    """Align the lane dimensions. Operands broadcast from the right, so all need the same number of dimensions after it."""
     rank = int(value(call.node).dim())
     stacked = [operand for operand in call.operands() if isinstance(operand, Stacked)]
     largest = max(stacked, key=lambda operand: (operand.rank, -operand.dim))
@@ -57,7 +57,7 @@ def packed_pointwise(call: LaneCall) -> list[Result]:
 
 
 def flat_pointwise(call: LaneCall) -> list[Result]:
-    """Element by element it doesn't matter where rows end."""
+    """Apply the operator to the flat tensor. Elementwise operators do not depend on where rows end."""
     operands = list(call.operands())
     flat = [operand for operand in operands if isinstance(operand, Flat)]
     if any(operand.shapes != flat[0].shapes for operand in flat) or any(

@@ -1,4 +1,4 @@
-"""Matrix products: of different inputs, a batch; with one right operand, one product of a taller matrix."""
+"""Rules for matrix products. With one shared right operand: one product of a taller matrix. Otherwise: a batched product."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _bmm(call: LaneCall) -> list[Result]:
 
 
 def _product_of(call: LaneCall, a: Operand, b: Operand) -> Node:
-    """[lanes, M, N]: one product of taller matrices where all lanes have one right operand, else a batch of products."""
+    """Return the products [lanes, M, N]: one product of a taller matrix if b is shared, else a batched product."""
     if isinstance(b, Shared):
         left = _front(call, a)
         lanes, m, k = shape(left)
@@ -46,7 +46,7 @@ def _product_of(call: LaneCall, a: Operand, b: Operand) -> Node:
 
 
 def _front(call: LaneCall, operand: Operand) -> Node:
-    """The operand with its lanes counted by its first dimension."""
+    """Return the operand with its lane dimension first."""
     if isinstance(operand, Shared):
         lone = call.emit(aten.unsqueeze.default, operand.node, 0)
         return call.emit(aten.expand.default, lone, [call.lanes, *([-1] * operand.rank)])

@@ -1,8 +1,8 @@
-"""onepass in a model of Hugging Face's transformers: one line, on one instance, that can be taken back.
+"""Replaces parts of a Hugging Face transformers model by onepass ops, in one instance, until it is undone.
 
 from onepass.integrations import huggingface
 
-applied = huggingface.apply(model)  # a PreTrainedModel, as it is
+applied = huggingface.apply(model)  # an unmodified PreTrainedModel
 print(applied)                      # what was replaced, what was not, and why
 ...                                 # train, evaluate, generate, save: as before
 applied.undo()

@@ -1,4 +1,4 @@
-"""`apply`: what is replaced in a model, told as a table, and taken back."""
+"""`apply` replaces parts of a model. The result reports them as a table and can undo them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _MARK = "_onepass_applied"
 
 
 class Applied:
-    """What `apply` has done to a model. `print` shows it, `undo` takes it back. With main_grad it is to be kept: dropped, it lets
-    go of the gradients, as `MainGrads` does."""
+    """The replacements that `apply` has made in a model. `print` shows them, and `undo` restores the model.
+
+    With main_grad keep this object: when it is deleted it releases the gradients, as `MainGrads` does.
+    """
 
     def __init__(self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: MainGrads | None = None) -> None:
         self.model, self.rows, self.main_grads = model, rows, main_grads
@@ -44,8 +46,10 @@ class Applied:
         return [row for row in self.rows if row.by is None]
 
     def undo(self) -> None:
-        """The model as it was, but for what training has changed of its weights. Raises where somebody has changed since what
-        would be taken back, and then takes nothing back."""
+        """Restore the model, except for weights that training has changed.
+
+        Raise RuntimeError if other code has changed a replaced attribute since. Then nothing is restored.
+        """
         if not len(self._patches):
             raise RuntimeError("there is nothing to undo: it has been undone already")
         changed = list(self._patches.changed())
@@ -61,13 +65,12 @@ class Applied:
     def optimizer(
         self, groups: Iterable[Mapping[str, Any]] | None = None, *, max_norm: float | None = None, **options: Any
     ) -> MainGradAdamW:
-        """AdamW over the model's main_grads, to use as any torch optimizer: step, zero_grad, schedulers, state_dict.
+        """Return an AdamW over the model's main_grads. It works as any torch optimizer: step, zero_grad, schedulers, state_dict.
 
         Args:
-            groups: parameters in groups with options, as torch.optim has them; None is one group of all.
-            max_norm: scale the gradient to a norm of at most this in `step`, as torch.nn.utils.clip_grad_norm_ would: that finds
-                no `.grad`.
-            options: lr, betas, eps, weight_decay, as torch.optim.AdamW has them.
+            groups: parameter groups with options, as in torch.optim; None is one group of all parameters.
+            max_norm: clip the gradient to this norm in `step`. torch.nn.utils.clip_grad_norm_ can't, because it finds no `.grad`.
+            options: lr, betas, eps, weight_decay, as in torch.optim.AdamW.
         """
         if self.main_grads is None:
             raise ValueError("main_grad must be True in apply for an optimizer of its gradients, but is False")
@@ -88,7 +91,7 @@ class Applied:
 
 
 def _grouped(rows: Iterable[AppliedRow]) -> Iterator[tuple[str, AppliedRow]]:
-    """Rows that differ in a layer's number only, as one."""
+    """Merge rows that differ only in a layer's number."""
     groups: dict[tuple[str, str, str, str | None, str | None], list[AppliedRow]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\.\d+", ".#", row.name), row.kind, row.part, row.by, row.why), []).append(row)
@@ -98,7 +101,7 @@ def _grouped(rows: Iterable[AppliedRow]) -> Iterator[tuple[str, AppliedRow]]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as {0-2,5}."""
+    """Format [0, 1, 2, 5] as {0-2,5}."""
     if not numbers:
         return ""
     ends, start = [], numbers[0]
@@ -120,23 +123,26 @@ def apply(
     main_grad: bool = False,
     release_main_grad: bool = False,
 ) -> Applied:
-    """Gives this model, and no other, onepass's ops for what they can do of it; what can't be recognised stays as it is.
+    """Replace parts of this model instance by onepass ops. Parts that are not recognised stay unchanged.
 
     Args:
-        model: a model of transformers, of any family: what its modules compute is found by trying them, so no name matters. PEFT
-            may wrap it before or after; FSDP2, DDP and torch.compile come after.
-        norm: RMSNorm and LayerNorm; with `qkv` or `mlp` also norms within the products after them, and sums within the norms.
-        mlp: one product up, and the activation with the product down, which keep neither norm nor activation; of mixtures of
-            experts grouped products, with the router's weights in the activation's pass.
+        model: a transformers model of any family. Modules are recognised by running them on test inputs, not by a list of names.
+            PEFT may wrap the model before or after. Use FSDP2, DDP and torch.compile after.
+        norm: RMSNorm and LayerNorm. With `qkv` or `mlp`, norms are also fused into the linear layers after them, and residual
+            additions into the norms.
+        mlp: one product up, then activation and product down as one op. Backward saves neither the norm's output nor the
+            activation's. Mixtures of experts become grouped GEMMs, with the router's weights in the activation's pass.
         rope: rotation of q and k in one launch.
-        loss: the loss of hidden states and the head's weight, without logits, in training with labels. The output's `logits` are
-            empty there; without labels, in evaluation and in generation they are as before.
-        qkv: queries, keys and values by one product; and where attention is plain causal, with `rope`, all of it as one op.
-        main_grad: gradients are added in fp32 where they are made, and `.grad` stays None; `Applied.optimizer` steps by them.
-        release_main_grad: between a step and the next gradients their memory is activations' (`MainGrads(release=True)`).
+        loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
+            `logits` are empty. Without labels, in evaluation and in generation they are unchanged.
+        qkv: queries, keys and values by one product. With `rope`, plain causal attention runs as one op.
+        main_grad: accumulate gradients in fp32 in the ops that compute them. `.grad` stays None; `Applied.optimizer` reads the
+            fp32 gradients.
+        release_main_grad: lend the gradients' memory to activations, from a step until the next gradients
+            (`MainGrads(release=True)`).
 
     Raises:
-        ValueError: there is nothing to replace, or it is applied already. The model is as it was.
+        ValueError: there is nothing to replace, or onepass is applied already. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, but is {type(model).__name__}")
@@ -165,7 +171,7 @@ def apply(
 
 
 def _refuse_replicas() -> None:
-    """Their forwards would be the first one's, of its weights on its device."""
+    """Raise, because replicas would run the original's forward, with its weights on its device."""
     raise RuntimeError(
         "a model with onepass can't be replicated by torch.nn.DataParallel, which Trainer takes for several GPUs in one process: "
         "start a process a GPU (torchrun, accelerate launch), let one be seen (CUDA_VISIBLE_DEVICES), or undo() first"

@@ -1,7 +1,7 @@
-"""Attention: its products up as one, rotation in one launch, and all of it, where it is plain, by `onepass.attention`.
+"""Attention: its projections as one product, rotation in one launch, and plain causal attention by `onepass.attention`.
 
-A module's own code goes on doing what it does between them: norms of q and k, caches, masks, the attention that the configuration
-names. It runs with another `apply_rotary_pos_emb` among its globals, and its linear layers hand out their parts of one product.
+For other attention the module's own code still runs: norms of q and k, caches, masks, the configured attention implementation.
+It runs with another `apply_rotary_pos_emb` in its globals, and its linear layers return their parts of the one product.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from onepass.ops.attention.formula import AttentionOptions, attention_formula
 from onepass.ops.linear.linear import linear
 
 _TOKENS, _HIDDEN = 5, 6
-_HARMLESS = frozenset(  # what models hand down to their attention that changes nothing without a mask and a cache
+_HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
     ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
 )
-_SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # harmless where they are off
-NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # masks.py's mask of no scores: no other is like it
+_SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # no effect if False
+NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # masks.py's marker; no real mask has this shape
 
 
 def masks_nothing(mask: Any) -> bool:
-    """Whether it is that one, or a copy that somebody has moved."""
+    """Whether the mask is NOTHING, or a copy on another device."""
     return isinstance(mask, Tensor) and mask.shape == NOTHING.shape
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """What `onepass.attention` is given for a module that is nothing but projections, rotation and causal attention."""
+    """Arguments of `onepass.attention` for a module that only does projections, rotation and causal attention."""
 
     heads: int
     groups: int
@@ -69,27 +69,27 @@ class FusedAttention:
 
 
 class _AttentionCall:
-    """A call of a module's own code."""
+    """A running call of a module's own code."""
 
     def __init__(self, folded: FoldedNorm | None) -> None:
-        self.folded = folded  # for the projections
-        self.waiting: dict[str, tuple[Tensor, Tensor]] = {}  # a layer's input, and its part of the product
+        self.folded = folded  # into the projections
+        self.waiting: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: its input, and its part of the product
 
 
 @dataclass
 class AttentionMatch:
-    """A module that is attention, and what is known of it."""
+    """A recognised attention module."""
 
     module: nn.Module
-    projections: LinearsMatch | None  # all that is made of its input, in the order of its calls
-    out: str  # the layer at its end
-    original: Callable[..., Any]  # its class's forward, perhaps with our rotation among its globals
+    projections: LinearsMatch | None  # all layers that read its input, in call order
+    out: str  # the output projection
+    original: Callable[..., Any]  # its class's forward, or a copy that calls onepass's rotation
     rotation: Rotation | None
     whole: FusedAttention | None
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"original": None, "running": {}}  # no function of a module's: it can't be pickled
+        return vars(self) | {"original": None, "running": {}}  # with_rotation's function can't be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -100,7 +100,7 @@ class AttentionMatch:
             return False
         return Patches.untouched(self.module, self)
 
-    # ---- by its own code ----
+    # ---- the module's own code ----
 
     def by_original(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: FoldedNorm | None) -> Any:
         key = thread()
@@ -111,9 +111,9 @@ class AttentionMatch:
             self.running.pop(key, None)
 
     def part(self, name: str, layer: nn.Module, x: Tensor) -> Tensor:
-        """What this layer makes of x. The first that is asked makes the parts of all, and the others hand theirs out."""
+        """Return this layer's product with x. The first layer that is called computes all parts; the others return theirs."""
         running = self.running.get(thread())
-        if running is None or self.projections is None or not self.projections.intact():  # wrapped since, by PEFT say
+        if running is None or self.projections is None or not self.projections.intact():  # wrapped since, for example by PEFT
             return linear(x, weight_of(layer), bias_of(layer))
         kept = running.waiting.pop(name, None)
         if kept is None or kept[0] is not x:
@@ -125,7 +125,7 @@ class AttentionMatch:
     # ---- as one op ----
 
     def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any], folded: FoldedNorm | None) -> bool:
-        """Whether `onepass.attention` does just what is asked for. Who folds a norm in has asked whether it is ready."""
+        """Whether `onepass.attention` computes exactly this call. A caller that folds a norm in has checked `ready` already."""
         if self.whole is None or args or x.dim() != 3 or (folded is None and not self.ready()):
             return False
         if not getattr(self.module, "is_causal", True) or not all(map(_is_harmless, options, options.values())):
@@ -133,7 +133,7 @@ class AttentionMatch:
         if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
             return False
         module: Any = self.module
-        if x.is_cuda and _head_size(module) not in SIZES:  # rope's kernel and PyTorch's attention by its own code
+        if x.is_cuda and _head_size(module) not in SIZES:  # its own code runs rope's kernel and SDPA
             return False
         return module.config._attn_implementation == "sdpa" and not (module.training and _drops(module))
 
@@ -162,16 +162,16 @@ def _is_harmless(name: str, value: Any) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """By a number, or by a layer of it."""
+    """Whether the module has dropout, as a rate or as a child."""
     rates = [getattr(module, "attention_dropout", 0.0), *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-# ---- what a module is ----
+# ---- recognition ----
 
 
 def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
-    """`rotates`: whether the model's tables are such that its rotation may be ours."""
+    """Return a match, or None. `rotates`: whether the model's rotary tables are in a form that onepass can read."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
     if "attention" not in type(module).__name__.lower() or len(linears) < 2 or own_forward(module):
         return None
@@ -191,10 +191,10 @@ def _original(module: nn.Module, rotation: Rotation | None) -> Callable[..., Any
 
 
 def _roles(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:
-    """The layers that its input goes to, where it goes nowhere else, and the one at its end."""
+    """Return the layers that read the module's input, or None if other code reads it too, and the output projection."""
     if not all(is_norm(module._modules[name]) for name in _norms_in(module)):  # type: ignore[arg-type]
         return None, linears[-1]
-    for width, by in product(_widths(module), ("sdpa", "eager")):  # PyTorch's knows no softcap
+    for width, by in product(_widths(module), ("sdpa", "eager")):  # SDPA has no softcap
         layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
         hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
         found = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
@@ -215,7 +215,7 @@ def _random_like(x: Tensor, size: int) -> Tensor:
 
 
 def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Tensor, by: str, training: bool = False) -> Any:
-    """What its code makes of these, with this attention, and with norms and the like left out."""
+    """Run the module's code with these layers and this attention implementation. Norms are replaced by identities."""
     others = {name: Function(lambda x: x) for name in _norms_in(module)}
     config = shallow(module.config, _attn_implementation=by)
     made = probe(module, {**layers, **others}, config=config, training=training)
@@ -228,13 +228,13 @@ def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Te
 
 
 def _norms_in(module: nn.Module) -> list[str]:
-    """Children with parameters that are no linear layers: norms, if it is to be recognised."""
+    """Return the children with parameters that are no linear layers. In a module that is recognised all are norms."""
     there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(child)]
     return [name for name, child in there if list(child.parameters())]
 
 
 def _widths(module: Any) -> list[int]:
-    """Of the tables: of the whole head, or what a model turns of it."""
+    """Return candidate widths of the rotary tables: the whole head, or the part that a model rotates."""
     size = _head_size(module)
     part = getattr(module, "rotary_ndims", None) or int(size * (getattr(module.config, "partial_rotary_factor", None) or 1))
     return [size, part, max(2, size // 4 * 2)]
@@ -246,7 +246,10 @@ def _head_size(module: Any) -> int:
 
 
 def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None) -> FusedAttention | None:
-    """Whether it is but projections, rotation and causal attention: small ones of these sizes are compared."""
+    """Return the arguments of `onepass.attention` if the module only does projections, rotation and causal attention.
+
+    The test compares the module's code and the formula on small layers.
+    """
     size, heads = _head_size(module), module.config.num_attention_heads
     groups = (sum(projections.sizes) // size - heads) // 2
     scale = getattr(module, "scaling", None)
@@ -276,7 +279,7 @@ def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotati
     return None
 
 
-# ---- in a model ----
+# ---- replacement ----
 
 
 def replace_attentions(

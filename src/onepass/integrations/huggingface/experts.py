@@ -1,7 +1,7 @@
-"""Mixtures of experts: all experts' products as grouped ones, with the router's weights in the activation's pass.
+"""Mixtures of experts: the products of all experts as grouped GEMMs, with the router's weights in the activation's pass.
 
-Transformers keeps the weights of all experts in two tensors, [experts, 2 x inner, hidden] and [experts, hidden, inner], and calls
-such a module with the tokens, each one's experts and their weights.
+Transformers keeps the weights of all experts in two tensors, [experts, 2 x inner, hidden] and [experts, hidden, inner]. It calls
+such a module with the tokens, each token's experts, and their weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_experts(module: nn.Module) -> ExpertsMatch | None:
 
 
 def _is(module: Any, up: str, down: str, act: Activation) -> bool:
-    """Whether few and small experts, by the module's code, make of random tokens what this activation would."""
+    """Whether the module's code, run with a few small experts on random tokens, computes experts with this activation."""
     first, second = randn(_EXPERTS, 2 * _INNER, _HIDDEN, seed=2), randn(_EXPERTS, _HIDDEN, _INNER, seed=3)
     x, weights = randn(_TOKENS, _HIDDEN), randn(_TOKENS, 2, seed=4).sigmoid()
     chosen = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device="cpu")
@@ -83,7 +83,7 @@ def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-    """Compiled, and where ranks have experts of their own, by its own code."""
+    """Run the match, or the class's forward under a compiler and with expert parallelism."""
     if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False):
         return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     return self._onepass(hidden_states, top_k_index, top_k_weights)

@@ -1,7 +1,8 @@
-"""A model's layers: norms go into the products after them, and sums of the residual stream into the norms.
+"""Transformer layers: fuses norms into the linear layers after them, and residual additions into the norms.
 
-A layer is recognised by what its code computes of its children, of which stand-ins show it: h = x + after(attention(before(x))),
-then h + after(mlp(before(h))), where what comes after is a norm, a dropout or nothing; or both of x at once, as GPT-NeoX has it.
+A layer is recognised by running its code with stand-ins for its children. It must compute h = x + after(attention(before(x)))
+and then h + after(mlp(before(h))). `before` is a norm, and `after` is a norm, a dropout or nothing. Attention and MLP may also
+both read x, as in GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
 
-_OF_NO_USE = frozenset(("use_cache", "cache_position", "position_ids"))  # where a layer doesn't hand them to its attention
+_OF_NO_USE = frozenset(("use_cache", "cache_position", "position_ids"))  # ignored if a layer doesn't pass them to its attention
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The names of a layer's children, by what they do in it."""
+    """The names of a layer's children, by role."""
 
     attention: str
     mlp: str
@@ -35,20 +36,20 @@ class LayerNames:
     before_mlp: str
     after_attention: str | None
     after_mlp: str | None
-    parallel: bool  # attention and MLP are of the same
+    parallel: bool  # attention and MLP both read x
 
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """What a layer hands to its attention."""
+    """The arguments that a layer passes to its attention."""
 
     names: tuple[str, ...]  # of the layer's own arguments, after the hidden states
-    passed: frozenset[str]  # those that its attention is given, under the same names
-    others_too: bool  # whether it is given what the layer has no name for
-    by_name: bool  # whether the hidden states are: hooks see that
+    passed: frozenset[str]  # those that it passes on under the same names
+    others_too: bool  # whether it passes on keywords that it doesn't name
+    by_name: bool  # whether it passes hidden states as a keyword, which hooks see
 
     def handed_on(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
-        """Of a call; None where something is given that is not for the attention."""
+        """Return the attention's arguments for a call. Return None if an argument is given that attention does not get."""
         passed = {}
         for name, value in {**dict(zip(self.names, args, strict=False)), **options}.items():
             if (name in self.passed) if name in self.names else self.others_too:
@@ -64,7 +65,7 @@ class LayerMatch:
     shape: LayerNames
     arguments: AttentionArguments
     attention: AttentionMatch
-    mlp: MLPMatch | None  # None is something else in its place: a mixture of experts
+    mlp: MLPMatch | None  # None for another module in its place, such as experts
     before_attention: NormMatch
     before_mlp: NormMatch
 
@@ -77,7 +78,7 @@ class LayerMatch:
         return h + up
 
     def _attention(self, x: Tensor, handed_on: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What is made of x, and x, to go on with."""
+        """Return the attention's output and x. The fused norm returns x, so that its backward adds up x's gradients."""
         attention = self._child(self.shape.attention)
         if attention is self.attention.module and self.attention.ready() and self.before_attention.untouched():
             folded = FoldedNorm(self.before_attention)
@@ -90,7 +91,7 @@ class LayerMatch:
         return self._then(self.shape.after_attention, made), h
 
     def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is made of the sum of h and what is late, and the sum."""
+        """Return the MLP's output for the sum of h and `late`, and the sum."""
         mlp = self._child(self.shape.mlp)
         if self.mlp is not None and mlp is self.mlp.module and self.mlp.ready() and self.before_mlp.untouched():
             folded = FoldedNorm(self.before_mlp, late)
@@ -111,7 +112,7 @@ class LayerMatch:
         return x if name is None else self._child(name)(x)
 
 
-# ---- what a layer is ----
+# ---- recognition ----
 
 
 def find_layer(
@@ -145,7 +146,7 @@ def find_layer(
 
 
 def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dropouts: list[str]) -> LayerNames | None:
-    """The one whose formula gives what the layer's code gives, with stand-ins for all children."""
+    """Return the roles whose formula gives the same result as the layer's code, with stand-ins for all children."""
     x = randn(1, 3, 4)
     functions: dict[str, Any] = {attention: torch.sin, mlp: lambda x: torch.cos(1.3 * x)}
     functions |= {name: lambda x, factor=i + 2: factor * x - 0.1 * factor for i, name in enumerate([*norms, *dropouts])}
@@ -164,7 +165,7 @@ def _standing(module: nn.Module, functions: dict[str, Any], attention: str, trai
 
 
 def _as_attention(function: Any) -> Any:
-    """Returns no weights, and takes whatever else it is given."""
+    """Wrap a function as an attention module's forward: it takes any further arguments and returns no attention weights."""
 
     def called(*args: Any, hidden_states: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
         return function(args[0] if hidden_states is None else hidden_states), None
@@ -189,7 +190,7 @@ def _formula(shape: LayerNames, functions: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def _arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
-    """By giving each argument alone, and looking whether it arrives."""
+    """Find the arguments by passing each alone, and checking whether the attention receives it."""
     parameters = parameters_of(module)
     names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
     passed = frozenset(name for name in names if _arrives(module, attention, **{name: object()}))
@@ -198,7 +199,7 @@ def _arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
 
 
 def _adds_tensors(module: nn.Module, attention: str) -> bool:
-    """Whether it gives its attention one that it was not given, as a mask of its own."""
+    """Whether the layer passes its attention a tensor that it was not given, such as a mask of its own."""
     given = (value for options in _calls(module, attention) for name, value in options.items() if name != "hidden_states")
     return any(isinstance(value, Tensor) for value in given)
 
@@ -209,7 +210,7 @@ def _arrives(module: nn.Module, attention: str, **given: object) -> bool:
 
 
 def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str, Any]]:
-    """What the attention is called with by name."""
+    """Return the keyword arguments of each call of the attention."""
     functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
     made = _standing(module, functions, attention)
     probe_forward(made, randn(1, 3, 4), **given)
@@ -217,7 +218,7 @@ def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str,
     return [options for _, options in stub.calls]
 
 
-# ---- in a model ----
+# ---- replacement ----
 
 
 def replace_layers(
@@ -250,10 +251,10 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> An
 
 
 def _is_checkpointed(module: Any) -> bool:
-    """Whether its class's forward would be made again in backward. (Where its __call__ sees to that, ours is called so.)"""
+    """Whether the class's forward itself would recompute in backward. A __call__ that does so also covers our forward."""
     return module.training and getattr(module, "gradient_checkpointing", False) and type(module).__call__ is nn.Module.__call__
 
 
 def _without_caches(options: dict[str, Any]) -> dict[str, Any]:
-    """A second forward would write keys and values a second time."""
+    """Return the options without caches, because recomputation would write keys and values a second time."""
     return {name: value for name, value in options.items() if name not in ("use_cache", "past_key_values", "layer_past")}

@@ -1,4 +1,4 @@
-"""Linear layers of a model as the weights of one product: of several that have one input, and of the norm before them."""
+"""Runs several linear layers that share an input as one product, together with the norm before them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, u
 
 
 class FoldedNorm:
-    """A norm done by the product after it, of the sum of what comes to it and `late`. The product leaves the sum in h.
+    """A norm that is fused into the product after it. It normalises the sum of its input and `late`; h gets the sum.
 
-    No dataclass: hooks of FSDP would hand on a copy."""
+    This is no dataclass, because FSDP's hooks would pass on a copy.
+    """
 
     def __init__(self, norm: NormMatch, late: Tensor | None = None) -> None:
         self.norm, self.late = norm, late
@@ -31,7 +32,7 @@ class FoldedNorm:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """nn.Linear itself, or Transformers' Conv1D, whose weight lies the other way."""
+    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed."""
     return module is not None and Patches.own(module) and (type(module) is nn.Linear or is_conv1d(module))
 
 
@@ -41,7 +42,7 @@ def is_conv1d(module: nn.Module | None) -> bool:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """[N, K]."""
+    """Return the weight as [N, K]."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if is_conv1d(module) else weight
 
@@ -51,23 +52,23 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Return (inputs, outputs)."""
     outputs, inputs = weight_of(module).shape
     return inputs, outputs
 
 
 class LinearsMatch:
-    """Children of one module that are linear layers of one input."""
+    """Linear layers of one module that share an input."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
         self.linears = [owner.get_submodule(name) for name in names]
         self.sizes = [sizes_of(module)[1] for module in self.linears]
         self.biased = bias_of(self.linears[0]) is not None
-        self.kind = self._kind()  # where and of what type they were laid together
+        self.kind = self._kind()  # device and dtype when they were packed
 
     def replace(self, patches: Patches) -> None:
-        """Lays them together, for as long as the patches last."""
+        """Pack the layers' parameters until the patches are undone."""
         if len(self.linears) > 1:
             self.pack()
             patches.on_undo(self.owner.register_state_dict_post_hook(give_own_storages).remove)
@@ -75,7 +76,7 @@ class LinearsMatch:
 
     @classmethod
     def found(cls, owner: nn.Module, names: tuple[str, ...]) -> LinearsMatch | None:
-        """Where these are linear layers that can be one."""
+        """Return a match if these are linear layers that can run as one."""
         modules = [owner._modules.get(name) for name in names]
         if not all(map(is_linear, modules)) or (len(names) > 1 and any(map(is_conv1d, modules))):
             return None
@@ -87,13 +88,13 @@ class LinearsMatch:
         return cls(owner, names)
 
     def unpack(self) -> None:
-        """Storages of their own: who saves a model drops all but one of those that share one."""
+        """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
         unpack(self._weights())
         if self.biased:
             unpack(self._biases())
 
     def pack(self) -> None:
-        """The weights, and the biases, one after another, so that they are one without a copy."""
+        """Lay out the weights contiguously in memory, and the biases, so that concatenating them copies nothing."""
         self.kind = self._kind()
         if len(self.linears) > 1:
             pack(self._weights())
@@ -101,7 +102,7 @@ class LinearsMatch:
                 pack(self._biases())
 
     def intact(self) -> bool:
-        """Whether these are still the owner's children, unwrapped, and nobody looks at their own calls."""
+        """Whether these are still the owner's children, unwrapped and without hooks."""
         children = self.owner._modules
         return all(
             children.get(name) is module and is_linear(module) and not hooked(module)
@@ -113,10 +114,13 @@ class LinearsMatch:
         return weight.device, weight.dtype
 
     def _lies_apart(self) -> bool:
-        """Whether one weight would be a copy, and kept for backward: FSDP has each layer's for a moment only."""
+        """Whether concatenating the weights would copy them, and save the copy for backward.
+
+        This holds under FSDP, which gathers each layer's weight for a moment only.
+        """
         if len(self.linears) == 1 or torch.compiler.is_compiling():
             return False
-        if self.kind != self._kind():  # moved as a whole since, as by Trainer
+        if self.kind != self._kind():  # the model was moved since, as Trainer does
             self.pack()
         return not are_packed(self._weights())
 
@@ -141,7 +145,7 @@ class LinearsMatch:
         return [module.bias for module in self.linears]  # type: ignore[misc]
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None, *, biased: bool = True) -> Tensor:
-        """x, or its norm, times the weight; without the bias where that is added later."""
+        """Return x, or its norm, times the concatenated weights. `biased=False` leaves the bias to a later op."""
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
         if torch.compiler.is_compiling():
@@ -167,8 +171,11 @@ def _of_several(x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], bia
 
 
 class _Parts(torch.autograd.Function):
-    """Columns of a product as tensors in its memory, no views of it: those of split can't be written in place, as OLMo does, and
-    the gradients of narrow's are each as wide as the product, full of zeros, and added up."""
+    """Split a product's columns into tensors that share its memory but are no views to autograd.
+
+    Views by split can't be written in place, as OLMo does. With views by narrow, each gradient is as wide as the product and
+    full of zeros, and autograd adds them up.
+    """
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -187,7 +194,7 @@ _apart = fast_apply(_Parts)
 
 
 def parts_of(made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Of which each may be written in place; nobody else may need `made`."""
+    """Split `made` into column ranges that can each be written in place. Nothing else may read `made` afterwards."""
     if len(sizes) > 1 and needs_grad(made) and not needs_dispatcher(made) and not under_functorch():
         return _apart(made, sizes)  # type: ignore[no-any-return]
     ends = list(accumulate(sizes))
@@ -195,8 +202,10 @@ def parts_of(made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Of what a state dict has of this module: the same memory, but storages that are no larger than a tensor. Who saves tensors
-    keeps one of those that share a storage, and drops the others."""
+    """Give each of this module's tensors in a state dict a storage of exactly its size, in the same memory.
+
+    Code that saves tensors keeps one of those that share a storage, and drops the others.
+    """
     for name, tensor in state.items():
         mine = name.startswith(prefix) and type(tensor) is Tensor and tensor.device.type != "meta"
         if mine and tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -204,7 +213,7 @@ def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, met
 
 
 def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:
-    """A small one in fp64, with a bias where the module has one."""
+    """Return a small random nn.Linear in fp64, with a bias if the module has one."""
     made = nn.Linear(inputs, outputs, bias=bias_of(module) is not None, dtype=torch.float64, device="cpu")
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():

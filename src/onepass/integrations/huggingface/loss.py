@@ -1,13 +1,13 @@
-"""The loss of a causal language model of transformers without its logits: onepass.linear_cross_entropy from inside the head.
+"""The loss of a transformers causal language model without logits: onepass.linear_cross_entropy inside the head.
 
-A call with labels, in training and with gradients, leaves its labels where the head finds them. The head's forward then makes the
-loss at once, where its weight is whole even if FSDP divides it, and returns logits with no columns; the model's own code goes on
-with those, and the loss function, which it calls at the end, hands out what the head has made. So `outputs.logits` of such a
-call has shape [..., 0], and there is no cache but where one is asked for. Every other call goes the model's own way: evaluation,
-no labels, no gradients, a head that was wrapped or hooked since, an option for the loss that we don't know.
+In training mode with labels and gradients enabled, the model's forward stores the labels for the head. The head's forward
+computes the loss, because its weight is whole there even under FSDP. It returns logits with no columns, with which the model's
+own code continues. At the end that code calls the loss function, which returns the head's loss. So `outputs.logits` of such a
+call has shape [..., 0], and there is no cache unless the caller asks for one. All other calls run the model's own code:
+evaluation, no labels, no gradients, a head that was wrapped or hooked since, an unknown loss option.
 
-What the model does with its logits on their way to the loss is measured once, when the loss is replaced.
-One difference is meant: where all labels are ignored the mean is 0 and so are its gradients, not NaN.
+What the model does with its logits before the loss is measured once, when the loss is replaced.
+One difference is intended: if all labels are ignored, the mean and its gradients are 0, not NaN.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
-_ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # the last are looked at for packing where there is no cache
+_ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # without a cache models check position_ids for packing
 _CHUNK = 4096  # tokens
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """What the model makes of its head's products: scale * products, or softcap * tanh(products / softcap)."""
+    """How the model turns its head's products into logits: scale * products, or softcap * tanh(products / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -49,22 +49,22 @@ class _Logits:
 
 @dataclass(eq=False)
 class _HeadCallState:
-    """A call of the model that wants no logits."""
+    """A running call of the model that needs no logits."""
 
     labels: Tensor
     options: dict[str, Any]
-    loss: Tensor | None = None  # the head's work
+    loss: Tensor | None = None  # set by the head
 
 
 @dataclass(eq=False)
 class _HeadState:
-    """What model and head know of each other. It doesn't lead to the model, as a copy of the head alone would copy that too."""
+    """State shared by model and head. It holds no reference to the model, which a copy of the head alone would copy too."""
 
     head: nn.Linear
     logits: _Logits
-    place: int  # of labels among forward's arguments
+    place: int  # index of labels among forward's arguments
     caches: bool  # whether forward takes use_cache
-    known: frozenset[str]  # keywords that change nothing of the loss, or that we follow
+    known: frozenset[str]  # keywords that don't affect the loss, or that this module handles
     original: Callable[..., Any]  # the loss function
     calls: dict[int, _HeadCallState] = field(default_factory=dict)  # by thread
 
@@ -81,8 +81,8 @@ class _HeadState:
 
 
 def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
-    """Let the model's own head make the loss. A row for the head: by what, or why not, and then nothing was touched."""
-    causal: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT has wrapped
+    """Let the model's head compute the loss. Return a row with what replaces it, or why the model is unchanged."""
+    causal: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapped model
     head: Any = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     name = next((name for name, part in model.named_modules() if part is head), "")
     kind = type(head if name else causal).__name__
@@ -97,7 +97,7 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
 
 
 def _unlike(model: Any, head: Any) -> str | None:
-    """Why this is no model with a linear head and the causal loss, as far as can be seen without running it."""
+    """Return why this model has no linear head with the causal loss, or None. Check what is visible without running it."""
     if head is None:
         return "it has no head"
     if type(head).forward is not nn.Linear.forward:
@@ -135,7 +135,7 @@ def _set(model: Any, head: nn.Linear, logits: _Logits, patches: Patches) -> None
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's forward, with the name and the signature of its class's."""
+    """Return the new forward, with the name and the signature of the class's forward."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,20 +144,20 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
-            kwargs["use_cache"] = False  # unasked, models would copy keys and values of every layer into one, for nobody
+            kwargs["use_cache"] = False  # otherwise models copy every layer's keys and values into a cache that nothing reads
         shared.call = _HeadCallState(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:
             return type(self).forward(self, *args, **kwargs)
         finally:
             shared.call = None
 
-    del forward.__wrapped__  # accelerate follows it to undo its own wrappers, and would undo this
+    del forward.__wrapped__  # accelerate follows it to remove its own wrappers, and would remove this one
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
 
 
 def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> bool:
-    """Whether nobody wants this call's logits, and the loss is still ours to make."""
+    """Whether this call needs no logits, and neither head nor loss function were replaced since."""
     return (
         model.training
         and torch.is_grad_enabled()
@@ -176,7 +176,7 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     if call.loss is not None:
         raise RuntimeError(f"the head was called again, and the loss is already made: {_LEAVE}")
     call.loss = _loss(self, input, call, shared.logits)
-    # It depends on the loss: hooks on what the head returns run before the loss's own backward (FSDP's gathers the weight).
+    # The result depends on the loss: hooks on the head's output then run before the loss's backward. FSDP's gathers the weight.
     return input.detach()[..., :0] + call.loss
 
 
@@ -188,11 +188,11 @@ def _can_make(head: nn.Linear, hidden: Tensor, call: _HeadCallState) -> bool:
 
 
 def _loss(head: nn.Linear, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
-    """ForCausalLMLoss of the head's logits."""
+    """Return what ForCausalLMLoss would return for the head's logits."""
     items = call.options.get("num_items_in_batch")
     ignore = call.options.get("ignore_index", -100)
     labels = call.options.get("shift_labels")
-    if labels is None:  # a token's label is the next one: hidden stays as it is
+    if labels is None:  # a token's label is the next token: shift labels, not hidden
         labels = F.pad(call.labels, (0, 1), value=ignore)[..., 1:]
     loss: Tensor = linear_cross_entropy(
         hidden, head.weight, labels.to(hidden.device).reshape(hidden.shape[:-1]), reduction="mean" if items is None else "sum",
@@ -205,8 +205,10 @@ def _loss(head: nn.Linear, hidden: Tensor, call: _HeadCallState, logits: _Logits
 
 
 def _room(hidden: Tensor, weight: Tensor) -> int | None:
-    """For chunks of 4096 tokens and the sums over them, where the op would take more by itself: a step's memory has its peak
-    here, and they take 1 % longer."""
+    """Return chunk_bytes for chunks of 4096 tokens and the sums over them, if the op's default is more.
+
+    A step's memory peaks here. These chunks take 1 % longer.
+    """
     tokens = hidden.shape[:-1].numel()
     if torch.compiler.is_compiling() or hidden.device.type != "cuda" or tokens <= _CHUNK:
         return None
@@ -215,14 +217,14 @@ def _room(hidden: Tensor, weight: Tensor) -> int | None:
 
 
 def _room_of(tokens: int, V: int, D: int, size: int, budget: int) -> int | None:
-    """budget: what the op allows itself."""
+    """`budget`: the op's default chunk_bytes."""
     gradients = D * (V + tokens)
-    room = max(4 * gradients, _CHUNK * V * size + (4 - size) * gradients)  # sums; or logits, and sums beside the results
+    room = max(4 * gradients, _CHUNK * V * size + (4 - size) * gradients)  # fp32 sums; or a chunk's logits and such sums
     return room if room < budget else None
 
 
 def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Any:
-    """The model's loss_function: what the head has made of these labels, or the original."""
+    """The model's loss_function. Return the loss that the head computed with these labels, or call the original."""
     shared: _HeadState = self._onepass
     call = shared.call
     if call is None or call.loss is None:
@@ -234,22 +236,22 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
         )
     if vocab_size != shared.head.out_features:
         raise ValueError(f"vocab_size must be the head's {shared.head.out_features}, but is {vocab_size}")
-    return call.loss + logits.sum()  # of no numbers: the hooks' way
+    return call.loss + logits.sum()  # an empty sum: backward passes the hooks on the head's output
 
 
-# ---- what lies between the head and the loss ----
+# ---- the model's code between head and loss ----
 
 
 class _LossTrial:
-    """A run of the model's forward in which nothing is computed but what it does itself with logits and loss."""
+    """A run of the model's forward that computes only what forward itself does with logits and loss."""
 
     def __init__(self, head: nn.Linear, logits: Tensor) -> None:
         self.head, self.logits = head, logits
         self.hidden = torch.zeros(*logits.shape[:-1], head.in_features, dtype=head.weight.dtype, device="cpu")
         self.labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device="cpu")
         self.options: dict[str, Any] = {name: object() for name in _OPTIONS}
-        self.asked = 0  # how often for the head
-        self.came: list[tuple[Any, Any, int, dict[str, Any]]] = []  # to the loss function
+        self.asked = 0  # number of calls of the head
+        self.came: list[tuple[Any, Any, int, dict[str, Any]]] = []  # calls of the loss function
         self.loss = torch.tensor(0.5, dtype=FP64, device="cpu")
 
     def called(self, module: nn.Module) -> Any:
@@ -263,7 +265,7 @@ class _LossTrial:
         return self.loss.clone()
 
     def run(self, model: nn.Module) -> str | None:
-        """Why the head can't make this model's loss, or None."""
+        """Run the model's forward. Return why the head can't compute this model's loss, or None."""
         names = parameters_of(model)
         open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
         options = dict(self.options) if open_ended else {}
@@ -293,7 +295,7 @@ class _LossTrial:
 
 
 class _ProbeModule:
-    """In place of the model or a module in it: has its attributes, but does nothing when called."""
+    """A stand-in for the model or a module in it. It has the same attributes, but a call computes nothing."""
 
     def __init__(self, module: nn.Module, trial: _LossTrial) -> None:
         self._module, self._trial = module, trial
@@ -309,7 +311,7 @@ class _ProbeModule:
 
 
 class _Hidden:
-    """What the model below the head returns: hidden states, and None for all else."""
+    """The output of the model below the head: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -322,11 +324,11 @@ class _Hidden:
 
 
 def _measured(model: nn.Module, head: nn.Linear) -> _Logits | str:
-    """What the model does with its logits, or why they are needed."""
+    """Return what the model does with its logits, or why it needs them."""
     given = torch.linspace(-8, 8, 2 * head.out_features, dtype=FP64, device="cpu").view(1, 2, -1)
-    given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # the scale, and the cap
-    trials = _LossTrial(head, given), _LossTrial(head, given[..., :0])  # the second as it will be
-    with torch.enable_grad():  # which shows a scale that is learnt
+    given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # these show the scale and the cap
+    trials = _LossTrial(head, given), _LossTrial(head, given[..., :0])  # the second without columns, as in training
+    with torch.enable_grad():  # a learnt scale then requires grad
         why = next((why for trial in trials if (why := trial.run(model)) is not None), None)
     return _made_of(given, trials[0].came[0][0].double()) if why is None else why
 

@@ -1,14 +1,14 @@
-"""Gradients added in fp32 where they are made: `apply(main_grad=True)`, and the optimizer that goes with it.
+"""Gradients accumulated in fp32 by the ops that compute them: `apply(main_grad=True)`, and its optimizer.
 
     applied = huggingface.apply(model, main_grad=True)
     optimizer = applied.optimizer(lr=1e-4, max_norm=1.0)
     for batch in batches:
-        model(**batch).loss.backward()    # as often as gradients are to be added
+        model(**batch).loss.backward()    # once per microbatch
         optimizer.step()
         optimizer.zero_grad()
 
-Every trainable parameter has a place in fp32 buffers (`onepass.parallel.MainGrads`), `.grad` stays None, and AdamW steps bf16
-weights by fp32 masters, of which it keeps the 16 bits that the weights don't have.
+Every trainable parameter has a slot in fp32 buffers (`onepass.parallel.MainGrads`), and `.grad` stays None. AdamW steps fp32
+masters of bf16 weights. It stores only the 16 bits of a master that its weight does not have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onepass.ops.linear.linear import linear
 
 
 class PatientMainGrads(MainGrads):
-    """Reductions over data-parallel ranks begin in `finish`: no backward of such a loop says that it is the step's last."""
+    """MainGrads that reduces over data-parallel ranks in `finish`, because such a loop marks no backward as the step's last."""
 
     def __init__(self, model: nn.Module, release: bool) -> None:
         super().__init__(model, release=release)
@@ -36,8 +36,10 @@ class PatientMainGrads(MainGrads):
 
 
 class MainGradAdamW(AdamW):
-    """`onepass.parallel.AdamW` for a loop that knows of torch.optim only: its step finishes the gradients, scales them to
-    `max_norm` and clears them."""
+    """`onepass.parallel.AdamW` with the interface of torch.optim, for loops that are written for that.
+
+    Its step finishes the gradients, clips them to `max_norm` and clears them.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class MainGradAdamW(AdamW):
         self.max_norm = max_norm
 
     def step(self, closure: Any = None) -> Tensor | None:  # type: ignore[override]
-        """With a norm to scale to, the norm that the gradient had."""
+        """Step by the gradients and clear them. With `max_norm` return the gradient's norm before clipping."""
         if closure is not None:
             raise TypeError("closure must be None: gradients are stepped by once, and then gone")
         self._main_grads.finish()
@@ -59,7 +61,10 @@ class MainGradAdamW(AdamW):
 
 
 def add_in_place(model: nn.Module, patches: Patches, release: bool) -> MainGrads:
-    """Linear layers that nothing else has replaced add their gradients there too; of everything else the hooks see to it."""
+    """Create the model's MainGrads. Linear layers that are not replaced yet get forwards that add to main_grad.
+
+    Hooks of MainGrads add the gradients of all other parameters.
+    """
     for module in model.modules():
         if type(module) is nn.Linear and not own_forward(module):
             patches.set_forward(module, _linear, None)

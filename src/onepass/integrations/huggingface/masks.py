@@ -1,9 +1,9 @@
-"""Masks that nobody needs: where a call masks nothing, a model of transformers is not left to find that out.
+"""Avoids attention masks in calls that mask nothing.
 
-Eager, it looks whether its own positions are several packed sequences, and waits for the GPU at every step to be told no. Under
-a compiler it can't look, and gives its attentions a mask of all scores, which takes SDPA off its fast ways. So the stack is
-handed a mask that says "nothing is masked", which the model's code passes on as it does every mask that was prepared, and our
-attentions take for none. That its code does so, and has no windows, is tried when onepass is applied.
+Eager, transformers checks whether its own positions are several packed sequences, which waits for the GPU at every step. Under a
+compiler it can't check, and passes its attentions a mask of all scores, which keeps SDPA off its fast kernels. So this module
+passes the stack a marker mask, which means that nothing is masked. The model's code passes it on as any prepared mask, and
+onepass's attentions treat it as None. `apply` verifies that the code does so, and that it has no sliding windows.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward
 
-_INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # which mask nothing
+_INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # these mask nothing
 _MASK = "attention_mask"
 
 
 class Stack:
-    """A module whose layers are all known, and see all that comes before a token."""
+    """A module whose layers are all recognised, and attend to all earlier tokens."""
 
     def __init__(self, layers: list[LayerMatch], names: list[str]) -> None:
         self.layers = layers
         self.names = names  # of its forward's arguments
 
     def leaves_out(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether this call masks nothing, and everything between here and our attentions is as it was."""
+        """Whether this call masks nothing, and all code from here to onepass's attentions is unchanged."""
         given = {**dict(zip(self.names, args, strict=False)), **options}
         if _MASK in self.names[: len(args)]:
             return False
@@ -48,7 +48,7 @@ def _as_it_was(layer: LayerMatch) -> bool:
 
 
 def replace_masks(model: nn.Module, patches: Patches) -> None:
-    """In the stacks of this model, but not in itself: its forward is looked at."""
+    """Replace the forwards of suitable stacks in the model. The model's own forward stays, because other code inspects it."""
     for stack in model.modules():
         layers = next((child for child in stack.children() if isinstance(child, nn.ModuleList)), None)
         known = [vars(layer).get("_onepass") for layer in layers or ()]
@@ -74,8 +74,10 @@ def _has_no_windows(stack: Any) -> bool:
 
 
 def _hands_on(stack: nn.Module, layers: list[LayerMatch]) -> bool:
-    """Whether its layers, these and no others, are given no mask where it is given none, and else the one that it was given;
-    and the same otherwise."""
+    """Whether the stack calls exactly these layers, and passes them its mask unchanged, None or the marker.
+
+    All other arguments must be the same with both masks.
+    """
     without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
     if not len(without) == len(marked) == len(layers):
         return False
@@ -86,7 +88,10 @@ def _hands_on(stack: nn.Module, layers: list[LayerMatch]) -> bool:
 
 
 def _given_to_layers(stack: Any, mask: Tensor | None) -> list[dict[str, Any]]:
-    """By name, and the rest by place, of stand-ins for its layers; none where its code can't be run so."""
+    """Return the arguments of each call of a layer, by name or position, from a run with stand-ins for all children.
+
+    Return an empty list if the code can't run with stand-ins.
+    """
     hidden = torch.zeros(2, 3, 4)
     children: dict[str, nn.Module] = {}
     stubs: list[Function] = []
@@ -94,7 +99,7 @@ def _given_to_layers(stack: Any, mask: Tensor | None) -> list[dict[str, Any]]:
         if isinstance(child, nn.ModuleList):
             stubs = [Function(_first) for _ in child]
             children[name] = nn.ModuleList(stubs)
-        elif isinstance(child, nn.Embedding):  # of tokens, or of positions
+        elif isinstance(child, nn.Embedding):  # of tokens or positions
             children[name] = Function(lambda *_, **__: hidden)
         elif child is not None:
             children[name] = Function(_tables if "rotary" in name else _first)

@@ -1,4 +1,4 @@
-"""MLPs: recognised by what they compute, replaced by one product up, and the activation with the product down."""
+"""MLPs: recognised by what they compute, and replaced by one product up, then activation and product down as one op."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _HIDDEN, _INNER = 6, 10
 
 @dataclass
 class MLPMatch:
-    """A module that goes up by one product, or one of two layers, through an activation and down again."""
+    """A module that computes down(activation(up(x))). `up` is one linear layer, or two that run as one product."""
 
     module: nn.Module
     up: LinearsMatch
     down: LinearsMatch
     activation: str
-    dropout: nn.Module | None  # of the result
+    dropout: nn.Module | None  # applied to the output
 
     def ready(self) -> bool:
         return self.up.intact() and self.down.intact() and Patches.untouched(self.module, self)
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
-        """Of x, or of the norm that is folded in."""
+        """Return the MLP of x, or of x's norm if one is folded in."""
         up = self.up(x, folded, biased=False)
         y: Tensor = activation_linear(up, self.down.weight(), self.down.bias(), self.activation, activation_bias=self.up.bias())
         return y if self.dropout is None else self.dropout(y)
 
 
 def find_mlp(module: nn.Module) -> MLPMatch | str | None:
-    """What this module is, or why it can't be replaced though it looks like one, or None."""
+    """Return a match, or why a module that looks like an MLP can't be replaced, or None."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
     if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
         return None
@@ -60,7 +60,6 @@ def find_mlp(module: nn.Module) -> MLPMatch | str | None:
 
 
 def _goes_up_and_down(sizes: list[tuple[int, int]]) -> bool:
-    """From one size to another, and back to the first."""
     inputs, outputs = {size[0] for size in sizes}, {size[1] for size in sizes}
     return len(inputs) == 2 and len(outputs) == 2 and bool(inputs & outputs)
 
@@ -71,7 +70,7 @@ def _roles(names: list[str]) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _activation_of(module: nn.Module, up: LinearsMatch, down: LinearsMatch, dropouts: list[str]) -> str | None:
-    """By which of onepass's activations a small one with these roles computes what the module's code makes of it."""
+    """Return the onepass activation with which small layers in these roles give the result of the module's code."""
     gated = len(up.names) == 2 or up.sizes[0] == 2 * sizes_of(down.linears[0])[0]
     if sum(up.sizes) != (2 if gated else 1) * sizes_of(down.linears[0])[0]:
         return None
@@ -119,6 +118,6 @@ def _why(module: nn.Module) -> str:
 
 def _forward(self: Any, *args: Tensor, onepass_folded: FoldedNorm | None = None, **named: Tensor) -> Any:
     (x,), mlp = args or named.values(), self._onepass
-    if onepass_folded is None and not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, by PEFT say
+    if onepass_folded is None and not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, for example by PEFT
         return type(self).forward(self, x)
     return mlp(x, onepass_folded)

@@ -1,4 +1,4 @@
-"""Norms: recognised by what they compute, replaced by `onepass.rms_norm` and `onepass.layer_norm`."""
+"""Norms: recognised by what they compute, and replaced by `onepass.rms_norm` and `onepass.layer_norm`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from onepass.integrations.huggingface.probe import FP64, close, own_forward, par
 from onepass.ops.norm.norm import layer_norm, rms_norm
 
 _SIZE = 16
-_SLACK = 1e-5  # theirs are fp32 inside
+_SLACK = 1e-5  # transformers' norms compute in fp32
 
 
 @dataclass(frozen=True)
 class NormMatch:
-    """A module of the model that normalises, and how."""
+    """A norm in the model, and its options."""
 
     module: nn.Module
     layer: bool
@@ -45,7 +45,7 @@ class NormMatch:
         return ("layer_norm" if self.layer else "rms_norm") + (", zero-centred" if self.zero_centered else "")
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm; or with a residual that of the sum, and the sum."""
+        """Return norm(x); with a residual return (norm(x + residual), x + residual)."""
         if self.layer:
             return layer_norm(x, self.weight, self.bias, residual=residual, **self.options)
         return rms_norm(x, self.weight, residual=residual, **self.options)
@@ -55,7 +55,7 @@ class NormMatch:
 
 
 def find_norm(module: nn.Module) -> NormMatch | None:
-    """What this module is as a norm over the last dimension, if it is one."""
+    """Return a match if this module is a norm over the last dimension, else None."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or module._modules or module._buffers or own_forward(module):
         return None
@@ -76,20 +76,20 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    """The one attribute that can be it."""
+    """Return the only attribute that can be the epsilon, or None."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2}
     return numbers.pop() if len(numbers) == 1 else None
 
 
 def _by_trial(module: nn.Module, eps: float) -> NormMatch | None:
-    """Compares what it makes of random numbers with each of the norms that onepass has."""
+    """Return the onepass norm whose result on random values equals the module's, or None."""
     weight, bias = randn(_SIZE, seed=2), randn(_SIZE, seed=3)
     parameters = {
         name: None if p is None else nn.Parameter({"weight": weight, "bias": bias}[name])
         for name, p in module._parameters.items()
     }
-    small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # in the last the epsilon shows
-    x = randn(2, _SIZE, _SIZE) * small  # as many rows as numbers: another dimension would do as well
+    small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # the smallest rows show the epsilon
+    x = randn(2, _SIZE, _SIZE) * small  # square: a norm over another dimension runs too, and differs
     found = probe_forward(probe(module, {}, _parameters=parameters), x)
     shift = None if parameters.get("bias") is None else bias
     for layer, centered in product((True,) if shift is not None else (False, True), (False, True)):

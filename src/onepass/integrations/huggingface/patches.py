@@ -1,6 +1,6 @@
-"""What is put onto a model's instances, so that all of it can be taken back, and what is said of it.
+"""Attributes that `apply` sets on a model's instances, which can all be undone, and the rows that report them.
 
-Nothing is set on a class or on a module of Python. A forward of an instance's own stands in the instance's __dict__, where
+Nothing is set on a class or on a Python module. An instance's own forward is in the instance's __dict__, where
 nn.Module.__call__ finds it before the class's.
 """
 
@@ -20,7 +20,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class AppliedRow:
-    """A line of what `apply` tells: a part of the model, and by what it was replaced, or why not."""
+    """A row of `apply`'s report: a part of the model, and what replaced it, or why nothing did."""
 
     name: str  # "model.layers.0.mlp"
     kind: str  # its class's name
@@ -33,12 +33,12 @@ class AppliedRow:
 class _Patch:
     owner: Any
     name: str
-    before: Any  # what stood in owner's __dict__, or _ABSENT
+    before: Any  # the value in owner's __dict__, or _ABSENT
     now: Any
 
 
 class Patches:
-    """Attributes of instances, set and taken back."""
+    """Sets attributes of instances, and restores them."""
 
     def __init__(self) -> None:
         self._made: list[_Patch] = []
@@ -48,13 +48,16 @@ class Patches:
         return len(self._made)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Into owner's __dict__, past properties and nn.Module's registers."""
+        """Write to owner's __dict__, bypassing properties and nn.Module's registration."""
         self._made.append(_Patch(owner, name, vars(owner).get(name, _ABSENT), value))
         vars(owner)[name] = value
 
     def set_forward(self, module: nn.Module, function: Callable[..., Any], part: Any) -> None:
-        """function(module, ...) instead of the class's forward, of this instance only. It finds `part`, what is known of the
-        module, as module._onepass: so copies of the model use their own weights. And it can be pickled, as a method can't."""
+        """Run function(module, ...) instead of the class's forward, on this instance only.
+
+        It finds `part`, the match of the module, as module._onepass, so copies of the model use their own weights. Unlike a
+        method, it can be pickled.
+        """
         self.set(module, "_onepass", part)
         self.set(module, "forward", partial(function, module))
 
@@ -63,26 +66,26 @@ class Patches:
 
     @staticmethod
     def own(module: nn.Module) -> bool:
-        """Whether what this module runs is its class's forward or ours."""
+        """Whether this module runs its class's forward or one set by onepass."""
         forward = vars(module).get("forward")
         return forward is None or getattr(forward, "args", None) == (module,)
 
     @staticmethod
     def has(module: nn.Module, part: Any) -> bool:
-        """Whether this module still runs what was set with `part`."""
+        """Whether this module still runs the forward that was set with `part`."""
         own = vars(module)
         return own.get("_onepass") is part and getattr(own.get("forward"), "args", None) == (module,)
 
     @staticmethod
     def untouched(module: nn.Module, part: Any) -> bool:
-        """And nobody looks at its calls, so that its work may be done elsewhere."""
+        """Whether `has` holds and the module has no hooks, so that its work may be done without calling it."""
         return Patches.has(module, part) and not hooked(module)
 
     def changed(self) -> Iterator[str]:
-        """What has been replaced again since, by somebody else."""
+        """Yield the attributes that other code has replaced since."""
         for patch in self._last():
             now = vars(patch.owner).get(patch.name, _ABSENT)
-            if now is not patch.now and now != patch.now:  # accelerate puts an equal one back
+            if now is not patch.now and now != patch.now:  # accelerate restores an equal object
                 yield f"{type(patch.owner).__name__}.{patch.name}"
 
     def undo(self) -> None:
@@ -97,6 +100,6 @@ class Patches:
         self._last_of_all.clear()
 
     def _last(self) -> Iterator[_Patch]:
-        """The last patch of each attribute."""
+        """Yield the last patch of each attribute."""
         last = {(id(patch.owner), patch.name): patch for patch in self._made}
         yield from last.values()

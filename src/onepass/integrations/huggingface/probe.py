@@ -1,6 +1,7 @@
-"""What a module's code does, found by running it: with small children in the place of its own, in fp64, on the CPU.
+"""Finds out what a module's code computes by running it with small stand-in children, in fp64, on the CPU.
 
-So no name has to be known, nor a class, and a model's code that has changed since is not mistaken for what it was.
+So recognition needs no list of models or classes. If a later version of a model's code computes something else, it is not
+recognised, rather than replaced wrongly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FP64 = torch.float64
 
 
 def probe(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) -> nn.Module:
-    """Of the module's class, with its attributes but for those given, and with these children beside the others."""
+    """Return a module of the same class, with the given attributes and children in place of the module's own."""
     made = object.__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name != "forward"}
     vars(made).update(own, _modules={**module._modules, **children}, **attributes)
@@ -27,7 +28,7 @@ def probe(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) 
 
 
 def probe_forward(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """The class's forward, past hooks and __call__'s own ways; None where it can't take this."""
+    """Run the class's forward without hooks and without __call__. Return None if it raises."""
     with torch.no_grad():
         try:
             return type(module).forward(module, *args, **options)
@@ -37,7 +38,7 @@ def probe_forward(module: nn.Module, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Random numbers go on after it as they would have; within it PyTorch's defaults are those of a fresh process."""
+    """Restore PyTorch's random state and default dtype after the block. Within it PyTorch's defaults are a fresh process's."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -53,14 +54,14 @@ def randn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def close(found: Any, expected: Tensor, tolerance: float = 1e-9) -> bool:
-    """HF's norms and rotations are fp32 inside: their tolerance is wider."""
+    """Compare shape, device and values. Transformers' norms and rotations compute in fp32 and need a wider tolerance."""
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.device != expected.device:
         return False
     return bool(torch.allclose(found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance))
 
 
 class Function(nn.Module):
-    """A child that is a function, and keeps what it was called with."""
+    """A stand-in child that calls a function and records the arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -73,21 +74,21 @@ class Function(nn.Module):
 
 
 def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """Of the class's forward, but self."""
+    """Return the parameters of the class's forward, except self."""
     return dict(list(inspect.signature(type(module).forward).parameters.items())[1:])
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Whether somebody has given this instance a forward of its own."""
+    """Whether this instance has a forward of its own, in place of its class's."""
     return "forward" in vars(module)
 
 
-FSDP = "torch.distributed.fsdp"  # whose hooks gather weights, and no more
-_NO_MATTER = (FSDP, "transformers.")  # the latter's record what comes out
+FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
+_NO_MATTER = (FSDP, "transformers.")  # transformers' hooks only record outputs
 
 
 def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
-    """Whether somebody looks at this module's calls, or changes them; hooks of packages that begin so don't count."""
+    """Whether hooks see or change this module's calls. Hooks from packages with these prefixes do not count."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(but_by):
@@ -96,12 +97,12 @@ def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
 
 
 def thread() -> int:
-    """The key of what is known of a call that is under way."""
+    """Return the key of a running call's state: the thread, or 0 under a compiler."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def shallow(value: Any, **attributes: Any) -> Any:
-    """A copy, of a configuration say, with other attributes."""
+    """Return a shallow copy, for example of a configuration, with these attributes."""
     made = copy.copy(value)
     for name, other in attributes.items():
         setattr(made, name, other)

@@ -1,4 +1,4 @@
-"""Rotary positions: what a model's `apply_rotary_pos_emb` computes, found by calling it, and the same by `onepass.rope`."""
+"""Rotary embedding: calls a model's `apply_rotary_pos_emb` to find out what it computes, and replaces it by `onepass.rope`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ ROTATION = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Which numbers of a head are a pair. The model's tables have every number twice: side by side, or one half and again."""
+    """Which elements of a head form a pair: neighbours if interleaved, else one of each half.
+
+    The model's tables have every value twice, in the same arrangement.
+    """
 
     interleaved: bool
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, R/2], or [B, S, R/2] where sequences have positions of their own, of [B, S, R]."""
+        """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
         cos, sin = (x[..., ::2] if self.interleaved else x[..., : x.shape[-1] // 2] for x in (cos, sin))
         return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
 
@@ -45,7 +48,7 @@ def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 
 def _rotated(how: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """`heads`: which dimension of q and k they are in, 1 or 2."""
+    """Rotate q and k. `heads`: their dimension of heads, 1 or 2."""
     tables = how.tables(cos, sin)
     if heads == 2:
         return rope(q, k, *tables, interleaved=how.interleaved)
@@ -54,13 +57,13 @@ def _rotated(how: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head
 
 
 def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
-    """Of the function that this one finds among its globals."""
+    """Return the rotation that `apply_rotary_pos_emb` in this function's globals computes, or None."""
     function = _code_of(forward).get(ROTATION)
     return None if function is None else next((how for how in map(Rotation, (False, True)) if _is(function, how)), None)
 
 
 def _code_of(forward: Any) -> dict[str, Any]:
-    """The globals that a plain function uses."""
+    """Return the globals of a plain function that uses `apply_rotary_pos_emb`. Return nothing for other callables."""
     if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or ROTATION not in forward.__code__.co_names:
         return {}
     return forward.__globals__
@@ -78,7 +81,10 @@ def _is(function: Callable[..., Any], how: Rotation) -> bool:
 
 
 def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
-    """Its code with our rotation among its globals. These have no __name__: compilers look in the module of that name."""
+    """Return a copy of the function with onepass's rotation in its globals.
+
+    The globals have no __name__, because compilers would look up globals in the module of that name.
+    """
     assert isinstance(forward, FunctionType)
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     made = FunctionType(
@@ -92,7 +98,7 @@ def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., A
 
 
 def tables_are_doubled(model: nn.Module, how: Rotation) -> bool:
-    """Whether every module that makes the tables gives each number twice, as `how` says."""
+    """Whether every module that computes rotary tables gives each value twice, as `how` says."""
     makers = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
     return bool(makers) and all(_doubles(module, how) for module in makers)
 
@@ -114,7 +120,7 @@ def _half(table: Tensor, how: Rotation) -> Tensor:
 
 
 def _more_arguments(maker: nn.Module) -> Iterable[tuple[Any, ...]]:
-    """Of models whose layers have tables of several types."""
+    """Return further arguments of a module that computes a table for each type of layer."""
     if "layer_type" not in parameters_of(maker):
         return [()]
     return [(kind,) for kind in sorted(set(maker.config.layer_types))]  # type: ignore[union-attr, arg-type]

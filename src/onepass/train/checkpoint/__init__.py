@@ -1,13 +1,14 @@
-"""Checkpoints of `onepass train`: written whole or not at all, and read under any layout of ranks.
+"""Checkpoints of `onepass train`. They are written atomically, and can be loaded under any layout of ranks.
 
 A checkpoint is a folder, `step-00000500` in the run's `checkpoints`:
 
     checkpoint.json         the step, the model, the settings, and which file has which part of which tensor
-    0.safetensors, ...      what each rank wrote of them
+    0.safetensors, ...      the parts that each rank wrote
 
-All tensors are fp32 and have their whole parameter's name and place: the weight that the optimizer steps (of which a bf16 model's
-is the rounded one), and its moments, `exp_avg.` and `exp_avg_sq.` before the name. So a file doesn't depend on how the model was
-divided. torch.distributed.checkpoint plans which rank writes and reads what; nothing that is read can run anything.
+All tensors are fp32: the weights that the optimizer steps, which a bf16 model's weights round, and their moments. A tensor has
+its parameter's name, a moment with the prefix `exp_avg.` or `exp_avg_sq.`. Offsets are those in the whole parameter, so files
+do not depend on how the model was divided. torch.distributed.checkpoint plans which rank writes and reads what. Nothing is
+unpickled, so loading can't run code.
 """
 
 from onepass.train.checkpoint.folders import find, run_of

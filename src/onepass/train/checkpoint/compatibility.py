@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model: what its sizes and its formula follow from, whichever op makes it and where."""
+"""Check that a checkpoint is of this model. Only settings that decide shapes and formula count, not ops or layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALING = (
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """By the fields' names; one that has no say in this model is left out, one that is not given is what it stands for."""
+    """Return the settings to compare, by field name. Omit fields without effect in this model; resolve defaults."""
     rope, learned = config.position_embedding_type == "rope", config.position_embedding_type == "learned_absolute"
     names = [*_FIELDS, *(_ROTARY if rope else ()), *(_SCALING if rope and config.use_rope_scaling else ())]
     names += ["max_position_embeddings"] if learned else []

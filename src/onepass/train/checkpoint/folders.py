@@ -1,7 +1,7 @@
-"""A run's folder of checkpoints: which are whole, which is the newest, and how one is put there at once.
+"""A run's folder of checkpoints: which ones are complete, which is the newest, and how a new one is added atomically.
 
-`step-00000500` is a whole checkpoint by its name. One that is being written, or removed, is `step-00000500.part`; one that makes
-room for another of its step is `step-00000500.replaced`, and counts where a kill left no other.
+`step-00000500` is a complete checkpoint. `step-00000500.part` is being written or removed. `step-00000500.replaced` makes room
+for another checkpoint of its step. It counts as complete if a killed run left no other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(rf"(step-\d{{8,}})({_PART}|{_REPLACED})?")
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that --resume means: this one, or the newest of this run."""
+    """Return the checkpoint that --resume names: this checkpoint, or the newest of this run."""
     wanted = f"--resume {path} must be the folder of a run or of a checkpoint"
     if not path.is_dir():
         raise CommandError(f"{wanted}, but is {'a file' if path.exists() else 'not there'}")
@@ -39,7 +39,7 @@ def find(path: Path) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that made it."""
+    """Return the folder of the run that wrote this checkpoint."""
     folder = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint.resolve().parent
     if folder.name != "checkpoints":
         raise CommandError(
@@ -63,11 +63,11 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     return index
 
 
-# ---- whole ones, and what was cut short ----
+# ---- complete and interrupted checkpoints ----
 
 
 def _named(folder: Path) -> list[Path]:
-    """Those that are whole by their names."""
+    """Return the checkpoints that are complete by their names."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = []
     for name in names:
@@ -78,12 +78,15 @@ def _named(folder: Path) -> list[Path]:
 
 
 def _number(checkpoint: Path) -> int:
-    """Counts a run's saves: the newest has the largest, while steps are fewer again where a run goes on from an earlier one."""
+    """Return the checkpoint's number, which counts a run's saves. The newest checkpoint has the largest.
+
+    Steps do not order checkpoints: a run that resumes from an earlier one saves lower steps again.
+    """
     return int(read_index(checkpoint)["number"])
 
 
 def saved(folder: Path) -> dict[Path, int]:
-    """Whole ones with their numbers, the oldest first. One that somebody has damaged is left alone."""
+    """Return complete checkpoints with their numbers, oldest first. Those with a damaged index are left out."""
     found = {}
     for checkpoint in _named(folder):
         with suppress(CommandError):
@@ -92,7 +95,7 @@ def saved(folder: Path) -> dict[Path, int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write a step's checkpoint into. What was cut short before is cleaned away."""
+    """Return an empty folder for a step's checkpoint. Clean up after interrupted writes and removals."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         matched = _NAME.fullmatch(path.name)
@@ -113,7 +116,7 @@ def _put_back(replaced: Path, checkpoint: Path) -> None:
 
 
 def finish(part: Path) -> Path:
-    """Give what is written its name: from here on it is whole, even if the machine stops."""
+    """Rename a written checkpoint to its final name. From then on it is complete, even if the machine stops."""
     checkpoint = part.with_name(part.name.removesuffix(_PART))
     replaced = checkpoint.with_name(checkpoint.name + _REPLACED)
     sync(part)
@@ -127,7 +130,7 @@ def finish(part: Path) -> Path:
 
 
 def keep(folder: Path, most: int) -> None:
-    """Remove all but the newest so many; 0 is all."""
+    """Remove all but the newest `most` checkpoints; 0 keeps all."""
     for checkpoint in list(saved(folder))[:-most] if most else []:
         remove(checkpoint)
 
@@ -139,7 +142,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Names in a folder are on the disk, too."""
+    """Flush a folder's entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

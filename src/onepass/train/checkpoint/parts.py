@@ -1,8 +1,8 @@
-"""What this rank has of which parameter: rectangles of the whole, and where in memory they lie.
+"""This rank's parts of parameters and moments: rectangles of the whole tensors, as views of the memory in use.
 
-A rank's part of a parameter is what tensor parallelism leaves it (`onepass.nn.sharding`): of each block of the whole a range of
-rows or columns. The optimizer of the rank has all of that part or, where data-parallel ranks share it (ZeRO-1, FSDP), a stretch
-of it as it lies in memory: the end of a row, whole rows, the start of a row.
+Tensor parallelism (`onepass.nn.sharding`) gives a rank a range of rows or columns of each block of the whole parameter. The
+rank's optimizer has all of that part. If data-parallel ranks share it (ZeRO-1, FSDP), the optimizer has a stretch that is
+contiguous in memory: the end of a row, whole rows, the start of a row.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ Sizes = tuple[int, ...]
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a whole tensor, which this rank has."""
+    """A rectangle of a whole tensor that this rank has."""
 
     name: str
-    shape: Sizes  # of the whole
+    shape: Sizes  # of the whole tensor
     offsets: Sizes
-    tensor: Tensor  # in the memory where it is used
-    alike: bool  # the other tensor-parallel ranks have the whole tensor, too
+    tensor: Tensor  # a view of the memory in use
+    alike: bool  # replicated: the other tensor-parallel ranks have the whole tensor too
 
 
 class _Stretch(NamedTuple):
-    """Of a parameter or one of its moments, what this rank's optimizer has."""
+    """The contiguous range of a parameter, or of one of its moments, that this rank's optimizer has."""
 
     parameter: Tensor
     kind: str
     flat: Tensor  # fp32, one-dimensional
-    start: int  # where in the flattened parameter it begins
+    start: int  # offset in this rank's flattened parameter
 
 
-_PREFIX = {"master": "", "exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}  # by the kind, before the parameter's name
+_PREFIX = {"master": "", "exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}  # of a tensor's name, by kind
 
 
 @contextmanager
 def chunks(model: nn.Module, update: Update, layout: ParallelLayout) -> Iterator[list[Chunk]]:
-    """All that this rank has, weights and their moments, to be read and written as long as the block lasts. Gradients are lost:
-    their memory is where bf16 weights' masters are put together."""
+    """Yield this rank's chunks of weights and moments. They can be read and written until the block ends.
+
+    Gradients are lost: their memory holds the masters of bf16 weights.
+    """
     _shard(model)
     homes = {id(parameter): home for parameter, home in _homes(model)}
     if isinstance(update, MainGradUpdate):
@@ -60,7 +62,7 @@ def chunks(model: nn.Module, update: Update, layout: ParallelLayout) -> Iterator
 
 
 def _cut(stretch: _Stretch, name: str, division: Division | None, layout: ParallelLayout) -> Iterator[Chunk]:
-    """A stretch as rectangles of the whole tensor."""
+    """Divide a stretch into rectangles of the whole tensor."""
     own = tuple(stretch.parameter.shape)
     shape = own if division is None else whole_shape(stretch.parameter, division)
     for box in _boxes(own, stretch.start, stretch.start + stretch.flat.numel()):
@@ -70,7 +72,7 @@ def _cut(stretch: _Stretch, name: str, division: Division | None, layout: Parall
 
 
 def _shard(model: nn.Module) -> None:
-    """FSDP's weights are those that the optimizer steps: after an evaluation some are still gathered."""
+    """Reshard FSDP's weights, because the optimizer steps the shards. After an evaluation some are still gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -79,7 +81,7 @@ def _shard(model: nn.Module) -> None:
 
 
 def set_step(update: Update, step: int) -> None:
-    """How many steps the optimizer has made."""
+    """Set how many steps the optimizer has made."""
     if isinstance(update, MainGradUpdate):
         update.optimizer.set_step(step)
         return
@@ -87,7 +89,7 @@ def set_step(update: Update, step: int) -> None:
         _state(update.optimizer, weight)["step"].fill_(step)
 
 
-# ---- of the model and the optimizer ----
+# ---- model and optimizer ----
 
 
 def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | None]]]:
@@ -98,7 +100,7 @@ def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | Non
 
 
 def _of_torch(update: Update, layout: ParallelLayout) -> Iterator[_Stretch]:
-    """What torch's own AdamW steps: fp32 weights, whole or fully_shard's rows of them."""
+    """Yield the stretches of torch's AdamW. It steps fp32 weights, either whole or fully_shard's rows of them."""
     for weight in _weights(update):
         start = 0
         if isinstance(update, FsdpUpdate):
@@ -114,7 +116,7 @@ def _weights(update: Update) -> Iterator[Tensor]:
 
 
 def _state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
-    """As AdamW begins it, where it has not made a step."""
+    """Return AdamW's state of a weight. Create it as AdamW does if there was no step yet."""
     state: dict[str, Any] = optimizer.state[weight]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -124,7 +126,7 @@ def _state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
 
 
 def _flat(tensor: Any) -> Tensor:
-    """This rank's, in one dimension, in the same memory."""
+    """Return this rank's part as a one-dimensional view."""
     own: Tensor = tensor.detach()
     local: Any = own.to_local() if hasattr(own, "to_local") else own
     return local.view(-1)  # type: ignore[no-any-return]
@@ -132,18 +134,18 @@ def _flat(tensor: Any) -> Tensor:
 
 # ---- rectangles ----
 
-Box = tuple[Sizes, Sizes]  # where it begins, how large it is
+Box = tuple[Sizes, Sizes]  # offsets, sizes
 
 
 def _boxes(shape: Sizes, start: int, stop: int) -> Iterator[Box]:
-    """The rectangles that a stretch of a flattened tensor is, in their order."""
+    """Yield the rectangles that make up a stretch of a flattened tensor, in order."""
     if start >= stop:
         return
     if len(shape) < 2:
         yield (start,), (stop - start,)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
+    first, last = -(-start // row), stop // row  # range of whole rows
     if first > last:
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
@@ -159,13 +161,16 @@ def _in_row(shape: Sizes, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def _placed(box: Box, division: Division | None, rank: int, ranks: int) -> Iterator[tuple[Sizes, Sizes, Sizes]]:
-    """A rectangle of this rank's part, cut into those of the whole: where in the part, where in the whole, how large."""
+    """Divide a rectangle of this rank's part by blocks into rectangles of the whole tensor.
+
+    Yields (offsets in the part, offsets in the whole, sizes).
+    """
     inside, sizes = box
     if division is None or ranks == 1:
         yield inside, inside, sizes
         return
     dim = division.dim
-    own = whole = 0  # where the block begins
+    own = whole = 0  # the block's offset in the part and in the whole
     for size in division.blocks():
         first, last = range_of(size, rank, ranks)
         start, stop = max(inside[dim], own), min(inside[dim] + sizes[dim], own + last - first)
@@ -179,7 +184,7 @@ def _with(sizes: Sizes, dim: int, value: int) -> Sizes:
 
 
 def _view(flat: Tensor, own: Sizes, inside: Sizes, sizes: Sizes, start: int) -> Tensor:
-    """A rectangle of the part, of which flat is a stretch."""
+    """Return the view of a rectangle of the part. `flat` is the stretch of the part from element `start`."""
     strides = [math.prod(own[dim + 1 :]) for dim in range(len(own))]
     at = sum(offset * stride for offset, stride in zip(inside, strides, strict=True)) - start
     return flat.as_strided(sizes, strides, flat.storage_offset() + at)

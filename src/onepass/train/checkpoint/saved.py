@@ -1,4 +1,4 @@
-"""Save what trains a model, and load it, on all ranks together."""
+"""Save and load weights and optimizer state, on all ranks together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _BYTES_A_PARAMETER = 12  # the weight and two moments
 
 
 def save(folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: ParallelLayout) -> None:
-    """A checkpoint of so many steps in folder, of which older ones go. It is there whole, or not at all."""
-    from onepass.train.checkpoint import storage  # takes its time to import
+    """Save a checkpoint of `step` steps in `folder`, and remove older ones there. It is written completely or not at all."""
+    from onepass.train.checkpoint import storage  # slow to import
 
     try:
         facts, part = _on_first(layout, lambda: _begin(folder, step, config, options))
@@ -79,14 +79,14 @@ def _size(count: int) -> str:
 
 
 def check(path: Path, config: Config) -> dict[str, Any]:
-    """Refuse a checkpoint of another model; otherwise what its index says."""
+    """Return the checkpoint's index. Raise CommandError if it is of another model."""
     index = folders.read_index(path)
     check_compatible(path, index["model"], config)
     return index
 
 
 def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout) -> int:
-    """Take a checkpoint of the same model, saved under whatever layout; the step to go on from."""
+    """Load a checkpoint of the same model, saved under any layout. Return the step to continue from."""
     from onepass.train.checkpoint import storage
 
     index = _on_all(layout, lambda: check(path, config))
@@ -103,16 +103,16 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout) -
     return step
 
 
-# ---- together ----
+# ---- collective calls ----
 
 
 def _on_first(layout: ParallelLayout, act: Callable[[], T]) -> T:
-    """What the first rank's act returns, or raises, on all of them."""
+    """Call act on the first rank. Return what it returns, or raise what it raises, on all ranks."""
     done: list[Any] = [None, None]
     if layout.first:
         try:
             done[0] = act()
-        except Exception as error:  # whatever it is, the others wait
+        except Exception as error:  # of any type: the other ranks wait for it
             done[1] = error
     if layout.ranks > 1:
         dist.broadcast_object_list(done, 0, device=torch.device("cpu"))
@@ -122,7 +122,7 @@ def _on_first(layout: ParallelLayout, act: Callable[[], T]) -> T:
 
 
 def _on_all(layout: ParallelLayout, act: Callable[[], T]) -> T:
-    """What act returns here; where it raises on any rank, it does on all."""
+    """Call act on all ranks and return this rank's result. If it raises on any rank, raise on all."""
     done: Any = None
     failed: Exception | None = None
     try:

@@ -1,6 +1,6 @@
-"""What torch.distributed.checkpoint plans, and the files: numbers as safetensors has them, and JSON.
+"""Writes and reads files as torch.distributed.checkpoint (DCP) plans: safetensors, and an index in JSON.
 
-No pickle is written or read. DCP's own writer has one for its index, and its reader runs what is in it.
+No pickle is written or read. DCP's own writer pickles its index, and its reader would run code in it.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from onepass.train.checkpoint.folders import INDEX
 from onepass.train.checkpoint.parts import Chunk
 
 T = TypeVar("T")
-_BYTES = 4  # of a number: all are fp32
-_LONGEST = 100 << 20  # of a header that safetensors reads
+_BYTES = 4  # of an element: all are fp32
+_LONGEST = 100 << 20  # the longest header that safetensors reads
 _PROPERTIES = TensorProperties(dtype=torch.float32)
 
 
 class Damaged(Exception):
-    """The files are not what was written."""
+    """The files differ from what was written."""
 
 
 def write(folder: Path, chunks: Iterable[Chunk], facts: Mapping[str, Any], rank: int, alone: bool) -> None:
-    """Each rank its file, the first one the index, with these facts in it. All ranks raise what one does."""
+    """Write each rank's file, and on the first rank the index, which contains `facts`. If one rank raises, all do."""
     with _whats_wrong(), _quiet():
         save({}, storage_writer=_Writer(folder, facts, rank), planner=_SavePlanner(chunks), no_dist=alone)
 
 
 def read(folder: Path, chunks: Iterable[Chunk], index: Mapping[str, Any], alone: bool) -> None:
-    """Into the chunks' memory, of any files that have a part of them."""
+    """Read the chunks from all files that have parts of them, into the chunks' memory."""
     with _whats_wrong(), _quiet():
         load({}, storage_reader=_Reader(folder, index), planner=_LoadPlanner(chunks), no_dist=alone)
 
 
 @contextmanager
 def _whats_wrong() -> Iterator[None]:
-    """Of what went wrong on several ranks, what the first one says."""
+    """Raise the first failed rank's OSError or Damaged in place of DCP's exception, which collects those of all ranks."""
     try:
         yield
     except CheckpointException as failed:
@@ -81,7 +81,7 @@ def _whats_wrong() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns where there is one rank."""
+    """Suppress DCP's warning about a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield
@@ -91,7 +91,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Of chunks that several ranks have one writes each, and together they must be the whole."""
+    """Plans writes. One rank writes a chunk that several ranks have. All chunks together must cover each whole tensor."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -142,7 +142,7 @@ def _read_items(chunk: Chunk, metadata: Metadata) -> list[ReadItem]:
 
 
 class _Place(NamedTuple):
-    """Where a chunk lies."""
+    """The location of a stored chunk."""
 
     file: str
     start: int
@@ -172,7 +172,7 @@ class _Writer(StorageWriter):
         ends: dict[str, int] = {}
         for result in (result for each in results for result in each):
             place = places[result.index] = result.storage_data
-            ends[place.file] = place.start + result.size_in_bytes  # in the end that of the last
+            ends[place.file] = place.start + result.size_in_bytes  # after the loop: the end of the file's last chunk
         tensors = {
             name: {
                 "shape": list(there.size),
@@ -186,7 +186,7 @@ class _Writer(StorageWriter):
             file.flush()
             os.fsync(file.fileno())
 
-    # what DCP asks of its own writers
+    # the rest of DCP's writer interface
     def reset(self, checkpoint_id: Any = None) -> None: ...
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
@@ -202,7 +202,7 @@ class _Writer(StorageWriter):
 
 
 def _header(items: Sequence[WriteItem], id: str) -> bytes:
-    """As safetensors begins: how long it is, what there is, and spaces."""
+    """Return a safetensors header: its length, the tensors in JSON, and padding spaces."""
     said: dict[str, Any] = {"__metadata__": {"id": id}}
     at = 0
     for item in items:
@@ -220,7 +220,7 @@ def _header(items: Sequence[WriteItem], id: str) -> bytes:
 
 
 def _write_all(file: Any, left: memoryview) -> None:
-    while left:  # a file takes 2 GB at a time, or what room there is
+    while left:  # one call writes 2 GB at most, or what the disk has room for
         left = left[file.write(left) :]
 
 
@@ -263,7 +263,7 @@ class _Reader(StorageReader):
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
-        """A file that is as it was written, as far as its size and its beginning say."""
+        """Open a file. Raise Damaged if its size or the id in its header is not what was written."""
         path, size = self.folder / name, self.index["files"].get(name)
         if path.parent != self.folder:
             raise Damaged(f"{INDEX} names a file elsewhere, {name!r}")
@@ -276,7 +276,7 @@ class _Reader(StorageReader):
                 raise Damaged(f"{name} is no file of it")
             yield file
 
-    # what DCP asks of its own readers
+    # the rest of DCP's reader interface
     def reset(self, checkpoint_id: Any = None) -> None: ...
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
@@ -300,7 +300,7 @@ def _id(file: BinaryIO) -> object:
 
 
 def _read(file: BinaryIO, place: _Place, item: ReadItem) -> Tensor:
-    """A rectangle of a chunk: of its rows, no more than those asked for are read."""
+    """Read a rectangle of a chunk. Only the rows that it needs are read from disk."""
     offsets, lengths = item.storage_offsets, item.lengths
     rows = torch.empty((lengths[0], *place.sizes[1:]), dtype=torch.float32)
     file.seek(place.start + offsets[0] * math.prod(place.sizes[1:]) * _BYTES)
