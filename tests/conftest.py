@@ -1,4 +1,4 @@
-"""Before anything of onepass is imported: on a machine without a GPU the kernels run under Triton's interpreter, repaired."""
+"""On a machine without a GPU, run kernels in Triton's interpreter with our fixes. Set that up before onepass is imported."""
 
 import gc
 import importlib.util
@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(
     0, str(Path(__file__).parent)
-)  # the oracles of tests/ops are modules: `from ops.bias_activation_oracle import ...`
+)  # helper modules are imported from tests: `from ops.bias_activation_oracle import ...`
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the threads
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     torch.set_num_threads(1)
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
@@ -24,13 +24,13 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_earlier_files_left():
-    """Is not looked through by each collection of garbage from here on: late in a run that takes a second or two."""
+    """Freeze the objects of earlier files: late in a run each garbage collection would take a second or two for them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Why tests were skipped: how many by each reason."""
+    """Print how many tests were skipped, by reason."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
     if reasons:
         terminalreporter.section("skipped, by reason")
@@ -41,4 +41,4 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True)
 def _the_same_start_every_time():
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(False)  # which a training run before it settled for its process
+    torch.use_deterministic_algorithms(False)  # an earlier training run in this process may have set it

@@ -1,4 +1,4 @@
-"""What the tests of `onepass bench` share: runs in seconds, and peers that stand in for packages that are not here."""
+"""Helpers for tests of `onepass bench`: runs that take seconds, and stand-ins for peers that are not installed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def bench(*arguments: str) -> int:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *cases: BenchCase, **more: Any) -> None:
-    """Let a case file have these cases only."""
+    """Restrict a case file to these cases."""
     monkeypatch.setattr(module, "BENCH", dataclasses.replace(module.BENCH, cases=lambda *_: list(cases), **more))
 
 
 def wrong(module: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:
-    """Which outputs and gradients of a contender are too far off."""
+    """Return the names of a contender's outputs and gradients whose errors are too large."""
     found, allowed = accuracy.judged(module.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
     return accuracy.too_far(found, allowed)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
-    """Put modules that hold these where imports find them."""
+    """Put modules with this content into sys.modules, with their parent packages."""
     for name, content in modules.items():
         module = ModuleType(name)
         vars(module).update(content)

@@ -11,7 +11,7 @@ from onepass.runtime import ceilings
 
 @pytest.fixture
 def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seconds, not minutes: everything timed once, with less to flush between, and never the interpreter."""
+    """Make a run take seconds: time everything once, flush a smaller cache in between, and never use Triton's interpreter."""
     monkeypatch.setattr(runner, "ROUNDS", 1)
     monkeypatch.setattr(runner, "CPU_ROUNDS", 1)
     monkeypatch.setattr(runner, "CPU_ROUNDS_QUICK", 1)

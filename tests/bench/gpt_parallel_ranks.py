@@ -1,4 +1,4 @@
-"""Ranks that fail or wait as their row's name says, in place of those that benchmarks/gpt_parallel.py measures with."""
+"""Replace the ranks of benchmarks/gpt_parallel.py: a rank fails or hangs as its row's name says."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What every test of fusion starts from: nothing compiled yet, and a machine whose figures are given."""
+"""Fixtures for tests of fusion: a reset compiler, and a machine with given launch costs."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from onepass.fusion.cost import LaunchCost
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Compiled functions of other tests count against PyTorch's limit of recompilations."""
+    """Reset torch.compile: compiled functions of other tests count against its limit of recompilations."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -18,7 +18,7 @@ def anew():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Fix what the machine can do: the clock decides nothing."""
+    """Set the machine's costs instead of measuring them, so that tests don't depend on timing."""
 
     def use(found: LaunchCost) -> None:
         monkeypatch.setattr(onepass.fusion.backend, "machine_of", lambda device: found)

@@ -1,4 +1,4 @@
-"""Programs with groups planted in known number, and how a fused function is compared with the one it was made of."""
+"""Programs with a known number of fusible groups, and helpers that compare a fused function with the original."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from onepass.fusion.cost import LaunchCost
 from onepass.fusion.fused import fuse
 
-FREE_COPIES = LaunchCost(bytes_per_us=1e12, launch_us=1e3)  # whatever saves a launch pays ...
-NO_COPIES = LaunchCost(bytes_per_us=1e-9, launch_us=1e-3)  # ... and only what needs no copy does
+FREE_COPIES = LaunchCost(bytes_per_us=1e12, launch_us=1e3)  # every fusion that saves a launch pays
+NO_COPIES = LaunchCost(bytes_per_us=1e-9, launch_us=1e-3)  # only fusions without a copy pay
 
 NORM = "native_layer_norm"
 RMS = ("pow", "mean", "add", "rsqrt", "mul")
@@ -32,7 +32,7 @@ def leaves(outputs: object) -> list[Tensor]:
 
 
 def loss_of(outputs: object) -> Tensor:
-    """A number in which every element of every output has its own weight."""
+    """Return a weighted sum of all outputs, in which every element of an output has its own weight."""
     total = torch.zeros((), dtype=torch.float64)
     for y in leaves(outputs):
         if y.dtype.is_floating_point and y.requires_grad:
@@ -41,7 +41,7 @@ def loss_of(outputs: object) -> Tensor:
 
 
 def step(fn: Callable, args: list, parameters: list[nn.Parameter]) -> tuple[object, list[Tensor | None]]:
-    """Outputs, and the gradients of all arguments and parameters that have some."""
+    """Return the outputs, and the gradients of all arguments and parameters with requires_grad."""
     args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     outputs = fn(*args)
     wanted = [x for x in (*args, *parameters) if isinstance(x, Tensor) and x.requires_grad]
@@ -63,7 +63,7 @@ def same(found: object, wanted: object, rtol: float, atol: float) -> None:
 def check(
     fn: Callable, *args: object, rtol: float = 1e-12, atol: float = 1e-12, grad: bool = True, **options: object
 ) -> Callable:
-    """The function or module fused: its values and gradients are those of the function as written. Gives the fused one."""
+    """Fuse a function or module, assert that values and gradients are those of the original, and return the fused one."""
     options.setdefault("compiler", "none")
     fused = fuse(fn, **options)
     parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
@@ -79,7 +79,7 @@ def check(
 
 
 def found_in(fn: Callable, *args: object, **options: object) -> Counter:
-    """What is found in the graph of forward alone."""
+    """Return the groups that are found in the graph of forward alone."""
     return check(fn, *args, grad=False, **options).inference
 
 
@@ -87,7 +87,7 @@ def found_in(fn: Callable, *args: object, **options: object) -> Counter:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """The same numbers, lying otherwise in memory."""
+    """Return the same values in another memory layout. "expanded" repeats the first row."""
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "strided":
@@ -115,7 +115,7 @@ def _slices(x: Tensor, n: int, dim: int) -> list[Tensor]:
 
 
 def _negative(x: Tensor, n: int, dim: int) -> list[Tensor]:
-    """Slices counted from the end."""
+    """Slice with negative indices."""
     width, size = x.shape[dim] // n, x.shape[dim]
     lead = (slice(None),) * dim
     return [x[(*lead, slice(i * width - size, None if i == n - 1 else (i + 1) * width - size, 1))] for i in range(n)]
@@ -127,7 +127,7 @@ def _permuted(x: Tensor, n: int, dim: int) -> list[Tensor]:
 
 
 def _nested(x: Tensor, n: int, dim: int) -> list[Tensor]:
-    """Slices of slices."""
+    """Slice two slices of x."""
     width = x.shape[dim] // n
     first, second = x.narrow(dim, 0, n // 2 * width), x.narrow(dim, n // 2 * width, (n - n // 2) * width)
     return [*first.chunk(n // 2, dim), *second.chunk(n - n // 2, dim)]
@@ -158,14 +158,14 @@ SQUEEZED = ("unbind", "select", "backwards")
 
 @dataclass(frozen=True)
 class Step:
-    """What is done to one lane, and the operators of which each must be found once a group."""
+    """A function of one lane, and its operators. Each of them must be found once in a group."""
 
     run: Callable[..., Tensor]
     operators: tuple[str, ...]
-    rank: int = 0  # a lane must have at least this
-    empty: bool = True  # whether it can do with no elements
-    uneven: bool = False  # whether it can do with lanes of different widths
-    weights: int = 0  # vectors of its own that each lane brings, as long as its last dimension
+    rank: int = 0  # the fewest dimensions of a lane
+    empty: bool = True  # whether it works without elements
+    uneven: bool = False  # whether it works on lanes of different widths
+    weights: int = 0  # how many vectors each lane has, as long as its last dimension
 
 
 def _hand_rms(y: Tensor, weight: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _hand_rms(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gated(y: Tensor) -> Tensor:
-    """Halves of each lane's rows."""
+    """Multiply one half of each row by silu of the other half."""
     both = y.unsqueeze(-1).expand(*y.shape, 2).reshape(*y.shape[:-1], 2 * y.shape[-1]) * 3
     return F.silu(both[..., : y.shape[-1]]) * both[..., y.shape[-1] :]
 
@@ -195,7 +195,7 @@ STEPS: dict[str, Step] = {
     "layer_norm all": Step(lambda y: F.layer_norm(y, y.shape), (NORM,), rank=1, empty=False),
     "layer_norm weights": Step(lambda y, w, b: F.layer_norm(y, y.shape[-1:], w, b), (NORM,), rank=1, empty=False, weights=2),
     "layer_norm weight": Step(lambda y, w: F.layer_norm(y, y.shape[-1:], w), (NORM,), rank=1, empty=False, weights=1),
-    "rms_norm": Step(lambda y: F.rms_norm(y, y.shape[-1:]), RMS, rank=1, empty=False),  # on a CPU no operator of its own
+    "rms_norm": Step(lambda y: F.rms_norm(y, y.shape[-1:]), RMS, rank=1, empty=False),  # on a CPU it decomposes into operators
     "rms_norm weight": Step(lambda y, w: F.rms_norm(y, y.shape[-1:], w), (*RMS, "mul"), rank=1, empty=False, weights=1),
     "rms by hand": Step(_hand_rms, (*RMS, "mul"), rank=1, empty=False, weights=1),
     "own bias": Step(lambda y, b: y + b, ("add",), rank=1, weights=1),
@@ -218,17 +218,17 @@ LONE = (torch.sin, torch.cos, torch.atan, lambda x: x * 1.25, lambda x: x.flip(0
 
 @dataclass(frozen=True)
 class Planted:
-    """One group: how its lanes are cut out of x, what is done to each, how they end."""
+    """One group: how its lanes are sliced from x, the steps of each lane, and how the lanes are combined."""
 
     way: str
     lanes: int
-    sizes: tuple[int, ...]  # of x
+    sizes: tuple[int, ...]  # x's shape
     dim: int
     steps: tuple[str, ...]
     end: str  # cat, cat 0, stack, sum, return
     layout: str = ""
     lone: int = 0
-    decoy: bool = False  # the first step once more, on a tensor that has nothing to do with it
+    decoy: bool = False  # run the first step on an unrelated tensor too
 
     @property
     def found(self) -> Counter:
@@ -241,7 +241,7 @@ class Planted:
 
 
 class Program(nn.Module):
-    """Planted groups one after another, each on an input of its own to which the one before it adds a number."""
+    """Planted groups one after another. Each has an input of its own, to which the previous group adds a scalar."""
 
     def __init__(self, groups: tuple[Planted, ...], dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Program(nn.Module):
         for group, x, other in zip(self.groups, inputs[::2], inputs[1::2], strict=True):
             x = LONE[group.lone](x + carry * 0.01)
             lanes = WAYS[group.way](x, group.lanes, group.dim)
-            if group.decoy:  # as deep as the group's own
+            if group.decoy:  # at the same depth of the graph as the group's lanes
                 outputs.append(STEPS[group.steps[0]].run(LONE[group.lone](other + carry * 0.01)))
             for name in group.steps:
                 step = STEPS[name]

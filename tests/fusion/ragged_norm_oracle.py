@@ -1,6 +1,6 @@
-"""The oracle of ragged_norm: one function that says whether a module computes a case within the budget.
+"""The oracle of ragged_norm: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each of the mutants must fail one.
+`module` is the real module or a mutant. The real module must pass every case, and each mutant must fail one.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded
 
 @dataclass(frozen=True)
 class Case:
-    """One call forward and one backward. `multiprocessors` of the GPU that work is shared out for."""
+    """One forward and one backward call. `multiprocessors`: of the GPU that the work is divided for."""
 
     widths: tuple[int, ...] = (5, 16, 40, 100)
     lead: tuple[int, ...] = (37,)
@@ -31,14 +31,14 @@ class Case:
     dtype: torch.dtype = FP32
     vectors: torch.dtype | None = FP32
     biases: bool = True
-    strided: bool = False  # both
+    strided: bool = False  # weights and biases
     packed: bool = True
-    slices: bool = False  # of one tensor
-    layout: str = "contiguous"  # mixed: every other lane begins at an odd place
+    slices: bool = False  # lanes are slices of one tensor
+    layout: str = "contiguous"  # mixed: every other lane is unaligned
     dy_layout: str = "contiguous"
     asked: tuple[bool, bool] = (True, True)
     multiprocessors: int = 2
-    tile: int = 128  # values: so few that there are several of each kind; 0 for the real ones
+    tile: int = 128  # elements: so few that there are several tiles of each kind; 0 for the real tiles
     eps: float = 1e-5
     mean: float = 0.0
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def draw(case: Case, seed: int = 0):
-    """xs, weights, biases and dys: drawn on the CPU, so the same on every machine."""
+    """Return xs, weights, biases and dys. They are drawn on the CPU, so every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape, dtype=case.dtype):
@@ -79,10 +79,10 @@ def draw(case: Case, seed: int = 0):
 
 @contextlib.contextmanager
 def small(module, case: Case):
-    """The module with small tiles on a GPU of a few multiprocessors; gives the counters, which must stay zeros."""
+    """Patch the module to small tiles on a GPU of a few multiprocessors. Yield the counters, which must stay 0."""
     modules = modules_of(module)
     kernels, lanes = modules["onepass.ops.norm.ragged.kernels"], modules["onepass.ops.norm.ragged.lanes"]
-    if DEVICE == "cpu":  # a mutant's `meeting` is not the one that the interpreter's repairs reach
+    if DEVICE == "cpu":  # the interpreter patches only the real grid_sync, not a mutant's copy
         from onepass.testing import interpreter
 
         modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
@@ -101,7 +101,7 @@ def small(module, case: Case):
 
 
 def run(module, case: Case, xs, weights, biases, dys) -> dict[str, torch.Tensor]:
-    """All outputs of both operators, lane by lane."""
+    """Return all outputs of the forward and the backward operator, lane by lane."""
     y, mean, rstd = module._forward(xs, weights, biases, case.norm, case.eps, case.packed)
     dx, dweight, dbias = module._backward(dys, xs, weights, mean, rstd, case.norm, case.packed, *asked_of(case))
     found = {"rstd": rstd} | ({"mean": mean} if case.layer else {})
@@ -116,7 +116,7 @@ def run(module, case: Case, xs, weights, biases, dys) -> dict[str, torch.Tensor]
 
 
 def lanes_of(y: torch.Tensor, widths: list[int], lead: tuple[int, ...], packed: bool) -> list[torch.Tensor]:
-    """The lanes of what these operators return, as views."""
+    """Return views of the lanes of an operator's output."""
     if packed:
         return list(y.split(widths, -1))
     rows = y.numel() // sum(widths)
@@ -129,7 +129,7 @@ def asked_of(case: Case) -> tuple[bool, bool]:
 
 
 def exact(case: Case, xs, weights, biases, dys, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The same by the formula of one norm and autograd, in a wider type."""
+    """Compute the same outputs in `dtype`, by the formula of one norm and autograd."""
     found, stats = {}, []
     for i, (x, dy) in enumerate(zip(xs, dys, strict=True)):
         leaf = x.detach().to(dtype).requires_grad_()
@@ -151,10 +151,10 @@ def exact(case: Case, xs, weights, biases, dys, dtype: torch.dtype) -> dict[str,
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Whether the module computes the case within the budget, from poisoned memory, and touches nothing it should not."""
+    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     trials = []
     switch = use_backend if module is real else modules_of(module)["onepass.runtime.backend"]["use_backend"]
-    for seed in range(2 if case.tile else 4):  # few numbers: pooled
+    for seed in range(2 if case.tile else 4):  # outputs of few elements are pooled over seeds
         xs, weights, biases, dys = draw(case, seed)
         named = {f"{name}{i}": t for name, ts in zip("xwbd", (xs, weights, biases, dys), strict=True) for i, t in enumerate(ts)}
         with small(module, case) as counters, switch(backend):
@@ -169,7 +169,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
 
 
 def small_cases() -> list[Case]:
-    """Every branch with every feature: what the mutants are tried on."""
+    """Return every branch with every feature, for the mutants."""
     plain = Case(widths=(20, 100), lead=(19,))
     return [
         plain,
@@ -185,13 +185,13 @@ def small_cases() -> list[Case]:
         replace(plain, widths=(16, 32), layout="mixed"),
         replace(plain, widths=(16, 32), lead=(3, 4), layout="swapped", dy_layout="sliced"),
         replace(plain, strided=True),
-        replace(plain, widths=(48,), lead=(5,), multiprocessors=9),  # one program, where many might have waited
+        replace(plain, widths=(48,), lead=(5,), multiprocessors=9),  # one program, where others might have been waited for
         replace(plain, widths=(20, 60), lead=(60,), multiprocessors=1),  # as many programs as there can be
     ]
 
 
 def real_cases() -> list[Case]:
-    """Real tiles, types, layouts, and sizes at the edges."""
+    """Return cases with the real tiles: dtypes, layouts and boundary sizes."""
     plain = Case(tile=0, lead=(9,))
     cases = [
         plain,

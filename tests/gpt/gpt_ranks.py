@@ -1,4 +1,4 @@
-"""Models divided over two processes, by tensor, sequence and stage; what they found is saved for the test that asked."""
+"""Ranks of tests/gpt/test_parallel.py: run models under tensor and sequence parallelism, and save the results for the tests."""
 
 import copy
 
@@ -39,14 +39,14 @@ CASES = {
 
 
 def configured(ranks, reference=False, **options):
-    """As a case says, for so many tensor-parallel ranks."""
+    """Return a case's Config for this number of tensor-parallel ranks."""
     options |= {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1 and options.get("sequence_parallel", False)}
     config = Config(**SHAPE, **options)
     return config.reference() if reference else config
 
 
 def given(seed=0):
-    """Tokens, labels of which one is ignored, and a mask."""
+    """Return tokens, labels of which one is ignored, and a loss mask."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(SHAPE["vocab_size"], (B, S + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -55,7 +55,7 @@ def given(seed=0):
 
 
 def started(config, group=None, **part):
-    """In fp64, with biases and norm weights that are not what they start as: the same whole ones on all ranks."""
+    """Return an fp64 model with random biases and norm weights. The whole vectors are the same for any number of ranks."""
     model = Model(config, tp_group=group, seed=3, **part).double()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -69,7 +69,7 @@ def started(config, group=None, **part):
 
 
 def case(group, **options):
-    """The loss, masked and not, logits, and the gradients."""
+    """Return losses (masked, by row, summed), logits, the gradients, and the initial parameters."""
     config = configured(group.size() if group is not None else 1, **options)
     model = started(config, group)
     tokens, labels, mask = given()
@@ -98,7 +98,7 @@ def run(rank, ranks, folder, backend):
 
 
 def copied(group):
-    """Whether a copy has the same group, and works."""
+    """Whether a deep copy has the same group and computes the same."""
     for options in (BIASES | SEQUENCE, EXPERTS):
         model = started(configured(2, **options), group)
         other = copy.deepcopy(model)
@@ -108,7 +108,7 @@ def copied(group):
 
 
 def loaded(group, folder):
-    """Logits of a Hugging Face folder's model, whole and with a part of it on each rank."""
+    """Return the logits of a model loaded from a Hugging Face folder, whole and tensor-parallel."""
     own = f"{folder}/huggingface-{dist.get_rank()}"
     whole = Model(configured(1, rotary_base=500.0), seed=8)
     save_huggingface(whole, own)
@@ -118,7 +118,7 @@ def loaded(group, folder):
 
 
 def with_main_grads(group, fusion):
-    """The gradients in MainGrads' buffers of two microbatches, by the ops or by its hooks."""
+    """Return the gradients of two microbatches in MainGrads' buffers, added by the ops or by MainGrads' hooks."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     config = configured(2, sequence_parallel=True, gradient_accumulation_fusion=fusion, **BIASES)
     model = started(config, group).float()

@@ -1,4 +1,4 @@
-"""What tests on a GPU share: who waits, graphs, what is the same every time, and memory."""
+"""Helpers for tests on a GPU: synchronization, CUDA graphs, determinism and memory."""
 
 import gc
 import warnings
@@ -10,13 +10,13 @@ import torch
 needs_60_gib = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30, reason="needs 60 GiB"
 )
-# PyTorch 2.11's own, where what was warmed up on another stream is captured
+# PyTorch 2.11 warns if a function that was warmed up on another stream is captured
 other_stream = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 
 
 @pytest.fixture(autouse=True)
 def memory_goes_back():
-    """To the other processes of a run: real sizes take a good part of a GPU's."""
+    """Free cached memory for the other processes of the run: tests at real sizes take a large part of a GPU's memory."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -24,6 +24,7 @@ def memory_goes_back():
 
 @contextmanager
 def nobody_waits():
+    """Raise if the block synchronizes with the GPU."""
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
@@ -36,7 +37,7 @@ def nobody_waits():
 
 @contextmanager
 def at_the_side():
-    """On a stream of its own, after what the current one has been given, and before what it is given next."""
+    """Run the block on a side stream, ordered after the current stream's earlier work and before its later work."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -45,7 +46,7 @@ def at_the_side():
 
 
 def warmed(function):
-    """Twice on a stream at the side, as PyTorch asks for, with nothing left of it."""
+    """Call a function twice on a side stream, as PyTorch requires before a capture, and collect garbage."""
     with at_the_side():
         for _ in range(2):
             function()
@@ -53,7 +54,7 @@ def warmed(function):
 
 
 def captured(function):
-    """What the function returns, which a graph writes anew, and the graph."""
+    """Capture a function in a CUDA graph. Return its results, which each replay overwrites, and the graph."""
     warmed(function)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -63,7 +64,10 @@ def captured(function):
 
 @contextmanager
 def deterministic_algorithms():
-    """Nothing may be said but that cuBLAS wants an environment, which it reads when a process begins."""
+    """Use deterministic algorithms, and fail on warnings about nondeterminism.
+
+    cuBLAS's warning is allowed: it wants an environment variable, which it reads when a process starts.
+    """
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -76,7 +80,7 @@ def deterministic_algorithms():
 
 
 def taken(function):
-    """Bytes at most, beside what was there; and what the function returns."""
+    """Return a function's peak memory beyond what was allocated before, in bytes, and its result."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -87,7 +91,7 @@ def taken(function):
 
 
 def filled(piece=16 << 20):
-    """All that this process may still have, taken."""
+    """Allocate all the GPU memory that this process may still use, and return the tensors."""
     pieces = []
     while True:
         try:
@@ -98,7 +102,10 @@ def filled(piece=16 << 20):
 
 @contextmanager
 def room_for(size):
-    """So many bytes beside what is in use, whatever the allocator has kept. Other processes are not touched."""
+    """Limit this process to `size` bytes beyond the memory in use, whatever the allocator has cached.
+
+    Other processes are not affected.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     _, whole = torch.cuda.mem_get_info()
@@ -113,7 +120,7 @@ def room_for(size):
 
 
 def said_by(function):
-    """The error of memory that ran out, as words: the error itself would keep what its frames have."""
+    """Return the message of a function's OutOfMemoryError. The error itself would keep its frames' tensors alive."""
     try:
         function()
     except torch.OutOfMemoryError as error:

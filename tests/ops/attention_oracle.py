@@ -26,8 +26,8 @@ LAYOUTS = ("contiguous", "sliced", "swapped", "unaligned", "strided", "followed"
 class Case:
     """One call.
 
-    R: how many dimensions of a head are rotated, 0 for no tables. spread: the standard deviation of q and k, and of the logits.
-    small: use tiles so small that there are several of each kind.
+    R: how many dimensions of a head are rotated, 0 for no tables. spread: the standard deviation of q and k, which scales the
+    logits. small: use tiles so small that there are several of each kind.
     """
 
     B: int = 2

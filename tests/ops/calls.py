@@ -44,10 +44,7 @@ def equal(first, second):
 
 
 def nearly_equal(first, second):
-    """Assert equality up to the last bits in fp32. On a GPU a kernel that saves statistics is another binary.
-
-    It may sum in another order.
-    """
+    """Assert equality but for fp32's last bits: a GPU kernel that saves statistics is another binary with its own rounding."""
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item() if b.numel() else 0)

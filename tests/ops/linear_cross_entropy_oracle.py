@@ -219,7 +219,7 @@ def taken(function):
 
 
 class _Rounded(torch.autograd.Function):
-    """Round an fp32 product to the operands' dtype, and its gradient too.
+    """Round an fp32 product to the operands' dtype unless `wide`, and always its gradient.
 
     The gradient is rounded without `factor`, which is multiplied in after the rounding.
     """
@@ -341,7 +341,7 @@ def _wrong(case, given, ours, exact):
 
 
 def _exactly(case, ours, given, labels):
-    """Check that ignored rows have a loss and a gradient of exactly 0, and the dtypes: fp32 losses, gradients their tensors'."""
+    """Check that ignored rows have a loss and a gradient of exactly 0; that losses are fp32 and gradients as their tensors."""
     ignored = labels == case.ignore_index
     rest = 0
     if case.reduction == "none":

@@ -74,7 +74,7 @@ def tables_laid_out(cos: torch.Tensor, sin: torch.Tensor, kind: str):
 
 
 def draw(case: Case, seed: int = 0):
-    """Return q and k, the tables, and the outputs' gradients. They are drawn on the CPU, so all machines get the same."""
+    """Return q and k, the tables, and the outputs' gradients. Drawn on the CPU: every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

@@ -1,4 +1,4 @@
-"""AdamW as it is written down, in fp64, and cases that show what a step gets wrong."""
+"""The oracle of AdamW: its formula in fp64, cases, and `judge`, which compares each step with the formula."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ EPS = 2.0**-24  # half a unit in the last place of fp32, relative
 
 
 def adamw_reference(weight, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_decay):
-    """New weight and moments; step is this one's number, from 1."""
+    """Return the new weight and moments. `step` is the number of this step, from 1."""
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
@@ -22,12 +22,12 @@ def adamw_reference(weight, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, wei
 
 
 def named(parameters):
-    """A MainGrads over them, called p0, p1, ..."""
+    """Return a MainGrads of the parameters, named p0, p1, ..."""
     return MainGrads({f"p{place}": parameter for place, parameter in enumerate(parameters)}.items())
 
 
 def fed(main_grads, grads):
-    """A step's gradients, as a backward leaves them."""
+    """Put a step's gradients into main_grad and call finish(), as after a backward."""
     main_grads.zero_()
     for (_, parameter), grad in zip(main_grads.named, grads, strict=True):
         parameter.main_grad.copy_(grad)
@@ -35,11 +35,11 @@ def fed(main_grads, grads):
 
 
 class Case(NamedTuple):
-    """Parameters of some shapes, groups of them, and how they are stepped."""
+    """The parameters' shapes and dtype, their groups, and the options of a step."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    groups: tuple[dict, ...] = ({},)  # options; parameters go round
+    groups: tuple[dict, ...] = ({},)  # the options of each group; parameters are dealt to the groups in turn
     max_norm: float | None = None
     zero: bool = False
     begun: int = 0  # steps before the first
@@ -53,7 +53,7 @@ CASES = {
     "fp16": Case(SHAPES, FP16, OPTIONS, 0.5, True),
     "one group": Case(((64, 64), (33,)), BF16),
     "late": Case(((64, 64),), FP32, begun=3000),
-    "small": Case(((64, 64),), BF16, max_norm=1e9),  # than max_norm
+    "small": Case(((64, 64),), BF16, max_norm=1e9),  # the norm is below max_norm
 }
 
 
@@ -67,7 +67,7 @@ def parameters_of(case):
 
 
 def gradients_of(case, step):
-    """Of very different sizes, some exact zeros."""
+    """Return gradients of very different magnitudes, with some exact zeros."""
     generator = torch.Generator().manual_seed(100 + step)
     made = []
     for shape in case.shapes:
@@ -83,7 +83,7 @@ def groups_of(case, parameters):
 
 
 def kept(optimizer, parameters):
-    """fp32 masters and moments of each parameter, whole."""
+    """Return each parameter's fp32 master and moments, whole."""
     found = {name: dict.fromkeys(("master", "exp_avg", "exp_avg_sq")) for name, _ in optimizer._main_grads.named}
     for name, kind, tensor, start, stop in optimizer.masters():
         assert tensor.dtype == FP32 and tensor.numel() == stop - start
@@ -93,7 +93,7 @@ def kept(optimizer, parameters):
 
 
 def judge(module, main_grads_of, case, steps=3):
-    """What is wrong, or nothing: each step from the state in which the last one left it, against fp64."""
+    """Compare each step, from the state before it, with the fp64 formula. Return the first error or an empty string."""
     parameters = parameters_of(case)
     main_grads = main_grads_of(parameters)
     optimizer = module.AdamW(main_grads, groups_of(case, parameters))
@@ -120,7 +120,7 @@ def _wrong(case, optimizer, parameters, grads, before, number, norm):
         expected = torch.cat([grad.double().flatten() for grad in grads]).norm()
         if not torch.isclose(norm.double(), expected, rtol=1e-6):
             return f"norm {norm} where it is {expected}"
-        factor = (case.max_norm / (norm + 1e-6)).clamp(max=1.0)  # rounded where clip_ rounds
+        factor = (case.max_norm / (norm + 1e-6)).clamp(max=1.0)  # rounded where clip_ rounds it
         scaled = [grad * factor for grad in grads]
     after = kept(optimizer, parameters)
     for place, (parameter, grad) in enumerate(zip(parameters, scaled, strict=True)):
@@ -128,7 +128,7 @@ def _wrong(case, optimizer, parameters, grads, before, number, norm):
         options = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay")}
         old = [each.double() for each in before[place]]
         expected = adamw_reference(old[0], grad.double().flatten(), *old[1:], number, **options)
-        update = options["lr"] * 3e-6 * 20  # what is taken off may be off by some units of its own
+        update = options["lr"] * 3e-6 * 20  # the update's own rounding error
         for what, new, right, size in zip(
             ("master", "exp_avg", "exp_avg_sq"), after[place], expected, (update, 0, 0), strict=True
         ):
@@ -145,7 +145,7 @@ def _wrong(case, optimizer, parameters, grads, before, number, norm):
 
 
 def rounded(master, dtype):
-    """To nearest; bf16 ties away from zero, as is said of masters."""
+    """Round an fp32 master to the nearest value. bf16 ties round away from zero, as AdamW documents."""
     if dtype is not BF16:
         return master.to(dtype)
     down = (master.view(torch.int32) & ~0xFFFF).view(FP32)  # towards zero

@@ -1,4 +1,4 @@
-"""What two processes do together with AdamW over shards, each in its own."""
+"""Ranks of tests/parallel/test_adamw.py: train with AdamW on shards, and save the results for the tests."""
 
 import copy
 
@@ -33,7 +33,7 @@ def made(dtype, shard=True, release=False):
 
 def groups_of(model):
     decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]  # the frozen one too
+    rest = [p for p in model.parameters() if p.dim() <= 1]  # includes the frozen parameter
     return [{"params": decay, **OPTIONS}, {"params": rest, "weight_decay": 0.0, "lr": 0.03}]
 
 
@@ -53,7 +53,7 @@ def train(rank, model, main_grads, optimizer, steps, clip=CLIP):
 
 
 def trained(rank, dtype):
-    """Beside MasterWeights, clipped by the whole gradient's norm; buffers are left clear, all of them."""
+    """Train with AdamW and with MasterWeights, clipped by the whole gradient's norm. Check that all buffers end up zero."""
     model, main_grads, optimizer = made(dtype)
     start = weights_of(model)
     norms = train(rank, model, main_grads, optimizer, range(3))
@@ -86,7 +86,7 @@ def trained(rank, dtype):
 
 
 def resumed(rank):
-    """Two steps, saved; a new model goes on from there by its optimizer's state alone."""
+    """Save after two steps, and resume in a new model from the optimizer's state alone."""
     one = made(BF16)
     train(rank, *one, range(2))
     state = copy.deepcopy(one[2].state_dict())

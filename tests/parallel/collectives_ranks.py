@@ -1,4 +1,4 @@
-"""What two or four processes do together, each in its own; what they found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_collectives.py: each rank runs every scenario and saves its results for the tests."""
 
 import torch
 import torch.distributed as dist
@@ -8,15 +8,15 @@ import onepass
 from onepass.parallel import collectives
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDTHS = (3, 0, 5, 1)  # of the parts that gather_last puts together; one rank has no columns
+WIDTHS = (3, 0, 5, 1)  # columns of each rank's part in gather_last; one rank has none
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     made = groups(ranks)
     scenarios = [mappings, layouts, empty, sent, again, bare, in_flight, errors, agreement]
-    if ranks == 2:  # the compiler takes longest
+    if ranks == 2:  # only here: the compiler takes longest
         scenarios.append(compiled)
     found = {scenario.__name__: scenario(made["world"]) for scenario in scenarios}
     found["backend"] = backend
@@ -27,7 +27,7 @@ def run(rank, ranks, folder, backend):
 
 
 def groups(ranks):
-    """All ranks; every other one; this one alone; one that this rank isn't in. All ranks make all of them."""
+    """Return the groups: all ranks, every other rank, this rank alone, and one without this rank. All ranks create all groups."""
     each = [dist.new_group([rank]) for rank in range(ranks)]
     all_members = dict.fromkeys(members(ranks, rank) for rank in range(ranks))
     strided = {those: dist.new_group(list(those)) for those in all_members}
@@ -36,20 +36,20 @@ def groups(ranks):
 
 
 def members(ranks, rank):
-    """Of four ranks 0 and 2, or 1 and 3; two are all there are."""
+    """Return the members of this rank's strided group: of four ranks (0, 2) or (1, 3), of two ranks both."""
     return (0, 1) if ranks == 2 else (rank % 2, rank % 2 + 2)
 
 
-# ---- each mapping: how it is called, what goes in at a rank, and what comes back ----
+# ---- each mapping: its call, and each rank's input and incoming gradient ----
 
 
 def numbers(kind, place, shape, dtype):
-    """The same on every rank that asks; place is a rank's place in its group."""
+    """Return random numbers that are the same on every rank. `place` is the rank within its group that they are for."""
     generator = torch.Generator().manual_seed(1000 * kind + place)
     return drawn(torch.randn, shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-# name: (call, shape of x at a place, shape of y at a place, whether all ranks have the same x, and the same dy)
+# name -> (call, x's shape on each rank, y's shape on each rank, whether all ranks have the same x, and the same dy)
 def cases(ranks):
     widths, whole = WIDTHS[:ranks], sum(WIDTHS[:ranks])
     return {
@@ -81,7 +81,7 @@ def cases(ranks):
 
 
 def inputs(name, ranks, dtype):
-    """The x of every place in the group, and the dy."""
+    """Return x and dy of every rank in the group."""
     _, of_x, of_y, same_x, same_dy = cases(ranks)[name]
     xs = [numbers(0, 0 if same_x else place, shape, dtype) for place, shape in enumerate(of_x)]
     dys = [numbers(1, 0 if same_dy else place, shape, dtype) for place, shape in enumerate(of_y)]
@@ -89,12 +89,12 @@ def inputs(name, ranks, dtype):
 
 
 def strided(t):
-    """The same numbers, with others between them."""
+    """Return the same values with stride 2, with other values between them."""
     return torch.stack([t, torch.full_like(t, 777)], -1)[..., 0]
 
 
 def called(name, group, dtype, layout=torch.clone):
-    """Forward and backward, twice over the graph; whether what went in is as it was."""
+    """Run forward, and backward twice through the graph. Return the results, and whether the inputs are unchanged."""
     call = cases(group.size())[name][0]
     xs, dys = inputs(name, group.size(), dtype)
     x = layout(xs[group.rank()]).requires_grad_()
@@ -102,7 +102,7 @@ def called(name, group, dtype, layout=torch.clone):
     y = call(x, group)
     y.backward(dy, retain_graph=True)
     first = x.grad.clone()
-    y.backward(dy)  # adds to the first in place
+    y.backward(dy)  # accumulates into x.grad in place
     unchanged = torch.equal(x, xs[group.rank()]) and torch.equal(dy, dys[group.rank()])
     (third,) = torch.autograd.grad(call(x, group), x, dy)
     return {"y": y.detach(), "dx": first, "twice": x.grad, "third": third, "unchanged": unchanged}
@@ -120,7 +120,7 @@ def layouts(group):
 
 
 def empty(group):
-    """No token on any rank; the gradient of a sum is one number, expanded."""
+    """Call the mappings without tokens, and with an expanded incoming gradient, as sum() gives."""
     found = {}
     for name in ("copy_to_group", "sum_over_group", "gather_last", "split_last"):
         x = torch.zeros(0, 4, requires_grad=True)
@@ -139,7 +139,7 @@ def empty(group):
 
 
 class Sent:
-    """The names of the collectives in the block."""
+    """Record the names of the collectives that the block starts."""
 
     def __enter__(self):
         self.real, self.names = collectives._ops, []
@@ -156,7 +156,7 @@ class Sent:
 
 
 def sent(group):
-    """The collectives of each forward and backward; what isn't differentiated asks for no backward."""
+    """Return the collectives of each forward and backward, and whether y requires a gradient when x doesn't."""
     found = {}
     for name, (call, *_) in cases(group.size()).items():
         xs, dys = inputs(name, group.size(), torch.float32)
@@ -170,7 +170,7 @@ def sent(group):
 
 
 def again(group):
-    """What is said where a gradient is differentiated."""
+    """Return the errors of differentiating a gradient."""
     said = []
     for name, (call, *_) in cases(group.size()).items():
         xs, _ = inputs(name, group.size(), torch.float32)
@@ -184,7 +184,7 @@ def again(group):
 
 
 def bare(group):
-    """The asynchronous pieces, of strided inputs that require gradients."""
+    """Run the asynchronous collectives on strided inputs that require gradients."""
     found = {}
     for dtype in TYPES:
         x = strided(numbers(2, group.rank(), (4, 3), dtype)).requires_grad_()
@@ -199,13 +199,13 @@ def bare(group):
             work.wait()
             totals.append(total.clone())
             total.zero_()
-            totals.append(work.wait().clone())  # again: what has been written since stays
+            totals.append(work.wait().clone())  # a second wait() doesn't overwrite what was written since
         found[dtype] = whole, part, totals, same, unchanged
     return found
 
 
 def in_flight(group):
-    """Many at a time, waited for in another order, while what they were given is dropped and the memory used again."""
+    """Start many collectives and wait for them in another order. Their inputs are freed and the memory is reused."""
     works = []
     for index in range(8):
         x = torch.full((1000, 8), float(group.rank() + index))
@@ -222,11 +222,11 @@ def in_flight(group):
 
 
 def errors(group):
-    """What is said, and how much was sent by then."""
+    """Return the errors of wrong calls, and the collectives that were sent before them."""
     said = []
     odd = torch.zeros(group.size() + 1, 2 * group.size() - 1)
     wrong = list(range(group.size()))
-    wrong[group.rank()] = 6  # x has an odd number of columns
+    wrong[group.rank()] = 6  # but x has an odd number of columns
     with Sent() as names:
         for call in (
             lambda: collectives.reduce_scatter_sequence(odd, group),
@@ -248,7 +248,7 @@ def errors(group):
 
 
 def agreement(group):
-    """Under validate() ranks that differ are told, all of them; ranks that agree go on."""
+    """Under validate(), all ranks raise if they differ; ranks that agree continue."""
     said = []
     ranks, rank = group.size(), group.rank()
     longer = torch.ones(ranks * (1 + rank), 4)
@@ -274,7 +274,7 @@ def agreement(group):
 
 
 def compiled(group):
-    """All mappings and bare pieces in one graph: what comes without the compiler, and with it."""
+    """Run all mappings and asynchronous collectives in one graph. Return the results without and with torch.compile."""
 
     def chain(x):
         y = collectives.copy_to_group(x, group)
@@ -301,7 +301,7 @@ def compiled(group):
 
 
 def alone(group, others):
-    """A group of one sends nothing; a group that this rank isn't in is refused."""
+    """Check that a group of one sends nothing, and return the errors of a group without this rank."""
     x = torch.ones(4, 3, requires_grad=True)
     with Sent() as names:
         same = handed_back(x, group)
@@ -315,7 +315,7 @@ def alone(group, others):
 
 
 def handed_back(x, group):
-    """Whether every function gives x itself."""
+    """Whether every function returns x itself."""
     mappings = [getattr(collectives, name.partition(" ")[0])(x, group) for name in cases(2)]
     pieces = collectives.start_all_gather, collectives.start_reduce_scatter, collectives.start_all_reduce
     return all(y is x for y in [*mappings, *(start(x, group).wait() for start in pieces)])

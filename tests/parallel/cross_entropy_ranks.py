@@ -1,4 +1,4 @@
-"""The loss of logits whose vocabulary is divided over two or four processes; what they found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_cross_entropy.py: the loss of vocab-parallel logits. Each rank saves its results for the tests."""
 
 import os
 from itertools import accumulate
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -15,8 +15,8 @@ from onepass.kernels.language import triton
 from onepass.parallel.vocab_shards import vocab_range
 
 LEAD, V = (2, 3), 90
-PARTS = {2: (57, 33), 4: (13, 0, 70, 7)}  # each rank's columns: uneven, and one rank has none
-WIDE = {2: (4900, 100), 4: (2100, 0, 2100, 800)}  # of several tiles
+PARTS = {2: (57, 33), 4: (13, 0, 70, 7)}  # ranks -> columns of each rank: uneven, and one rank of four has none
+WIDE = {2: (4900, 100), 4: (2100, 0, 2100, 800)}  # rows of several tiles
 EMPTY = {2: (90, 0), 4: (0, 0, 90, 0)}
 OPTIONS = {
     "mean": {},
@@ -51,7 +51,7 @@ def run(rank, ranks, folder, backend):
 
 
 def whole(dtype=torch.float32, size=V):
-    """All logits, labels of which one is ignored, and the gradient of a loss: the same on all ranks."""
+    """Return the whole logits, labels of which one is ignored, and the loss's gradient. They are the same on all ranks."""
     seeds = torch.Generator().manual_seed(5)
     logits = drawn(torch.randn, (*LEAD, size), generator=seeds).mul(3).to(dtype)
     labels = drawn(torch.randint, size, LEAD, generator=seeds)
@@ -65,7 +65,7 @@ def columns(parts, rank):
 
 
 def shard(group, parts, dtype=torch.float32):
-    """This rank's logits, as an op made them."""
+    """Return this rank's leaf and its logits, which are the output of an op; all labels; and the loss's gradient."""
     logits, labels, dy = whole(dtype, sum(parts))
     leaf = logits[..., columns(parts, group.rank())].clone().requires_grad_()
     return leaf, leaf * 1, labels, dy
@@ -100,7 +100,7 @@ def compiled(group, parts, **options):
 
 
 def sent(group, parts):
-    """The sizes of what is sent, forward and backward."""
+    """Return the number of elements of each collective, forward and backward."""
     _, logits, labels, _ = shard(group, parts)
     sizes = {"forward": [], "backward": []}
 

@@ -1,4 +1,4 @@
-"""Deferred gradients over the ranks of a group, and in pipeline schedules; what was found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_deferred_ranks.py: deferred gradients in a group and in pipeline schedules. Results are saved."""
 
 import os
 from unittest import mock
@@ -9,7 +9,7 @@ from parallel.meeting import drawn, join
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -36,7 +36,7 @@ def run(rank, ranks, folder, backend):
 
 # ---- sequence parallel ----
 
-# the call, and whether it is spread by row
+# name -> the call, and whether it is row-parallel
 CALLS = {
     "column": (lambda x, p, **more: onepass.linear(x, p["weight"], p["bias"], sequence_parallel=True, **more), False),
     "row": (
@@ -55,7 +55,7 @@ CALLS = {
 
 
 def tensors(name, group):
-    """This rank's parameters, and its x and dy of three microbatches."""
+    """Return this rank's parameters, and x and dy of three microbatches."""
     rank, ranks, by_row = group.rank(), group.size(), CALLS[name][1]
     seeds = torch.Generator().manual_seed(5)
     weight = drawn(torch.randn, N, K, generator=seeds).chunk(ranks, 1 if by_row else 0)[rank]
@@ -85,7 +85,7 @@ def layer(name, group, put_off):
 
 
 def order(name, group):
-    """What flush does, one after the other."""
+    """Return what flush does, in order: "start" and "wait" of collectives, and "product"."""
     parameters, microbatches = tensors(name, group)
     put_off = DeferredWgrad()
     for x, dy in microbatches:
@@ -119,14 +119,14 @@ def order(name, group):
 
 SCHEDULES = {"1f1b": Schedule1F1B, "zero bubble": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble}
 WAYS = ("plain", "main_grad", "deferred")  # .grad; MainGrads alone; MainGrads and dw_builder
-# PyTorch 2.11's own zero-bubble backward fails on any autograd.Function; in its ZBV ranks send to themselves, which gloo can't
+# PyTorch 2.11's zero-bubble backward fails on any autograd.Function. In its ZBV ranks send to themselves, which gloo can't.
 LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 ALWAYS = {("1f1b", way) for way in WAYS} | {("zero bubble", "deferred")}
 RUNS = [(name, way) for name in SCHEDULES for way in WAYS if LATER or (name, way) in ALWAYS]
 
 
 class Block(nn.Module):
-    """One layer of each kind."""
+    """A norm_linear, a linear and an activation_linear layer."""
 
     def __init__(self, seed):
         super().__init__()
@@ -144,7 +144,7 @@ class Block(nn.Module):
 
 
 def stages_of(name, rank, ranks):
-    """The stages of this rank, of as many as there are layers."""
+    """Return the indices of this rank's stages."""
     return [rank] if name == "1f1b" else [rank, rank + ranks] if name == "zero bubble" else [rank, 2 * ranks - 1 - rank]
 
 
@@ -158,7 +158,10 @@ def loss(y, target):
 
 
 def scheduled(name, way, rank, ranks):
-    """The gradients of this rank's blocks, by stage, after two steps; how many products were put off; when they were made."""
+    """Train two steps under a schedule. Return the gradients of this rank's blocks by stage, and when products were deferred.
+
+    kept: how many products each dw_builder call found. made: how many were left as each was run. left: how many at the end.
+    """
     mine = stages_of(name, rank, ranks)
     count = ranks if name == "1f1b" else 2 * ranks
     blocks = {stage: Block(stage) for stage in mine}
@@ -201,5 +204,5 @@ def scheduled(name, way, rank, ranks):
 
 
 def own_group(rank, ranks):
-    """Data-parallel groups of one."""
+    """Return this rank's data-parallel group, which has one rank."""
     return [dist.new_group([each]) for each in range(ranks)][rank]

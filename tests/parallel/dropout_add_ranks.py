@@ -1,4 +1,4 @@
-"""dropout_add on two or three processes whose random states differ; what they found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_dropout_add.py: dropout_add on ranks with different random states. Results are saved."""
 
 import os
 from itertools import accumulate
@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
 from onepass.kernels.language import triton
 
 SEQUENCE, BATCH, H, P = 11, 3, 40, 0.3
-PARTS = {2: (7, 4), 3: (2, 0, 9), 4: (2, 0, 8, 1)}  # of the sequence, each rank's: uneven, and one rank may have none
+PARTS = {2: (7, 4), 3: (2, 0, 9), 4: (2, 0, 8, 1)}  # ranks -> tokens of each rank: uneven, and one rank may have none
 
 
 def run(rank, ranks, folder, backend):
@@ -47,7 +47,7 @@ def part(ranks, rank):
 
 
 def whole():
-    """x, residual, the gradient of y and the bias: the same on all ranks."""
+    """Return x, residual, the gradient of y and the bias. They are the same on all ranks."""
     seeds = torch.Generator().manual_seed(5)
     x, residual, dy = (drawn(torch.randn, (SEQUENCE, BATCH, H), generator=seeds) for _ in range(3))
     return x, residual, dy, drawn(torch.randn, (H,), generator=seeds)
@@ -59,7 +59,7 @@ def leaves(rows):
 
 
 def seeded():
-    """As Megatron has it: every rank's own."""
+    """Seed each rank differently, as Megatron does."""
     torch.manual_seed(100 + dist.get_rank())
 
 
@@ -99,7 +99,7 @@ def compiled(rows, group, way):
 
 
 def sent(rows, group):
-    """How many numbers are sent, forward and backward."""
+    """Return the number of elements of each collective, forward and backward."""
     x, residual, bias, dy = leaves(rows)
     sizes = []
 

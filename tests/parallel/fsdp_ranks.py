@@ -1,4 +1,4 @@
-"""What two processes train under torch's fully_shard, and the same by PyTorch alone; what they found is saved for the test."""
+"""Ranks of tests/parallel/test_fsdp.py: train under fully_shard, with onepass and by PyTorch alone. Results are saved."""
 
 import os
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -20,7 +20,7 @@ from onepass.gradients.main_grads import MainGrads
 
 SIZE, ROWS, LAYERS, MICROBATCHES = 16, 5, 2, 3
 BF16 = torch.bfloat16
-CASES = {  # of a model, and how it is trained
+CASES = {  # case -> options of `trained`
     "gathered once": {"reshard": False},
     "gathered twice": {"reshard": True},
     "reduced each time": {"each": True},
@@ -37,7 +37,7 @@ CASES = {  # of a model, and how it is trained
 
 
 class Block(nn.Module):
-    """Modules of ours, and an op on a parameter of the user's; or the same by PyTorch."""
+    """onepass modules, and an op on a parameter of the user's; or the same by PyTorch alone."""
 
     def __init__(self, plain):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two uses of one weight, of the root's."""
+    """Blocks between two uses of one weight, which belongs to the root module."""
 
     def __init__(self, plain=False, checkpointed=False):
         super().__init__()
@@ -92,7 +92,7 @@ def loss(model, x):
 
 
 def run(rank, ranks, folder, backend="gloo"):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     mesh = init_device_mesh(torch.get_default_device().type, (ranks,))
     found = {name: trained(rank, mesh, **options) for name, options in CASES.items()}
@@ -116,9 +116,9 @@ def sharded(mesh, plain=False, reshard=True, mixed=False, compiled=False, checkp
 
 
 def trained(rank, mesh, plain=False, each=False, at_the_end=False, main_grad=False, **options):
-    """The whole gradients after the microbatches, summed over them and averaged over the ranks."""
+    """Return the whole gradients, summed over the microbatches and averaged over the ranks."""
     model = sharded(mesh, plain, **options)
-    if main_grad:  # where nobody can see it
+    if main_grad:  # on the sharded parameters: ops see unsharded ones without it
         for parameter in model.parameters():
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape), False
     losses = []
@@ -138,7 +138,7 @@ def trained(rank, mesh, plain=False, each=False, at_the_end=False, main_grad=Fal
 
 
 def main_grad_of_a_dtensor(mesh):
-    """Given to an op as it is, as tensor parallelism by DTensors does; with main_grad, and without."""
+    """Pass DTensors to an op, as tensor parallelism by DTensors does. Return the gradient, and the error with main_grad."""
     x, weight = (distribute_tensor(torch.ones(ROWS, SIZE), mesh, [Replicate()]) for _ in range(2))
     weight = nn.Parameter(weight)
     onepass.linear(x, weight).sum().backward()
@@ -150,7 +150,7 @@ def main_grad_of_a_dtensor(mesh):
 
 
 def main_grads_are_refused(rank, mesh):
-    """Made after fully_shard, and before it."""
+    """Return MainGrads' errors if it is made after fully_shard, and before it."""
     said = []
     try:
         MainGrads(sharded(mesh))

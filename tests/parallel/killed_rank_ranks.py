@@ -1,4 +1,4 @@
-"""What ranks do of which the last is killed with a collective under way. What the others are told is saved for the test."""
+"""Ranks of tests/parallel/test_killed_rank.py: the last one is killed during a collective. The others save their errors."""
 
 import os
 import signal
@@ -27,15 +27,17 @@ def run(rank, ranks, folder, backend, scenario):
     try:
         SCENARIOS[scenario](group, rank == ranks - 1)
         if backend == "nccl":
-            torch.cuda.synchronize()  # until here the CPU was ahead, as in the middle of a training step
+            torch.cuda.synchronize()  # the CPU runs ahead of the GPU until here, as within a training step
     except RuntimeError:
         Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
         raise
 
 
 def killed_in(owner, name):
-    """Patches a function that starts a collective: there the process ends, without a word to anybody, and the collective is under
-    way on the other ranks only. Had this one started it, all might be sent before the process is gone."""
+    """Patch a function that starts a collective to kill this process instead.
+
+    The collective is then under way on the other ranks only. Had this rank started it, all might be sent before the process ends.
+    """
 
     def started(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +46,7 @@ def killed_in(owner, name):
 
 
 def linear(group, killed):
-    """In the backward of a sequence-parallel layer, where dx is summed."""
+    """Kill the rank in the backward of a sequence-parallel layer, before dx is reduce-scattered."""
     x, weight = torch.randn(512, 4, 256, requires_grad=True), nn.Parameter(torch.randn(512, 256))
     y = onepass.linear(x, weight, tp_group=group, sequence_parallel=True)
     with killed_in(product, "start_reduce_scatter") if killed else nullcontext():
@@ -52,7 +54,7 @@ def linear(group, killed):
 
 
 def finish(group, killed):
-    """In the first of several reductions that MainGrads.finish starts."""
+    """Kill the rank before the first of several reductions that MainGrads.finish starts."""
     weights = [nn.Parameter(torch.randn(1 << 20)) for _ in range(3)]
     main_grads = MainGrads(weights, group=group, bucket_bytes=4)
     with main_grads.accumulate():

@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_linear_cross_entropy_module.py do together; what each found is saved for the tests."""
+"""Ranks of tests/parallel/test_linear_cross_entropy_module.py: each runs every scenario and saves its results for the tests."""
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,12 @@ from onepass.nn import LinearCrossEntropy, VocabParallelEmbedding, sharded_state
 from onepass.parallel import MainGrads
 
 S, B, D = 6, 2, 12  # sequence, batch and hidden_size
-VOCABULARIES = (77, 1)  # of which the last rank has fewer, or nothing
+VOCABULARIES = (77, 1)  # the last rank's shard is smaller, or empty
 OPTIONS = {"softcap": 3.0, "logit_scale": 0.5, "z_loss": 1e-2}
 
 
 class Model(nn.Module):
-    """An embedding, and a head with its weight and a bias."""
+    """An embedding, and an output layer with a tied weight and a bias."""
 
     def __init__(self, size, group, sequence=False):
         super().__init__()
@@ -34,13 +34,13 @@ class Model(nn.Module):
 def model(size, group, sequence=False, seed=5):
     device = torch.get_default_device()
     torch.manual_seed(seed)
-    with torch.device("cpu"):  # whose random numbers the test has too
+    with torch.device("cpu"):  # the test draws the same random numbers
         made = Model(size, group, sequence)
     return made.to(device)
 
 
 def given(size, microbatch):
-    """ids [batch, sequence] and their labels, of which one is ignored."""
+    """Return ids [batch, sequence] and their labels, of which one is ignored."""
     generator = torch.Generator().manual_seed(microbatch)
     ids, labels = drawn(torch.randint, size, (2, B, S), generator=generator)
     labels[0, 2] = -100
@@ -48,7 +48,7 @@ def given(size, microbatch):
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     world, found = dist.group.WORLD, {}
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
@@ -64,7 +64,7 @@ def run(rank, ranks, folder, backend):
 
 
 def trained(size, world, alone, sequence):
-    """Two microbatches, of which the second promises its incoming gradient; the gradients' norm; logits."""
+    """Train two microbatches, the second with grad_scale. Return losses, gradients, their norm and logits."""
     both = model(size, world, sequence)
     found = {"start": {name: t.clone() for name, t in both.state_dict().items()}}
     main_grads, losses = MainGrads(both, group=alone, tp_group=world), []
@@ -86,14 +86,14 @@ def trained(size, world, alone, sequence):
 
 
 def through_logits(size, both):
-    """The gradient of hidden states by way of the logits, which are alike on all ranks."""
+    """Return hidden states and their gradient through `logits`, which are the same on all ranks."""
     hidden = both.hidden(given(size, 0)[0]).detach().requires_grad_()
     (dhidden,) = torch.autograd.grad(both.head.logits(hidden).square().sum(), hidden)
     return {"hidden": hidden.detach(), "dhidden": dhidden}
 
 
 def data_parallel(rank, world):
-    """Each rank its own tokens, and the whole vocabulary."""
+    """Train with data parallelism: each rank has its own tokens and the whole vocabulary."""
     both = model(77, None)
     main_grads = MainGrads(both, group=world)
     both(*given(77, rank)).backward()
@@ -102,7 +102,7 @@ def data_parallel(rank, world):
 
 
 def said(world):
-    """Before anything is sent."""
+    """Return the module's repr, and the errors of wrong calls, which raise before anything is sent."""
     head = LinearCrossEntropy(D, 77, tp_group=world, sequence_parallel=True)
     found = [repr(head)]
     hidden, labels = torch.ones(S, D), torch.zeros(2 * S, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_linear_cross_entropy.py do together; what each found is saved for the tests."""
+"""Ranks of tests/parallel/test_linear_cross_entropy.py: each runs every scenario and saves its results for the tests."""
 
 from functools import partial
 from unittest import mock
@@ -14,9 +14,9 @@ from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.parallel import DeferredWgrad
 
 N, D = 24, 16
-VOCABULARY = {2: (50, 27), 4: (40, 0, 25, 12)}  # each rank's part
+VOCABULARY = {2: (50, 27), 4: (40, 0, 25, 12)}  # ranks -> rows of each rank's weight
 UPSTREAM = 1.7
-WAYS = {  # name: way, tokens at a time, columns at a time
+WAYS = {  # name -> way, tokens at a time, columns at a time
     "keep_logits": ("keep_logits", N, 1000),
     "grad_in_forward": ("grad_in_forward", 8, 1000),
     "grad_in_forward, one chunk": ("grad_in_forward", N, 1000),
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def whole(dtype=torch.float32):
-    """hidden, the whole weight and bias, labels (one of them ignored) and token weights."""
+    """Return hidden, the whole weight and bias, labels (one of them ignored) and token weights."""
     generator = torch.Generator().manual_seed(0)
     size = sum(VOCABULARY[2])
     hidden = drawn(torch.randn, N // 4, 4, D, generator=generator).to(dtype)
@@ -45,7 +45,7 @@ def whole(dtype=torch.float32):
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     group, found = dist.group.WORLD, {}
     with onepass.use_backend("torch" if backend == "gloo" else "triton"):
@@ -61,7 +61,7 @@ def part(whole_of_it, rank, ranks):
 
 
 def inputs(rank, ranks, sequence, dtype=torch.float32):
-    """This rank's: hidden, weight and bias ask for gradients."""
+    """Return this rank's hidden, weight, bias, labels and token weights. The first three have requires_grad."""
     hidden, weight, bias, labels, weights = whole(dtype)
     rows = hidden.chunk(ranks)[rank] if sequence and hidden.shape[0] % ranks == 0 else hidden
     if sequence and hidden.shape[0] % ranks:
@@ -72,7 +72,7 @@ def inputs(rank, ranks, sequence, dtype=torch.float32):
 
 
 def forced(way):
-    """A plan that is not the planner's."""
+    """Patch the planner to return the plan of a way."""
 
     def plan(asked, machine):
         name, rows, columns = WAYS[way]
@@ -98,7 +98,7 @@ def grads(loss, hidden, weight, bias):
 
 
 def ways(rank, ranks, group):
-    """Each way, by each reduction, with the sequence divided or not; twice."""
+    """Run each way with each reduction, with the sequence divided or not, and backward twice."""
     found = {}
     for way in WAYS:
         for name, options in OPTIONS.items():
@@ -121,7 +121,7 @@ def half_precision(rank, ranks, group):
 
 
 def main_grad(rank, ranks, group):
-    """Two microbatches, the second of which promises."""
+    """Train two microbatches, the second with grad_scale."""
     _, *made = call(rank, ranks, group, True, main=torch.float32)
     hidden, weight, bias = made
     labels, weights = inputs(rank, ranks, True)[3:]
@@ -134,7 +134,7 @@ def main_grad(rank, ranks, group):
 
 
 def stats(rank, ranks, group):
-    """All statistics, differentiated."""
+    """Return all statistics, and the gradients through them."""
     hidden, weight, bias, labels, _ = inputs(rank, ranks, False)
     loss, known = onepass.linear_cross_entropy(hidden, weight, labels, group, "none", bias=bias, return_stats=True)
     generator = torch.Generator().manual_seed(1)
@@ -172,8 +172,10 @@ def compiled(rank, ranks, group):
 
 
 def told_apart(rank, ranks, group):
-    """A label that is no token's is found out on no rank alone: all raise, or its row is NaN on all and has no gradient. All
-    ignored: 0."""
+    """Use a label outside the vocabulary. On all ranks alike, the call raises, or the row's loss is NaN without a gradient.
+
+    With all labels ignored, the loss is 0.
+    """
     hidden, weight, _, labels, _ = inputs(rank, ranks, False)
     labels[0, 0] = 10**6
     try:
@@ -190,7 +192,7 @@ def told_apart(rank, ranks, group):
 
 
 def no_tokens(rank, ranks, group):
-    """Of whatever kind: losses of nothing, and gradients of zeros."""
+    """Return losses without tokens, and their gradients, which are zeros."""
     (hidden, weight, _, _, _), labels = inputs(rank, ranks, False), drawn(torch.randint, 0, 2, (0,))
     hidden, found = hidden.detach().flatten(0, 1)[:0].requires_grad_(), {}
     for options in ({}, {"chunk_bytes": 1 << 20}, {"reduction": "none", "chunk_bytes": 1}):
@@ -207,7 +209,7 @@ def no_tokens(rank, ranks, group):
 
 
 def overlapped(rank, ranks, group):
-    """In what order chunks' products are made, and rows' statistics and gradients sent and waited for."""
+    """Return the order of chunks' products, and of the collectives of rows' statistics and gradients."""
     happened = []
 
     class Watched:
@@ -242,7 +244,7 @@ def overlapped(rank, ranks, group):
 
 
 def bad(rank, ranks, group):
-    """What is said, before anything is sent."""
+    """Return the errors of wrong calls, which raise before anything is sent."""
     hidden, weight, _, labels, _ = inputs(rank, ranks, True)
     said = []
 

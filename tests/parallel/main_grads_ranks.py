@@ -1,4 +1,4 @@
-"""What two or four processes do together, each in its own, and the model that they and the tests train."""
+"""Ranks of the tests of MainGrads and MasterWeights, and the model that they train. Each rank saves its results."""
 
 import copy
 import functools
@@ -15,13 +15,16 @@ from onepass.gradients.main_grads import MainGrads
 from onepass.gradients.master_weights import MasterWeights
 
 FP32, BF16 = torch.float32, torch.bfloat16
-BYTES = 2048  # a bucket's, of which the model then has several
+BYTES = 2048  # bucket_bytes, with which the model has several buckets
 STEPS, MICROBATCHES = 3, 2
-CLIPPED = {FP32: 0.5, BF16: None}  # to what norm, where the weights have this type
+CLIPPED = {FP32: 0.5, BF16: None}  # dtype of the weights -> max_norm of clip_
 
 
 class Mixed(nn.Module):
-    """Layers of PyTorch and of onepass, used twice; a weight tied between an op of each; one unused and one frozen."""
+    """PyTorch and onepass layers that are used twice, a tied weight, an unused and a frozen parameter.
+
+    The tied weight is used by one operator of PyTorch and one of onepass.
+    """
 
     def __init__(self, dtype=FP32, norms=None):
         super().__init__()
@@ -47,7 +50,7 @@ class Mixed(nn.Module):
         return onepass.norm_linear(x, self.last_norm, self.embedding.weight)
 
     def plain(self, tokens):
-        """The same by PyTorch alone."""
+        """Run the same model by PyTorch alone."""
         x = self.embedding(tokens) * self.frozen
         for _ in range(2):
             h = F.linear(rms(x, self.first.layer_norm_weight), self.first.weight, self.first.bias)
@@ -67,7 +70,7 @@ def loss(model, place, microbatch, plain=False):
 
 
 def exact(places, microbatches=MICROBATCHES, average=True):
-    """fp64 gradients of all places' microbatches, by name."""
+    """Return name -> the fp64 gradient of these ranks' microbatches."""
     scale = len(places) if average else 1
     return {name: None if grad is None else grad / scale for name, grad in _exact(tuple(places), microbatches).items()}
 
@@ -82,7 +85,7 @@ def _exact(places, microbatches):
 
 
 def backwards(main_grads, model, place, first=0):
-    """All microbatches of a step."""
+    """Run the backwards of all microbatches of a step."""
     with main_grads.accumulate():
         for microbatch in range(first, first + MICROBATCHES - 1):
             loss(model, place, microbatch).backward()
@@ -90,7 +93,7 @@ def backwards(main_grads, model, place, first=0):
 
 
 def parts(main_grads):
-    """This rank's part of each gradient, and where in it that begins."""
+    """Return name -> this rank's part of a gradient, and its offset in the flattened gradient."""
     return {
         place.name: (start - place.start, bucket.flat[start:stop].clone())
         for bucket in main_grads.buckets
@@ -107,7 +110,7 @@ def said(call, *args):
 
 
 class Sent:
-    """What is sent in the block: the name and the number of elements of each reduction."""
+    """Record the name and the number of elements of each reduction in the block."""
 
     NAMES = [name for name in ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
 
@@ -130,7 +133,7 @@ class Sent:
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     pairs = [dist.new_group(members) for members in ([[0, 2], [1, 3], [0, 1], [2, 3]] if ranks == 4 else [])]
@@ -151,7 +154,7 @@ def run(rank, ranks, folder, backend):
 
 
 def reduced(rank, group=None, shard=False):
-    """Two steps, of which the second must not see the first; averaged, summed and in shards, with memory of their own or not."""
+    """Run two steps, of which the second must not see the first. Gradients are averaged, summed or sharded, released or not."""
     found = {}
     kinds = {"averaged": {"shard": shard}, "summed": {"average": False}, "shards": {"shard": True}}
     released = {f"{name}, released": {**options, "release": True} for name, options in kinds.items()}
@@ -169,7 +172,7 @@ def reduced(rank, group=None, shard=False):
 
 
 def overlap(rank):
-    """What is sent, and when gradients come, in a step."""
+    """Return the order of reductions and of gradients' hooks in a step."""
     found = {}
     for shard in (False, True):
         model = Mixed()
@@ -192,8 +195,11 @@ def overlap(rank):
 
 
 def unused_on_one_rank(rank):
-    """Its bucket, and those after it, wait for finish on that rank only; the order is the same on all. With release it has
-    nothing to send but what was somebody else's."""
+    """Leave a parameter unused on rank 0.
+
+    On that rank its bucket and those after it wait for finish(); the order of reductions is the same on all ranks. With release,
+    the unused gradient's memory holds stale data, which must not be sent.
+    """
     found = []
     for release in (False, True):
         generator = torch.Generator().manual_seed(3)
@@ -209,9 +215,9 @@ def unused_on_one_rank(rank):
 
 
 def by_hand_and_held(rank):
-    """A gradient that comes without a hook, and one that is kept for later."""
+    """Set .grad by hand, without a hook, and hold a gradient that is added later."""
     one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    main_grads = MainGrads([two, one], bucket_bytes=4)  # one's bucket is the first
+    main_grads = MainGrads([two, one], bucket_bytes=4)  # `one` is in the first bucket
     one.grad = torch.full((3,), rank + 1.0)
     with Sent() as calls:
         main_grads.hold(one)
@@ -244,7 +250,7 @@ def norms(rank):
 
 
 def tensor_parallel(rank, data, tensor, shard):
-    """Of three parameters one differs over the tensor-parallel ranks."""
+    """Clip the gradients of one sharded and two replicated tensor-parallel parameters."""
     cut, whole, other = (nn.Parameter(torch.zeros(100)) for _ in range(3))
     cut.tensor_model_parallel, whole.tensor_model_parallel = True, False
     main_grads = MainGrads([cut, whole, other], group=data, shard=shard, tp_group=tensor)
@@ -256,7 +262,7 @@ def tensor_parallel(rank, data, tensor, shard):
 
 
 def narrow(rank):
-    """bf16 buffers, and a parameter of another type in each bucket's place."""
+    """Use bf16 buffers for an fp32 and a bf16 parameter."""
     one, two = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(9, dtype=BF16))
     main_grads = MainGrads([one, two], dtype=BF16, average=False)
     with main_grads.accumulate():
@@ -268,7 +274,7 @@ def narrow(rank):
 
 def weights_for(model, main_grads):
     decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]  # the frozen one too
+    rest = [p for p in model.parameters() if p.dim() <= 1]  # includes the frozen parameter
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.03}]
     return MasterWeights(main_grads, lambda groups: torch.optim.AdamW(groups, lr=0.02), groups)
 
@@ -284,7 +290,7 @@ def train(model, main_grads, weights, rank, steps, clip=None):
 
 
 def trained(rank):
-    """With and without shard, and with that and without memory between steps."""
+    """Train without shard, with shard, and with shard and release."""
     found = {}
     for dtype, clip in CLIPPED.items():
         for shard in (False, True, "released"):
@@ -302,14 +308,14 @@ def trained(rank):
 
 
 def resumed(rank):
-    """Two steps, saved; a new model goes on from there. Another rank's state is refused, and changes nothing."""
+    """Save after two steps and resume in a new model. Loading another rank's state raises and changes nothing."""
     found = {}
     for shard in (False, True):
         model = Mixed(BF16, norms=FP32)
         main_grads = MainGrads(model, bucket_bytes=BYTES, shard=shard)
         weights = weights_for(model, main_grads)
         train(model, main_grads, weights, rank, range(2))
-        state = copy.deepcopy(weights.state_dict())  # the optimizer's are its own tensors
+        state = copy.deepcopy(weights.state_dict())  # state_dict() returns the optimizer's own tensors
         at_two = {name: p.detach().clone() for name, p in model.named_parameters()}
         train(model, main_grads, weights, rank, range(2, STEPS))
         straight = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -356,7 +362,7 @@ def lonely(rank, group):
 
 
 def close(got, expected):
-    """To fp32 rounding; a parameter without a gradient has zeros."""
+    """Assert that gradients agree to fp32 rounding. A parameter without a gradient has zeros."""
     for name, grad in expected.items():
         if name in got:
             right = torch.zeros_like(got[name]) if grad is None else grad.float()

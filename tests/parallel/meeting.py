@@ -1,4 +1,4 @@
-"""How spawned processes meet: over gloo on the CPU, or over NCCL with a GPU each."""
+"""Set up the process group in a spawned rank: gloo on the CPU, or NCCL with one GPU for each rank."""
 
 import faulthandler
 import os
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 def join(rank, ranks, folder, backend="gloo"):
-    """One thread a process, as there are as many processes as cores and more. Over NCCL tensors are made on the rank's GPU."""
-    faulthandler.enable()  # a crash says where
+    """Join the process group. Use one thread, as there are more ranks than cores. With NCCL, make the rank's GPU the default."""
+    faulthandler.enable()  # a crash prints a traceback
     torch.set_num_threads(1)
     options = {}
     if backend == "nccl":
@@ -25,5 +25,5 @@ def join(rank, ranks, folder, backend="gloo"):
 
 
 def drawn(draw, *args, **options):
-    """What torch.randn or torch.randint gives on the CPU, where all ranks and the test get the same, where tensors are made."""
+    """Draw on the CPU, where all ranks and the test get the same numbers, and move the tensor to the default device."""
     return draw(*args, device="cpu", **options).to(torch.get_default_device())

@@ -1,7 +1,7 @@
-"""An MLP divided over two or four processes; what they found is saved for the test that asked.
+"""Ranks of tests/parallel/test_mlp.py: run a tensor-parallel MLP, and save the results for the tests.
 
-All ranks know the whole x, scale and incoming gradient, and take their part of them. What they found are parts, which the test
-puts together.
+All ranks make the whole x, scale and incoming gradient, and take their part of them. Their results are parts, which the test
+concatenates.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from parallel.meeting import join
 from torch import nn
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -23,7 +23,7 @@ from onepass.parallel import reduce_sequence_parallel_grads
 
 S, B, K, F = 8, 2, 12, 16  # sequence, batch, hidden_size and ffn_hidden_size
 MICROBATCHES = 2
-OPTIONS = {  # of a case
+OPTIONS = {  # case -> options of `case`
     "swiglu": {},
     "swiglu, sequence": {"sequence_parallel": True},
     "gelu": {"activation": "gelu"},
@@ -62,7 +62,7 @@ def run(rank, ranks, folder):
     if os.environ.get("TRITON_INTERPRET"):
         with onepass.use_backend("triton"):
             found["kernels"] = case(world, scaled=True, sequence_parallel=True, dtype=torch.float32)
-    found["unequal"] = unequal(world)  # at the end: what it raises leaves some in the middle of something
+    found["unequal"] = unequal(world)  # last: it raises, which may leave ranks inside a collective
     torch.save(found, f"{folder}/{ranks}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -72,7 +72,7 @@ def numbers(seed, *shape):
 
 
 def given(microbatch, column=False):
-    """x, a scale for each token, and the gradient of y."""
+    """Return x, a scale for each token, and the gradient of y."""
     scale = 0.5 + numbers(10 + microbatch, S, B, *((1,) if column else ())).square()
     return numbers(microbatch, S, B, K), scale, numbers(20 + microbatch, S, B, K) + 0.5
 
@@ -83,7 +83,7 @@ def model(group, seed=5, **options):
 
 
 def with_random_biases(block):
-    """Those of init_method are zeros, and nobody would see whether they are used. The whole is random, a rank has its part."""
+    """Set biases to a rank's part of random vectors. Initial biases are zeros, which would hide whether they are used."""
     for layer, seed in ((block.linear_fc1, 31), (block.linear_fc2, 32)):
         if layer.bias is not None:
             layer.start("bias", lambda bias, seed=seed: bias.copy_(numbers(seed, *bias.shape)))
@@ -91,12 +91,15 @@ def with_random_biases(block):
 
 
 def part(t, sequence, group, dtype):
-    """This rank's part of the sequence, or all of it."""
+    """Return this rank's part of the sequence if it is divided, else all of it."""
     return (t.chunk(group.size())[group.rank()] if sequence else t).to(dtype).clone()
 
 
 def case(group, scaled=False, column=False, main_grad=False, dtype=torch.float64, **options):
-    """The start, and what two microbatches give; gradients of the last one's x and scale, and of the parameters of both."""
+    """Return the initial state, and the results of two microbatches.
+
+    The gradients of x and scale are the last microbatch's; the parameters' are sums over both.
+    """
     block, sequence = model(group, dtype=dtype, **options), options.get("sequence_parallel", False)
     found = {"random state": torch.get_rng_state(), "start": {name: t.clone() for name, t in block.state_dict().items()}}
     with_random_biases(block)
@@ -120,7 +123,7 @@ def case(group, scaled=False, column=False, main_grad=False, dtype=torch.float64
 
 
 def compiled(group, sequence):
-    """y, dx, dscale and the gradients, compiled and not."""
+    """Return y, dx, dscale and the parameters' gradients, with and without torch.compile."""
 
     def results(compiling):
         block = model(group, sequence_parallel=sequence)
@@ -136,7 +139,7 @@ def compiled(group, sequence):
 
 
 def no_tokens(group, sequence):
-    """y and the gradients, of an expert to whom nobody went."""
+    """Return y and the gradients for an input without tokens, such as an expert's."""
     block, x, scale = model(group, sequence_parallel=sequence), torch.ones(0, B, K), torch.ones(0, B, requires_grad=True)
     y = block(x, scale)
     y.sum().backward()
@@ -144,7 +147,7 @@ def no_tokens(group, sequence):
 
 
 def copied(group):
-    """A copy has the same group, its marks, and works."""
+    """Whether a deep copy computes the same. Assert that it keeps the group and the parameters' attributes."""
     block = model(group, sequence_parallel=True)
     other = copy.deepcopy(nn.Sequential(block))[0]
     assert other.tp_group is group and other.linear_fc2.tp_group is group and other.linear_fc2.bias.sequence_parallel is True
@@ -180,7 +183,7 @@ def errors(group):
 
 
 def unequal(group):
-    """A sequence that doesn't divide, so that a rank has a row less."""
+    """Return the error of a sequence that doesn't divide evenly: one rank has more rows."""
     rows = 3 if group.rank() == 0 else 2
     with onepass.validate():
         return said_of(lambda: model(group, sequence_parallel=True)(torch.ones(rows, B, K)))

@@ -1,7 +1,7 @@
-"""Modules divided over two or four processes; what they found is saved for the test that asked.
+"""Ranks of tests/parallel/test_parallel_modules.py: run tensor-parallel modules, and save the results for the tests.
 
-A case makes its modules from one seed, runs them, and says of each result how the ranks' parts make the whole: a dimension along
-which they are put together, ALIKE where all have the whole, or SUM. Without a group it is the undivided module.
+A case makes its modules from one seed and runs them. With each result it returns how the ranks' parts make the whole: the
+dimension to concatenate along, ALIKE if all ranks have the whole, or SUM. Without a group it runs the undivided module.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from parallel.meeting import drawn, join
 from torch import nn
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -60,7 +60,7 @@ def numbers(*shape):
 
 
 def part(t, dim, group):
-    """This rank's part, as torch.chunk divides."""
+    """Return this rank's part of a tensor, divided as by torch.chunk."""
     if group is None or dim in (ALIKE, SUM):
         return t.clone()
     parts = t.chunk(group.size(), dim)
@@ -68,7 +68,7 @@ def part(t, dim, group):
 
 
 def made(make, seed=5):
-    """A module that starts from a seed, and where the random numbers have got to."""
+    """Return a module that is initialised from a seed, and the random state afterwards."""
     torch.manual_seed(seed)
     module = make()
     on_gpu = torch.get_default_device().type == "cuda"
@@ -154,7 +154,7 @@ def mlp(activation="gelu", sequence_parallel=False, fused=True):
         dims = {"down.weight": 1}
         if activation == "gelu":
             dims |= {"up.weight": 0, "up.bias": 0}
-        else:  # of each half of the whole a part: the test would have to put them together by hand
+        else:  # None: a rank has a part of each half, which the test can't simply concatenate
             dims |= {"up.weight": None, "up.bias": None}
         found = starts(block, state, dims)
         divided = 0 if sequence_parallel else ALIKE
@@ -169,7 +169,7 @@ def mlp(activation="gelu", sequence_parallel=False, fused=True):
 
 
 def tied(rows, module, gathers, sequence_parallel=False):
-    """An embedding and a head with its weight, two microbatches."""
+    """Return a case of an embedding and an output layer with a tied weight, over two microbatches."""
 
     def case(group):
         dtype = torch.float32 if gathers else torch.float64
@@ -229,10 +229,10 @@ CASES = {
 
 
 def model(group, seed=5):
-    """What a checkpoint is made of."""
+    """Return the modules that are saved to and loaded from checkpoints."""
     device = torch.get_default_device()
     torch.manual_seed(seed)
-    with torch.device("cpu"):  # whose random numbers the test has too
+    with torch.device("cpu"):  # the test draws the same random numbers
         made = nn.ModuleDict({
             "embedding": VocabParallelEmbedding(11, K, tp_group=group),
             "few": VocabParallelEmbedding(5, K, tp_group=group, dtype=torch.bfloat16),
@@ -245,7 +245,7 @@ def model(group, seed=5):
 
 
 def ids_of_nobody(group):
-    """Not looked at, as on a GPU: NaN, on all ranks, and no gradient."""
+    """Look up ids outside the table, unchecked as on a GPU: rows are NaN on all ranks, without a gradient."""
     layer, _ = made(lambda: VocabParallelEmbedding(11, K, tp_group=group))
     ids = torch.tensor([2, -1, 10, 11, 7])
     with mock.patch.object(VocabParallelEmbedding, "_look", return_value=False):
@@ -260,7 +260,7 @@ def ids_of_nobody(group):
 
 
 def copied(group):
-    """A copy has the same group, and works."""
+    """Whether a deep copy computes the same. Assert that it keeps the group and the parameters' attributes."""
     layer, _ = made(lambda: RowParallelLinear(K, N, tp_group=group, sequence_parallel=True))
     other = onepass.nn.sharding.copy.deepcopy(nn.Sequential(layer))[0]
     assert other.tp_group is group and other.weight is not layer.weight and other.bias.sequence_parallel is True

@@ -1,4 +1,4 @@
-"""Buffers of `MainGrads(release=True)` with everything in them that large models have."""
+"""Make buffers of `MainGrads(release=True)` behave in small tests as in large models."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -9,7 +9,7 @@ from onepass.gradients import releasable_storage as released
 
 @contextmanager
 def poisoned(large=64, buffer=4096):
-    """Gradients of so many bytes count as large, buffers have about so many, and what nobody has written yet is NaN."""
+    """Lower the sizes of large gradients and of buffers to these bytes, and fill unwritten memory with NaN."""
     fill = released.ReleasableBuffer._fill
 
     def filled(self):
@@ -26,5 +26,5 @@ def poisoned(large=64, buffer=4096):
 
 
 def have_memory(main_grads):
-    """Whether each of its buffers has."""
+    """Return for each buffer whether it has memory."""
     return [bool(buffer.untyped_storage().nbytes()) for buffer in main_grads.buffers]

@@ -1,4 +1,4 @@
-"""Linear layers spread over two or four processes, each with its part; what they found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_products.py: run tensor-parallel linear layers, and save the results for the tests."""
 
 import os
 from unittest import mock
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -59,7 +59,7 @@ def activation_linear(**options):
     return call
 
 
-# name: the call, whether it is spread by row, whether the sequence is divided
+# name -> the call, whether it is row-parallel, whether the sequence is divided
 CASES = {
     "column": (linear(allreduce_dgrad=True), False, False),
     "column, sequence": (linear(sequence_parallel=True), False, True),
@@ -74,7 +74,7 @@ CASES = {
 
 
 def whole(dtype=torch.float32, sequence=S):
-    """The unsharded x, parameters and incoming gradient: the same on all ranks."""
+    """Return the unsharded x, parameters and incoming gradient. They are the same on all ranks."""
     seeds = torch.Generator().manual_seed(3)
 
     def numbers(*shape):
@@ -89,7 +89,7 @@ def part(t, dim, rank, ranks):
 
 
 def shard(name, rank, ranks, dtype=torch.float32, sequence=S):
-    """This rank's x, parameters and incoming gradient."""
+    """Return this rank's x, parameters and incoming gradient."""
     _, by_row, divided = CASES[name]
     x, parameters, dy = whole(dtype, sequence)
     if by_row:
@@ -118,7 +118,7 @@ def layer(name, group, dtype, sequence=S):
 
 
 def frozen(name, group):
-    """Only one of x and the weight is asked for: the other is as if it were not there."""
+    """Return the gradients if only x, or only the weight, requires one."""
     found = {}
     for asked in ("x", "weight"):
         x, parameters, dy = shard(name, group.rank(), group.size())
@@ -131,7 +131,7 @@ def frozen(name, group):
 
 
 def gathered(name, group):
-    """Two microbatches into main_grad."""
+    """Return the main_grads after two microbatches."""
     x, parameters, dy = shard(name, group.rank(), group.size())
     for parameter in parameters.values():
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
@@ -141,7 +141,7 @@ def gathered(name, group):
 
 
 def order(name, group):
-    """What backward does one after the other: "start" and "wait" of what is sent, and the products between them."""
+    """Return what backward does, in order: "start" and "wait" of collectives, and "product"."""
     x, parameters, dy = shard(name, group.rank(), group.size())
     y = CASES[name][0](x, parameters, group)
     happened = []
@@ -195,7 +195,7 @@ def errors(group):
 
 
 def explained(group):
-    """What is said of a call without an option, and with each."""
+    """Return explain's text for a call without an option, and with each option."""
     x, parameters, _ = shard("column", group.rank(), group.size())
     ways = ({}, {"allreduce_dgrad": True}, {"sequence_parallel": True}, {"reduce_output": True})
     return [str(onepass.explain(onepass.linear, x, parameters["weight"], tp_group=group, **way)) for way in ways]

@@ -1,4 +1,4 @@
-"""What two processes do together, each in its own; what they found is saved for the test that asked."""
+"""Ranks of tests/parallel/test_sequence_parallel.py: each rank runs every scenario and saves its results for the tests."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ _FOUND = {}
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs: every scenario, in one order."""
+    """Run every scenario, in the same order on all ranks."""
     join(rank, ranks, folder, backend)
     with onepass.use_backend("torch"):
         for scenario in (split_sequence, kinds, main_grads, groups, agreement):
@@ -23,7 +23,7 @@ def run(rank, ranks, folder, backend):
 
 
 def whole_sequence():
-    """A layer norm, its linear layer, a sequence and the gradients of what comes out."""
+    """Return a layer norm with a linear layer, a sequence, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     block = nn.Sequential(LayerNorm(16, sequence_parallel=True), nn.Linear(16, 16))
     for parameter in block.parameters():
@@ -32,7 +32,7 @@ def whole_sequence():
 
 
 def split_sequence(rank):
-    """Parts of unequal length, two microbatches."""
+    """Train two microbatches, with sequence parts of unequal length."""
     block, x, dy = whole_sequence()
     part = slice(0, 4) if rank == 0 else slice(4, 10)
     for _ in range(2):
@@ -50,7 +50,7 @@ def marked(grad, **attributes):
 
 
 def kinds(rank):
-    """Several types and shapes, in turn, strided, tied and without a gradient: how many all-reduces, and what comes out."""
+    """Reduce gradients of several dtypes and shapes: strided, tied, and None. Return the all-reduces and the results."""
     grads = [torch.full((5,), rank + 1.0), torch.full((2, 3), rank + 10.0).bfloat16(), torch.full((4, 3), rank + 100.0).t()]
     grads += [torch.full((2,), rank + 0.25).bfloat16(), torch.full((1,), rank + 7.0).double()]
     parameters = [marked(grad) for grad in grads]
@@ -64,7 +64,7 @@ def kinds(rank):
 
 
 def main_grads(rank):
-    """main_grad, not grad, where it is a tensor."""
+    """Reduce main_grad instead of .grad if it is a tensor."""
     with_one = marked(torch.ones(3), main_grad=torch.full((3,), rank + 1.0))
     with_none = marked(torch.full((3,), rank + 1.0), main_grad=None)
     reduce_sequence_parallel_grads([with_one, with_none])
@@ -72,7 +72,7 @@ def main_grads(rank):
 
 
 def groups(rank):
-    """In a group of one nothing is done."""
+    """Reduce in a group of one, which does nothing, and in the group of all ranks."""
     alone = [dist.new_group([each]) for each in range(2)][rank]
     parameter = marked(torch.full((3,), rank + 1.0))
     with counted() as calls:
@@ -83,7 +83,7 @@ def groups(rank):
 
 
 def agreement(rank):
-    """Under validate() ranks that differ are told, all of them, and nothing is changed."""
+    """Under validate(), all ranks raise if they differ, and gradients are unchanged."""
     said = []
     one, two = marked(torch.ones(3)), marked(torch.ones(2))
     if rank == 1:
@@ -102,7 +102,7 @@ def agreement(rank):
 
 
 class counted:
-    """The number of elements of each all-reduce in the block."""
+    """Record the number of elements of each all-reduce in the block."""
 
     def __enter__(self):
         self.real, calls = dist.all_reduce, []

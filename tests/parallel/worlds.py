@@ -1,4 +1,4 @@
-"""The worlds in which tests of several processes run: a backend and a number of ranks."""
+"""Start the ranks of a test. A world is a backend and a number of ranks."""
 
 import os
 
@@ -17,21 +17,21 @@ WORLDS = [*PAIRS, _world("gloo", 4), _world("nccl", 4)]
 
 
 def started(run, args, ranks, join=True):
-    """So many processes that run it: forks of one that has done no more than import, as that is what takes the time.
+    """Start processes that call `run`. They fork from a server process that has done the imports, which take the most time.
 
-    They have the environment, and write where this process wrote, of when the first of them was started.
+    The server is started at the first call, so all processes have the environment and the output streams of that time.
     """
     needed = ["torch.distributed", "onepass"]
     if os.environ.get("TRITON_INTERPRET"):
         needed.insert(0, "onepass.testing.interpreter")
     if not torch.cuda.is_available():
-        needed.append("torch._dynamo")  # which asks for GPUs, and no fork may use one after that
+        needed.append("torch._dynamo")  # not with a GPU: it queries CUDA, which no fork could use afterwards
     mp.set_forkserver_preload(needed)
     return mp.start_processes(run, args, ranks, join=join, start_method="forkserver")
 
 
 def found_by(run, world, folder):
-    """What each rank's `run` has saved. One start for all of a file's tests."""
+    """Run the ranks and return what each has saved. One start serves all tests of a file."""
     backend, ranks = world
     started(run, (ranks, str(folder), backend), ranks)
     return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Traces made by hand, as torch.profiler exports them: on a machine without a GPU the only ones that have kernels."""
+"""Hand-made traces in torch.profiler's format. Without a GPU they are the only traces that have kernels."""
 
 import json
 
@@ -49,7 +49,7 @@ class Made:
         self._add(cat, name, at, us, 100, thread, correlation=correlation)
 
     def kernel(self, name, at, start, us, *, launch="cudaLaunchKernel", thread=1, stream=7, device=0, cat="kernel", **args):
-        """Launched at `at`; a launch of None leaves out the call, as for a further kernel of a CUDA graph."""
+        """Add a kernel and its launch at `at`. A launch of None adds no launch, as for further kernels of a CUDA graph."""
         if launch is not None:
             self._correlation += 1
             driver = "cuda_driver" if launch.startswith("cu") and not launch.startswith("cuda") else "cuda_runtime"
@@ -69,12 +69,12 @@ class Made:
         return {"deviceProperties": [{"id": 0, "name": "Some GPU"}], "traceEvents": self.events}
 
     def profile(self, wall=100.0, host=90.0, ceilings=CEILINGS, peak=None):
-        """With the wall time that it would have had without the profiler."""
+        """Return the profile of the trace. `wall` and `host` are the times without the profiler."""
         return described(json.dumps(self.data()).encode(), Timing((wall,), (host,), peak), ceilings)
 
 
 def launch_bound(steps=2, kernels=10):
-    """Kernels of 1 us, one every 10 us."""
+    """Return a trace of kernels of 1 us, one every 10 us."""
     made = Made()
     made.steps(*((1000.0 * i, 10.0 * kernels) for i in range(steps)))
     for i in range(steps):
@@ -86,7 +86,7 @@ def launch_bound(steps=2, kernels=10):
 
 
 def matrix_products(dtype="c10::BFloat16", us=1000.0):
-    """Two of 1024 x 1024 x 1024 back to back: 2.147 GFLOP, 21.5 us at 100 TFLOP/s."""
+    """Return a trace of two products of 1024 x 1024 x 1024 back to back: 2.147 GFLOP each, 21.5 us at 100 TFLOP/s."""
     made = Made()
     made.steps((0.0, 50.0))
     for i in range(2):

@@ -1,4 +1,4 @@
-"""Saves that are killed whenever they touch the disk, each in a process of its own: forks of one that has trained the model."""
+"""Kill saves of a checkpoint at each of their disk accesses. Each save runs in a fork of a process that has trained the model."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def run(rank, folder, again):
-    """again: the step that is saved is there already."""
+    """Kill saves until one completes. `again`: a checkpoint of the same step exists already."""
     torch.set_num_threads(1)
     folder = Path(folder)
     base, place = folder / "base", folder / "killed"
@@ -37,9 +37,9 @@ def run(rank, folder, again):
 
 
 def killed(place, trained, step, touches):
-    """The signal that ended a save at so many touches of the disk; 0 where it had done with less."""
+    """Save in a fork that is killed at disk access number `touches`. Return the signal, or 0 if the save completed before it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which a fork has not
+        warnings.simplefilter("ignore")  # fork() warns of threads, which the child lacks
         child = os.fork()
     if child:
         return {"signal": os.WTERMSIG(os.waitpid(child, 0)[1])}
@@ -50,7 +50,7 @@ def killed(place, trained, step, touches):
 
 
 def dying(place, touches):
-    """This process is killed before so many things that change what is on the disk there, and in the middle of tensors."""
+    """Make this process kill itself at its n-th write access below `place`, with n `touches`; for tensors in mid-write."""
     left = [touches]
 
     def touch(file=None, data=b""):
@@ -80,7 +80,7 @@ def dying(place, touches):
 
 
 def resumed(place, tensors):
-    """What the next run finds, and whether it is good; then the next save."""
+    """Load the checkpoint that the next run finds, and save again. Return which save it equals, its step, and the folders."""
     path = checkpoint.find(place)
     there = whole(path)
     same = [

@@ -1,4 +1,4 @@
-"""Small runs whose checkpoints are looked at, on one rank and on several, and a reader of them that is not the trainer's."""
+"""Small training runs with checkpoints, on one rank and on several, and an independent reader of the checkpoints."""
 
 import json
 import re
@@ -28,7 +28,7 @@ SHAPE = {
 KINDS = {
     "llama": {"untie_embeddings_and_output_weights": True},
     "gpt-2": {"position_embedding_type": "learned_absolute", "add_bias_linear": True, "gated_linear_unit": False},
-    "experts": {  # where data-parallel ranks' parts of what tensor-parallel ones have alike end in different places
+    "experts": {  # data-parallel shards of replicated parameters end at different offsets on different tensor-parallel ranks
         "num_moe_experts": 3, "moe_ffn_hidden_size": 10, "position_embedding_type": "learned_absolute",
         "max_position_embeddings": 200,
     },
@@ -41,7 +41,7 @@ TENSOR, PIPELINE, ZERO, FSDP, NARROW, RELEASED = (
     {"params_dtype": "bf16"},
     {"release_main_grads": True},
 )
-LAYOUTS = {  # one after the other, each from what the one before it has saved
+LAYOUTS = {  # in this order: each layout loads the previous one's checkpoint
     2: {
         "tensor": TENSOR,
         "pipeline": PIPELINE | RELEASED,
@@ -53,7 +53,7 @@ LAYOUTS = {  # one after the other, each from what the one before it has saved
     },
     4: {"tensor, zero": TENSOR | ZERO, "zero": ZERO, "tensor, fsdp": TENSOR | FSDP, "tensor, data": TENSOR | NARROW},
 }
-KIND = {2: "llama", 4: "experts"}  # of the model on so many ranks
+KIND = {2: "llama", 4: "experts"}  # ranks -> kind of model
 B, S = 4, 8
 
 
@@ -75,7 +75,7 @@ def batch(step, layout):
 
 
 def go(trained, layout, first, last):
-    """The losses and gradient norms of these steps."""
+    """Train these steps. Return their losses and gradient norms."""
     found = []
     for step in range(first, last):
         loss, norm = trained.steps.run(batch(step, layout))
@@ -90,7 +90,7 @@ def saved(folder, step, trained, config, options, layout):
 
 
 def started(folder, kind="llama", steps=2, **settings):
-    """A run of so many steps on one rank, and its checkpoint."""
+    """Train some steps on one rank. Return the trained model and its checkpoint's path."""
     config, options = configured(kind, **settings)
     trained = make(config, options, alone())
     go(trained, alone(), 0, steps)
@@ -98,14 +98,14 @@ def started(folder, kind="llama", steps=2, **settings):
 
 
 def whole(path):
-    """All tensors of a checkpoint, put together by what the files say of themselves."""
+    """Return all whole tensors of a checkpoint, assembled by the shapes and ranges in its files."""
     shapes = {name: said["shape"] for name, said in json.loads((path / "checkpoint.json").read_text())["tensors"].items()}
     found = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for file in path.glob("*.safetensors"):
         for key, part in load_file(file).items():
             name, where = re.fullmatch(r"([^[]+)(?:\[(.*)\])?", key).groups()
             ranges = [slice(*map(int, each.split(":"))) for each in where.split(", ")] if where else []
-            assert found[name][tuple(ranges)].isnan().all(), key  # once
+            assert found[name][tuple(ranges)].isnan().all(), key  # no part is saved twice
             found[name][tuple(ranges)] = part
     assert not any(tensor.isnan().any() for tensor in found.values())
     return found
@@ -115,7 +115,7 @@ def whole(path):
 
 
 def run(rank, ranks, folder, backend):
-    """Each layout loads what the one before has saved, saves it again, goes on, saves, and goes on from that once more."""
+    """Run all layouts. Each loads the previous one's checkpoint, saves it again, trains, saves, and resumes from that."""
     join(rank, ranks, folder, backend)
     folder, found = Path(folder), {}
     path = checkpoint.find(folder / "one")
@@ -139,7 +139,7 @@ def case(folder, path, step, kind, settings):
     apart = [name for name, mine, theirs in own(trained, layout, whole(path), config) if not torch.equal(mine, theirs)]
     again = saved(folder / "again", step, trained, config, options, layout)
     lines = go(trained, layout, step, step + 1)
-    trained.steps.loss(batch(99, layout))  # after which FSDP keeps some weights gathered
+    trained.steps.loss(batch(99, layout))  # an evaluation leaves some FSDP weights unsharded
     half = saved(folder / "half", step + 1, trained, config, options, layout)
     lines += go(trained, layout, step + 1, step + 2)
     after = saved(folder / "after", step + 2, trained, config, options, layout)
@@ -151,7 +151,7 @@ def case(folder, path, step, kind, settings):
 
 
 def own(trained, layout, tensors, config):
-    """Of each of this rank's parameters and its moments: the name, what it is, and what it is to be."""
+    """Yield the name, the actual and the expected tensor of each of this rank's parameters, masters and moments."""
     divisions = {
         f"{path}.{name}": division
         for path, module in trained.model.named_modules()
@@ -175,7 +175,7 @@ def own(trained, layout, tensors, config):
 
 
 def stretches(trained):
-    """By the parameter's name, then by the kind, what onepass' AdamW has of it; None where PyTorch's steps."""
+    """Return parameter name -> kind -> tensor of onepass's AdamW state on this rank; None with PyTorch's optimizer."""
     if not isinstance(trained.update, MainGradUpdate):
         return None
     kept = {}
@@ -185,13 +185,13 @@ def stretches(trained):
 
 
 def stretch_of(trained, name):
-    """Where in the flattened parameter this rank's part of it is, by its buckets."""
+    """Return the slice of the flattened parameter that this rank steps, from its gradient buckets."""
     parts = [part for bucket in trained.update.main_grads.buckets for part in bucket.parts()]
     return next(slice(start - place.start, stop - place.start) for place, start, stop in parts if place.name == name)
 
 
 def full(folder, rank):
-    """What is said where the last rank's file grows too large, and what is left."""
+    """Save with a file size limit on the last rank. Return the error, the folders left, and whether find() is unchanged."""
     import resource
 
     config, options = configured(KIND[dist.get_world_size()], **ZERO)
@@ -209,7 +209,7 @@ def full(folder, rank):
 
 
 def damaged(folder, rank):
-    """What is said where the last rank has no such checkpoint, and where one has to read a file that is cut short."""
+    """Return the errors of loading a checkpoint that the last rank doesn't have, and one with a truncated file."""
     config, options = configured(KIND[dist.get_world_size()], **ZERO)
     layout = _groups(config, torch.device("cpu"))
     trained = make(config, options, layout)

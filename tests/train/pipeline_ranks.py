@@ -1,4 +1,4 @@
-"""Training of a tiny model whose stages are divided over processes; what they found is saved for the test that asked."""
+"""Ranks of tests/train/test_pipeline.py: train a tiny model with pipeline stages, and save the results for the tests."""
 
 from pathlib import Path
 from unittest import mock
@@ -34,7 +34,7 @@ LAST_OF_SIX = {"num_layers": 6, "num_layers_in_last_pipeline_stage": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 INTERLEAVED, ZERO_BUBBLE = {"pipeline_schedule": "interleaved"}, {"pipeline_schedule": "zero-bubble"}
-# by ranks: of the model, and of its training
+# ranks -> case -> options of the model, and of its training
 CASES = {
     2: {
         "1f1b": ({}, {}),
@@ -81,7 +81,7 @@ CASES = {
 
 
 def settings(name, ranks):
-    """Config, options, and whether it is by PyTorch's operators: of a case, or of what one rank does in its place."""
+    """Return a case's Config and Options, and whether it uses PyTorch's operators. One rank gets the undivided model."""
     model, training = next(cases[name] for cases in CASES.values() if name in cases)
     model, plain = SHAPE | model, model.get("plain", False)
     model.pop("plain", None)
@@ -104,7 +104,7 @@ def batches_of(options, divided):
 
 
 def trained(name, divided):
-    """Losses, norms, and what is seen of the model afterwards."""
+    """Train a few steps. Return losses, gradient norms, evaluation losses before and after, logits and parameter names."""
     config, options, plain = settings(name, divided.ranks)
     made = make(config, options, divided, plain and divided.ranks > 1)
     batches = batches_of(options, divided)
@@ -127,26 +127,26 @@ def trained(name, divided):
 def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     device = torch.get_default_device()
-    torch.set_default_device("cpu")  # batches are drawn there, as in a run
+    torch.set_default_device("cpu")  # batches are drawn on the CPU, as in a training run
     onepass.use_backend("torch")
     found = {name: watched(name, layout._groups(settings(name, ranks)[0], device)) for name in CASES[ranks]}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-# each of one step, from where the one before has saved
+# each case trains one step from the previous case's checkpoint
 HANDED_ON = ("less on the last", "interleaved", "less on the last, zero-bubble, a stage each")
 
 
 def hand_on(rank, ranks, folder, backend):
-    """Saves the losses of these steps; the last of their checkpoints is left in the folder."""
+    """Train the steps of HANDED_ON and save their losses. The last checkpoint is left in the folder."""
     join(rank, ranks, folder, backend)
     onepass.use_backend("torch")
     losses, found = [], None
     for step, name in enumerate(HANDED_ON):
         config, options, _ = settings(name, ranks)
         divided = layout._groups(config, torch.device("cpu"))
-        made = make(config, options.replace(seed=OPTIONS["seed"] + step), divided)  # no start but the first's counts
+        made = make(config, options.replace(seed=OPTIONS["seed"] + step), divided)  # later cases load weights
         if found is not None:
             assert checkpoint.load(found, made, config, divided) == step
         loss, _ = made.steps.run(batches_of(options, divided).of_step(step))
@@ -159,7 +159,7 @@ def hand_on(rank, ranks, folder, backend):
 
 
 def watched(name, divided):
-    """What a case finds, and what happens on the way."""
+    """Train a case. Return its results, and what flush, dw_builder, finish and forward calls saw."""
     seen = {"flushed": [], "handed": [], "begun": [], "forwards": []}
     with (
         looked_at(DeferredWgrad, "flush", lambda deferred: seen["flushed"].append(len(deferred))),
@@ -171,7 +171,7 @@ def watched(name, divided):
 
 
 def looked_at(kind, name, look):
-    """Look at an object whenever its method is called."""
+    """Patch a method to call `look` with the object before each call."""
     method = getattr(kind, name)
 
     def looked(self, *args, **options):

@@ -7,8 +7,8 @@ Peers     eager and torch.compile: the addition and the activation's formula.
           gate and a linear part in one tensor (swiglu only).
           Megatron-core: the function that its configuration selects. For quick_geglu that is the one for experts, with token
           weights of 1. It sums the bias gradient from a rounded tensor, which is allowed, as in eager code.
-          QuACK and Apex fuse activations into matrix products only. Transformer Engine fuses a bias with an activation only
-          inside its MLP.
+          QuACK and Apex fuse activations into matrix products only. Transformer Engine has activations without a bias, and
+          fuses a bias only inside its MLP.
 """
 
 from __future__ import annotations

@@ -87,7 +87,10 @@ def _ours(case: BenchCase) -> Call:
 
 
 class _Products(torch.autograd.Function):
-    """Make the logits, and in backward the two products of the weight and the hidden states with the logits' gradient."""
+    """Run three products: the logits, and in backward their products with the weight and the hidden states.
+
+    The logits stand in for their own gradient, which has the same shape.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small random models of each family, and what is said of them where onepass is applied."""
+"""Small random models of each family, and the replacements that onepass reports for them."""
 
 import copy
 
@@ -43,7 +43,7 @@ FAMILIES = {
 }
 FAMILIES_BESIDE = {"Starcoder2": SMALL | {"residual_dropout": 0.0}}
 
-# Of each family what is replaced: of the norms alone, MLPs, rotation, products up, whole layers. The rest is said to be left.
+# family -> the expected replacements: norms, MLPs, rotary embeddings, QKV products and losses. All else is reported as left.
 _LLAMA = {
     "norm": {"rms_norm", "norm_linear, with the residual's sums"}, "mlp": {"activation_linear, swiglu"}, "rope": {"rope"},
     "qkv": {"attention"}, "loss": {"linear_cross_entropy"},
@@ -71,7 +71,7 @@ REPLACED = {
 
 
 def made(family="Llama", **options):
-    """In training, its norms' weights and biases random too."""
+    """Return a model in training mode, with random norm weights and biases too."""
     config = getattr(transformers, f"{family}Config")(**SPECIAL | (FAMILIES | FAMILIES_BESIDE)[family] | options)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
@@ -82,7 +82,7 @@ def made(family="Llama", **options):
 
 
 def both(family="Llama", *, main_grad=False, release_main_grad=False, **options):
-    """The model with onepass, what it was, and what was done."""
+    """Return a model with onepass applied, its copy from before, and the report."""
     model = made(family, **options)
     before = copy.deepcopy(model)
     return model, before, huggingface.apply(model, main_grad=main_grad, release_main_grad=release_main_grad)
@@ -99,7 +99,7 @@ def batch(masked=False, tokens=12):
 
 
 def step(model, **given):
-    """The loss, and each parameter's gradient by its name, however the model is wrapped."""
+    """Return the loss and each parameter's gradient. torch.compile's prefix is removed from the names."""
     model.zero_grad()
     loss = model(**given).loss
     loss.backward()
@@ -108,7 +108,7 @@ def step(model, **given):
 
 
 def assert_alike(found, expected, tolerance=2e-5):
-    """Losses and gradients; a gradient that is rounding and nothing else, like that of a key's bias, has none to be alike."""
+    """Assert that losses and gradients are close. Gradients of pure rounding, such as a key bias's, are not compared."""
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance, check_dtype=False)
     assert found[1].keys() == expected[1].keys()
     largest = max(grad.norm() for grad in expected[1].values())

@@ -1,5 +1,7 @@
-"""What two processes find of a model that makes its loss in its head, of one with all of onepass, and of one without, under DDP
-and fully_shard."""
+"""Ranks of tests/integrations/huggingface/test_loss.py: train under DDP and fully_shard, and save the results for the tests.
+
+The models are: one with only the loss replaced, one with all of onepass, and one without onepass.
+"""
 
 import copy
 import os
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process has no conftest
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
@@ -22,7 +24,7 @@ from onepass.integrations.huggingface.patches import Patches
 
 
 def fully_sharded(model, *own):
-    """The layers and these each by themselves, and what is left with the root."""
+    """Shard the layers and each of `own` by itself, and the rest with the root."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.model.layers, *own):
         fully_shard(part, mesh=mesh)
@@ -41,7 +43,7 @@ PUT = {"the loss": lambda model: replace_loss(model, Patches()), "all": huggingf
 
 
 def step(called, model, ids):
-    """The logits' shape, the loss, and the gradients, whole."""
+    """Return the logits' shape, the loss, and the whole gradients."""
     with onepass.use_backend("torch"):
         outputs = called(input_ids=ids, labels=ids)
         outputs.loss.backward()
@@ -50,13 +52,12 @@ def step(called, model, ids):
 
 
 def alone(model, batches):
-    """Each rank's loss, and the mean of their gradients."""
-    losses = [step(model, model, ids)[1] for ids in batches]  # gradients are added up
+    """Return each rank's loss, and the mean of the ranks' gradients, computed by one process."""
+    losses = [step(model, model, ids)[1] for ids in batches]  # .grad accumulates
     return losses, {name: p.grad / len(batches) for name, p in model.named_parameters()}
 
 
 def run(rank, ranks, folder, backend):
-    """What a spawned process runs."""
     import transformers
 
     join(rank, ranks, folder, backend)
