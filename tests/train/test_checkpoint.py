@@ -312,7 +312,7 @@ def test_found_by_the_run_or_by_itself(tmp_path, monkeypatch):
     assert checkpoint.run_of(checkpoint.find(Path("."))).samefile(tmp_path / "run")
     shutil.copytree(path, tmp_path / "elsewhere")
     assert checkpoint.find(tmp_path / "elsewhere") == tmp_path / "elsewhere"
-    with pytest.raises(CommandError, match=r"elsewhere is in no run's folder: give --config with its settings and --run with a"):
+    with pytest.raises(CommandError, match=r"elsewhere is in no run's folder: give --config with .* and --run-dir with a"):
         checkpoint.run_of(tmp_path / "elsewhere")
 
 

@@ -43,7 +43,7 @@ def run_of(checkpoint: Path) -> Path:
     folder = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint.resolve().parent
     if folder.name != "checkpoints":
         raise CommandError(
-            f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run with a folder"
+            f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run-dir with a folder"
         )
     return folder.parent
 
