@@ -10,8 +10,7 @@ Triton 3.6's interpreter has these faults, those of bf16 without an error. This 
 - Other arithmetic on bf16 uses the bit patterns too. Here it raises. No kernel needs it: kernels convert to fp32 after a load.
 - `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
 - numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
-- Each launch, and each call of a device function, patches the whole language again, most of a program's cost. Here the first
-  launch patches it for good.
+- Each call of a device function patches the whole language again, most of a program's cost. Here each launch patches it once.
 - Types and shapes are made again for each value, most of the remaining cost. Here they are cached (`interpreter_types.py`).
 - Programs run one after another, so a program that waits for another would hang. Here it yields to the others
   (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
@@ -110,12 +109,12 @@ def _refusing_bf16(stock: Any) -> Any:
     return op
 
 
-# ---- the language, patched once a process ----
+# ---- the language, patched once a launch ----
 
 _patch_tensor: Any = interpreter._patch_lang_tensor
 _patch_language: Any = interpreter._patch_lang
 _EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function with both among its globals
-_patched = False
+_launching = False
 
 
 def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
@@ -131,13 +130,22 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         tensor.__index__ = index
 
 
+class _Launch:
+    """The patches of a launch. `restore` undoes them, and clears the flag that a launch is running."""
+
+    def __init__(self) -> None:
+        global _launching
+        self.scope = _patch_language(_EVERYWHERE)
+        _launching = True
+
+    def restore(self) -> None:
+        global _launching
+        _launching = False
+        self.scope.restore()
+
+
 def _patch_once(function: Any) -> Any:
-    """Patch the language for good at the first launch: doing so takes longer than many a program."""
-    global _patched
-    if not _patched:
-        _patch_language(_EVERYWHERE)
-        _patched = True
-    return interpreter._LangPatchScope()  # nothing to undo
+    return interpreter._LangPatchScope() if _launching else _Launch()
 
 
 # ---- launches ----
