@@ -34,7 +34,7 @@ class Case:
     bias: torch.dtype | None = None
     residual: torch.dtype | None = None
     centered: bool = False
-    memory_efficient: bool = False  # memory_efficient
+    memory_efficient: bool = False
     eps: float = 1e-5
     mean: float = 0.0  # the mean of x's rows, in standard deviations
     scale: float = 1.0  # the standard deviation of x

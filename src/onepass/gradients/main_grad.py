@@ -85,9 +85,6 @@ def is_concatenated(tensor_or_node: Any) -> bool:
 # ---- what a pass asks for ----
 
 
-_will_execute = torch._C._will_engine_execute_node
-
-
 class GradRequest(Enum):
     """What a backward pass wants of one gradient."""
 
@@ -117,7 +114,7 @@ def _request_of(node: Any) -> GradRequest:
     if is_concatenated(node):
         return _request_of_concatenated(node)
     try:
-        request = _will_execute(node)
+        request = torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
         if "leaf node" not in str(error):  # no pass is running: somebody calls backward by hand
             return GradRequest.ACCUMULATE
@@ -313,7 +310,7 @@ def _gradient(
     if needs_dispatcher(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
-        way.add(main_grad if request is GradRequest.ACCUMULATE else _target_in_pass(main_grad, request), first, second)
+        way.add(_target_in_pass(main_grad, request), first, second)
         if request is GradRequest.ACCUMULATE and _nobody_waits(parameter):  # the usual case: 1 us less
             return None
         _mark(parameter)
@@ -356,7 +353,7 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
 
 
 def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
-    beta = 1.0 if keep else 0.0
+    beta = float(keep)
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)
     elif first.dtype == main_grad.dtype:  # a beta that is passed takes 1 us more

@@ -48,8 +48,7 @@ class _LinearProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None, deferred: DeferredWgrad | None
     ) -> Tensor:
-        if deferred is not None:
-            graph_break_if_deferred(deferred)
+        graph_break_if_deferred(deferred)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # read once: autograd makes the tuple anew each time
         weight_place = main_grad_of(weight) if needs_weight else None  # main_grads_of would take 2 us of a 20 us call
         bias_place = main_grad_of(bias) if bias is not None and needs_bias else None
@@ -66,7 +65,7 @@ class _LinearProduct(torch.autograd.Function):
         weight = cast(weight, dy.dtype) if x_request is not GradRequest.SKIP else None
         x = x if weight_request is not GradRequest.SKIP else None
         dweight = dbias = None
-        if deferred is not None and is_deferred(deferred, own_weight, weight_request):
+        if is_deferred(deferred, own_weight, weight_request):
             dweight, x = deferred.keep(dy, x, own_weight, main_grads[0], layout), None
         whole_dy, dx, gathering, summing = dy, None, None, None
         if layout is None:

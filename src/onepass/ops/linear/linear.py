@@ -106,8 +106,7 @@ def linear(
         ``[..., N]`` in x's type, or autocast's.
     """
     _check_tensors(x, weight, bias)
-    if deferred is not None:
-        deferred = check_deferred(deferred, weight)
+    deferred = check_deferred(deferred, weight)
     chosen = choose("linear", backend, None)
     layout = None
     if allreduce_dgrad or sequence_parallel or reduce_output:
