@@ -9,9 +9,11 @@ Triton 3.6's interpreter has these faults, those of bf16 without an error. This 
 - `tl.dot` multiplies the bit patterns of bf16. Here it converts them to fp32 first.
 - Other arithmetic on bf16 uses the bit patterns too. Here it raises. No kernel needs it: kernels convert to fp32 after a load.
 - `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
+- A launch copies tensors to the host and back, which a reference cycle keeps alive. Without a GPU, here it doesn't.
 - numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
 - Each call of a device function patches the whole language again, most of a program's cost. Here each launch patches it once.
-- Types and shapes are made again for each value, most of the remaining cost. Here they are cached (`interpreter_types.py`).
+- Types and shapes are made again for each value, most of the remaining cost. Here they are cached, and operators of types that
+  have met before are numpy's (`interpreter_types.py`).
 - Programs run one after another, so a program that waits for another would hang. Here it yields to the others
   (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
 - @triton.autotune asks a driver for the device. A stub driver answers where there is no GPU.
@@ -130,12 +132,22 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         tensor.__index__ = index
 
 
+_patches: list[tuple[object, str, object]] = []  # what the first launch has set: to look for it takes 3 ms
+
+
 class _Launch:
     """The patches of a launch. `restore` undoes them, and clears the flag that a launch is running."""
 
     def __init__(self) -> None:
         global _launching
-        self.scope = _patch_language(_EVERYWHERE)
+        if _patches:
+            self.scope = interpreter._LangPatchScope()
+            for patch in _patches:
+                self.scope.set_attr(*patch)
+        else:
+            self.scope = _patch_language(_EVERYWHERE)
+            interpreter_types.patch_operators(tl.tensor, self.scope.set_attr)
+            _patches.extend((of, name, getattr(of, name)) for of, name, _ in self.scope._changes)
         _launching = True
 
     def restore(self) -> None:
@@ -162,6 +174,14 @@ def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
             _stock_launch(self, *args, **kwargs)
     finally:
         self.fn = function
+
+
+def _arguments_as_they_are(self: Any, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def _no_copy_back(self: Any, *_: Any) -> None:
+    """Take the place of a copy from the host's memory to the same memory."""
 
 
 # ---- programs that wait for each other ----
@@ -296,6 +316,8 @@ def _repair() -> None:
     interpreter.GridExecutor.__call__ = _launch_quietly
     grid_sync.yield_to_programs = _yield_to_programs
     if not torch.cuda.is_available():
+        interpreter.GridExecutor._init_args_hst = _arguments_as_they_are
+        interpreter.GridExecutor._restore_args_dev = _no_copy_back
         triton.runtime.driver.set_active(_NoDriver())
 
 

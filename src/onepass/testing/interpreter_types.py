@@ -5,14 +5,20 @@ both again. It computes each sum or product of integers a second time in int64 a
 the option `debug`, which is off here, it discards the comparison. This module makes each type once, with the attributes that its
 tensors share, and runs the overflow check only with `debug`.
 
-Only `onepass.testing.interpreter` uses this module: it calls `install`.
+An operator checks and promotes the types of its operands and splats scalars to blocks, for each value anew. Here the first call
+with two types does so, and later ones call numpy's function. Where that has another result for the first call, none is fast.
+
+Only `onepass.testing.interpreter` uses this module: it calls `install`, and `patch_operators` in each launch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import triton.language.core as core
 import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
@@ -78,6 +84,99 @@ def _numpy_type(tt_dtype: Any) -> Any:
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
     return (lhs, rhs) if lhs.type is rhs.type else _stock_broadcast(self, lhs, rhs)
+
+
+# ---- operators ----
+
+_Handle: Any = interpreter.TensorHandle
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return (a - np.fmod(a, b)) // b  # integers, towards zero
+
+
+_COMPUTE: dict[str, Callable[[Any, Any], Any]] = {
+    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__rmul__": np.multiply,
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+    "__eq__": np.equal, "__ne__": np.not_equal, "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor,
+    "__lshift__": np.left_shift, "__rshift__": np.right_shift, "__floordiv__": _divide, "__mod__": np.fmod,
+}  # fmt: skip
+_NEGATIVE = object()  # the type of an int that an unsigned tensor refuses
+_EVERYTHING = slice(None)
+
+
+def _make(data: Any, handle_type: Any, type: Any) -> Any:
+    """Return a tensor without the checks that its type has passed before."""
+    handle = object.__new__(_Handle)
+    handle.data, handle.dtype, handle.attr = data, handle_type, {}
+    return _Tensor(handle, type)
+
+
+def _add_pointers(size: int, pointers: Any, offsets: Any) -> Any:
+    return pointers + size * np.asarray(offsets).astype(np.uint64)
+
+
+def _compute_of(name: str, left: Any, value: Any, found: Any) -> Callable[[Any, Any], Any] | None:
+    """Return the function of arrays that makes what the stock operator has found, or None."""
+    data, compute = left.handle.data, _COMPUTE[name]
+    kind = data.dtype.kind
+    if left.type.scalar.is_ptr():
+        compute = partial(_add_pointers, max(1, left.type.scalar.element_ty.primitive_bitwidth // 8))
+        alike = name == "__add__"
+    elif hasattr(value, "dtype"):
+        alike = value.dtype.kind == kind  # the language and numpy promote other pairs in different ways
+    else:
+        alike = kind == "f" or (kind in "iu" and type(value) is int)
+    if not alike or type(found) is not _Tensor:
+        return None
+    ours, theirs = compute(data, value), found.handle.data
+    same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and np.array_equal(ours, theirs, equal_nan=kind == "f")
+    return compute if same else None
+
+
+def _operator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap an operator of `tl.tensor`. Its other operand is a tensor, a number or a constexpr."""
+
+    def run(self: Any, other: Any) -> Any:
+        value = other.value if type(other) is core.constexpr else other
+        right: Any = type(value)
+        if right is _Tensor:
+            right, value = value.type, value.handle.data
+        elif right is int and -(2**31) <= value < 2**31:
+            right = int if value >= 0 else _NEGATIVE
+        elif right is not float:
+            return stock(self, other)
+        kept, key = _kept(self.type), (name, id(right))
+        if key not in kept:
+            found = stock(self, other)
+            compute = _compute_of(name, self, value, found)
+            kept[key] = right, compute, compute and found.handle.dtype, compute and found.type  # `right` keeps its id
+            return found
+        _, compute, handle_type, type_ = kept[key]
+        return stock(self, other) if compute is None else _make(compute(self.handle.data, value), handle_type, type_)
+
+    return run
+
+
+def _new_dimensions(stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap `tensor[:, None]` and its like."""
+
+    def run(self: Any, slices: Any) -> Any:
+        if type(slices) is not tuple or not all([each is None or each == _EVERYTHING for each in slices]):
+            return stock(self, slices)
+        kept, key = _kept(self.type), tuple([each is None for each in slices])
+        if key not in kept:
+            kept[key] = stock(self, slices).type
+        return _make(self.handle.data[slices], self.handle.dtype, kept[key])
+
+    return run
+
+
+def patch_operators(tensor: Any, set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Make the operators of `tl.tensor` fast, as a launch has patched them."""
+    for name in _COMPUTE:
+        set_attribute(tensor, name, _operator(name, getattr(tensor, name)))
+    set_attribute(tensor, "__getitem__", _new_dimensions(tensor.__getitem__))
 
 
 def install() -> None:
