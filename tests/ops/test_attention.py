@@ -314,7 +314,6 @@ def test_gradients_may_lie_anywhere(layout):
     assert equal(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
 def test_transforms_overwrite_nothing():
     qkv, cos, sin = (t.detach().float() for t in tensors(S=5))
     call = lambda x: onepass.attention(x, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True)  # noqa: E731

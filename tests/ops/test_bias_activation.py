@@ -269,21 +269,6 @@ def test_an_activation_registered_again_leaves_older_graphs_alone(backend):
         del activations.ACTIVATIONS["power"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
-def test_transforms_take_the_formula_or_raise():
-    x, tangent = torch.randn(5, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
-    call = lambda t: onepass.bias_activation(t, activation="silu")  # noqa: E731
-    expected = torch.func.jvp(torch.nn.functional.silu, (x,), (tangent,))
-    torch.testing.assert_close(torch.func.jvp(call, (x,), (tangent,)), expected)
-    torch.testing.assert_close(torch.func.vmap(call)(x), torch.nn.functional.silu(x))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(call(dual)).tangent, expected[1])
-        if triton is not None:
-            with pytest.raises(RuntimeError, match="forward-mode"):
-                onepass.bias_activation(dual, activation="silu", backend="triton")
-
-
 # ---- what people wrap around it ----
 
 

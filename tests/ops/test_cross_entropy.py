@@ -239,7 +239,6 @@ def test_the_reference_can_be_differentiated_often(reduction):
     assert torch.autograd.gradcheck(call, logits) and torch.autograd.gradgradcheck(call, logits)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
 def test_transforms_take_the_formula_or_raise():
     logits, labels = (t.detach() for t in given_rows((4,)))
     labels[labels < 0] = 3

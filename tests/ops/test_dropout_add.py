@@ -342,7 +342,6 @@ def test_somebody_may_watch_backward_only():
     assert equal(single, watched) and len(expected) == 4
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
 def test_transforms_take_the_formula():
     x, residual, bias = (t.detach() for t in tensors((4,)))
     y = torch.func.vmap(lambda a, b: onepass.dropout_add(a, b, 0.5), randomness="different")(torch.ones_like(x), 0 * residual)

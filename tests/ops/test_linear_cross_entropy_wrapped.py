@@ -61,7 +61,6 @@ def test_autocast_leaves_fp64_alone():
         assert op(backend="torch")(*inputs).dtype is FP64
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
 def test_transforms_take_the_formula_or_raise():
     hidden, weight, labels, bias, token_weight = (t.detach() for t in tensors((6,)))
     given = {"bias": bias, "token_weight": token_weight, "label_smoothing": 0.1}

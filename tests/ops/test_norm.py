@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import onepass
 import onepass.ops.norm.norm as module
-from onepass.kernels.language import triton
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import kernels
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
@@ -280,27 +279,6 @@ def test_the_torch_backend_is_differentiable_often(layer, residual):
     inputs = inputs if residual else inputs[:3]
     call = op(layer, backend="torch", eps=0.1)
     assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
-@kinds
-def test_transforms_take_the_formula_or_raise(layer):
-    x, weight, bias, _ = (t if t is None else t.detach() for t in tensors((5,), layer=layer))
-    tangent = torch.randn_like(x)
-    call = lambda t: op(layer, eps=1e-5)(t, weight, bias)  # noqa: E731
-    stock = lambda t: F.layer_norm(t, (40,), weight, bias) if layer else F.rms_norm(t, (40,), weight, 1e-5)  # noqa: E731
-    expected = torch.func.jvp(stock, (x,), (tangent,))
-    torch.testing.assert_close(torch.func.jvp(call, (x,), (tangent,)), expected)
-    torch.testing.assert_close(torch.func.vmap(call)(x), stock(x))
-    ours, theirs = (torch.func.grad(lambda t, f=f: f(t).square().sum()) for f in (call, stock))
-    torch.testing.assert_close(ours(x), theirs(x))
-    torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(call(dual)).tangent, expected[1])
-        if triton is not None:
-            with pytest.raises(RuntimeError, match="forward-mode"):
-                op(layer, backend="triton")(dual, weight, bias)
 
 
 # ---- what people wrap around it ----

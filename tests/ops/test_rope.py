@@ -25,7 +25,6 @@ from ops.rope_oracle import (
 
 import onepass
 import onepass.ops.attention.rope as module
-from onepass.kernels.language import triton
 from onepass.ops.attention import rope_kernels as kernels
 from onepass.testing.poison import poisoned, saved_tensors
 
@@ -352,25 +351,6 @@ def test_the_torch_backend_is_differentiable_often(interleaved):
     inputs = [x.requires_grad_() for x in (q, k)]
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own way to some derivatives
-@kinds
-def test_transforms_take_the_formula_or_raise(interleaved):
-    q, k, cos, sin = (t.detach() for t in tensors((5,)))
-    call = lambda x: onepass.rope(x, k, cos, sin, interleaved=interleaved)[0]  # noqa: E731
-    tangent = torch.randn_like(q)
-    y, dy = torch.func.jvp(call, (q,), (tangent,))
-    torch.testing.assert_close(y, call(q))
-    torch.testing.assert_close(dy, call(tangent))
-    many = torch.randn(3, *q.shape, device=DEVICE)
-    torch.testing.assert_close(torch.func.vmap(call)(many), torch.stack([call(x) for x in many]))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, tangent)
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(call(dual)).tangent, dy)
-        if triton is not None:
-            with pytest.raises(RuntimeError, match="forward-mode"):
-                onepass.rope(dual, k, cos, sin, backend="triton")
 
 
 # ---- what people wrap around it ----

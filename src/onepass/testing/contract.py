@@ -64,8 +64,15 @@ def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
 
 
 def _loss(ys: tuple[Tensor, ...]) -> Tensor:
-    total: Tensor = sum((y.float() * weights_of(y).float()).sum() for y in ys if y.requires_grad)  # type: ignore[assignment]
+    # under torch.func nothing requires grad, and what is no function of the inputs has no tangent either
+    floating = [y for y in ys if y.is_floating_point()]
+    asked = [y for y in floating if y.requires_grad] or floating
+    total: Tensor = sum((y.float() * weights_of(y).float()).sum() for y in asked)  # type: ignore[assignment]
     return total
+
+
+def _has_kernels(subject: Subject) -> bool:
+    return next(iter(subject.op.samples.covering_calls()), None) is not None
 
 
 def _close(found: Any, expected: Any, what: str) -> None:
@@ -195,21 +202,43 @@ def _by_backward(penalty: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 def follows_transforms(subject: Subject) -> None:
-    """torch.func.grad agrees with autograd. It transforms the formula: an explicit kernel backend raises under a transform."""
+    """torch.func.grad agrees with autograd, vmap with one call after another, jvp with grad. They transform the formula.
+
+    An explicit choice of kernels raises under each of them.
+    """
     tensors = subject.tensors()
     expected = subject.gradients(tensors)
-    if subject.backend == "triton":
-        subject = replace(subject, backend=None)
     asking = [i for i, t in enumerate(tensors) if t.requires_grad]
+    points = tuple(tensors[i].detach() for i in asking)
 
-    def loss(*given: Tensor) -> Tensor:
+    def loss(by: str | None, *given: Tensor) -> Tensor:
         whole = [t.detach() for t in tensors]
         for i, t in zip(asking, given, strict=True):
             whole[i] = t
-        return _loss(subject.run(*whole))
+        return _loss(replace(subject, backend=by).run(*whole))
 
-    found = torch.func.grad(loss, tuple(range(len(asking))))(*[tensors[i].detach() for i in asking])
-    _close(found, expected, "torch.func.grad")
+    transforms: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+        "grad": lambda of: torch.func.grad(of, tuple(range(len(points))))(*points),
+        "jvp": lambda of: torch.func.jvp(of, points, tuple(map(torch.ones_like, points)))[1],
+        "vmap": lambda of: torch.func.vmap(of, randomness="different")(*(torch.stack([t, t / 2]) for t in points)),
+    }
+    if subject.backend == "triton" and _has_kernels(subject):
+        for name, transform in transforms.items():
+            try:
+                transform(partial(loss, "triton"))
+            except RuntimeError as error:
+                if "backend 'triton' can't take this call" not in str(error):
+                    raise
+            else:
+                raise AssertionError(f"torch.func.{name} ran, though the kernels were chosen")
+    by = None if subject.backend == "triton" else subject.backend
+    found = {name: transform(partial(loss, by)) for name, transform in transforms.items()}
+    _close(found["grad"], expected, "torch.func.grad")
+    rtol = _CLOSE[points[0].dtype][0]
+    flat = torch.cat([g.flatten().float() for g in expected])
+    torch.testing.assert_close(found["jvp"], flat.sum(), rtol=0, atol=rtol * float(flat.abs().sum()) + 1e-5)
+    each = torch.stack([loss(by, *points), loss(by, *(t / 2 for t in points))])
+    torch.testing.assert_close(found["vmap"], each, rtol=rtol, atol=rtol)
 
 
 # ---- autocast, checkpointing, compilation ----
@@ -255,8 +284,7 @@ def registers_sound_ops(subject: Subject) -> None:
     tensors = subject.tensors()
     with _calls() as calls:
         subject.gradients(tensors)
-    launches = subject.backend == "triton" and next(iter(subject.op.samples.covering_calls()), None) is not None
-    assert calls or not launches, "nobody who watches sees a registered op"
+    assert calls or not (subject.backend == "triton" and _has_kernels(subject)), "nobody who watches sees a registered op"
     for op, args, kwargs in calls:
         torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 

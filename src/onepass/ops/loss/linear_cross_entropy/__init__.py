@@ -81,6 +81,8 @@ def _formula(
 
 def _unsupported(hidden: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
+    if under_functorch():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
     reason = triton_unsupported(hidden)
     if reason is None and product_type(hidden) is torch.float64:
         reason = "the kernels compute in fp32, and hidden is fp64"
