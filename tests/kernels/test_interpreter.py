@@ -142,3 +142,59 @@ def test_integers_wrap_as_they_do_on_a_gpu():
     x, y = torch.tensor([2**31 - 1, -(2**31), 2**30, 5], dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     _four_kernel[(1,)](x, y, 4)
     assert torch.equal(y, x * 4)
+
+
+# ---- operators that are numpy's from the second time on ----
+
+
+@triton.jit
+def _operators_kernel(a_ptr, b_ptr, y_ptr, given, NUMBER: tl.constexpr, INTEGERS: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b, at = tl.load(a_ptr + i), tl.load(b_ptr + i), y_ptr + i
+    for found in (a + b, a - b, a * b, a + NUMBER, NUMBER + a, a * NUMBER, NUMBER * a, a - NUMBER, a + given, a * given):
+        tl.store(at, found.to(tl.float64))
+        at += N
+    for found in (a < b, a <= b, a > b, a >= b, a == b, a != b, a < NUMBER, a >= NUMBER, a == given, (a < b) & (a > given)):
+        tl.store(at, found.to(tl.float64))
+        at += N
+    tl.store(at, tl.sum((a[:, None] * b[None, :]).to(tl.float64), 1))
+    at += N
+    if INTEGERS:
+        for found in (a & b, a | b, a ^ b, a & NUMBER, a >> 3, a << 2, a // (b | 1), a % (b | 1), a // 7, a % 7):
+            tl.store(at, found.to(tl.float64))
+            at += N
+
+
+_SCALARS = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64, tl.float16, tl.float32, tl.float64)
+_PAIRS = [
+    (torch.float32, torch.float32, 0.1), (torch.float32, torch.float16, 3), (torch.float16, torch.float32, -2.5),
+    (torch.int32, torch.int32, -7), (torch.int32, torch.int64, 5), (torch.int64, torch.int32, -1),
+    (torch.int32, torch.float32, 2), (torch.uint32, torch.uint32, 2654435769), (torch.uint32, torch.uint32, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "number"), _PAIRS, ids=str)
+def test_operators_are_the_languages(one, other, number, monkeypatch):
+    from onepass.testing import interpreter_types
+
+    def numbers(dtype, seed):
+        wide = torch.randn(16, generator=torch.Generator().manual_seed(seed)) * (1 if dtype.is_floating_point else 1e9)
+        return wide.to(torch.int64).to(dtype) if dtype is torch.uint32 else wide.to(dtype)
+
+    def run(seed):
+        y = torch.full((40, 16), -1.0, dtype=torch.float64)
+        integers = not (one.is_floating_point or other.is_floating_point)
+        _operators_kernel[(1,)](numbers(one, seed), numbers(other, seed + 1), y, 3, number, integers, 16)
+        return y
+
+    def forget():
+        for scalar in _SCALARS:
+            vars(scalar).pop(interpreter_types._KEPT, None)
+
+    forget()
+    run(0)  # learns
+    learnt = run(2)
+    forget()
+    monkeypatch.setattr(interpreter_types, "_compute_of", lambda *_: None)
+    assert torch.equal(learnt, run(2)) and (learnt[:21] != -1).any(1).all()
+    forget()

@@ -26,10 +26,12 @@ from triton.language.semantic import TritonSemantic
 _KEPT = "_onepass_kept"  # an attribute of Triton types: the cached objects, by kind or by shape
 
 _Block: Any = core.block_type
+_Pointer: Any = core.pointer_type
 _Tensor: Any = core.tensor
 _Tuple: Any = core.tuple
 
 _stock_block = _Block.__init__
+_stock_pointer = _Pointer.__init__
 _stock_tensor = _Tensor.__init__
 _stock_equal = _Tuple.__eq__
 _stock_numpy_type: Any = interpreter._get_np_dtype
@@ -53,8 +55,18 @@ def _one_block_type(cls: Any, element_ty: Any, shape: Any) -> Any:
     return found
 
 
-def _made_already(self: Any, element_ty: Any, shape: Any) -> None:
-    pass
+def _one_pointer_type(cls: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> Any:
+    kept, key = _kept(element_ty), ("pointer", address_space, const)
+    found = kept.get(key)
+    if found is None:
+        found = object.__new__(cls)
+        _stock_pointer(found, element_ty, address_space, const)
+        kept[key] = found
+    return found
+
+
+def _made_already(self: Any, *_: Any, **__: Any) -> None:
+    """Do nothing: `__new__` returns a type that is made."""
 
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
@@ -83,7 +95,10 @@ def _numpy_type(tt_dtype: Any) -> Any:
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-    return (lhs, rhs) if lhs.type is rhs.type else _stock_broadcast(self, lhs, rhs)
+    one, other = lhs.type, rhs.type
+    if one is other or (type(one) is _Block and type(other) is _Block and one.shape.values == other.shape.values):
+        return lhs, rhs
+    return _stock_broadcast(self, lhs, rhs)
 
 
 # ---- operators ----
@@ -101,7 +116,7 @@ _COMPUTE: dict[str, Callable[[Any, Any], Any]] = {
     "__eq__": np.equal, "__ne__": np.not_equal, "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor,
     "__lshift__": np.left_shift, "__rshift__": np.right_shift, "__floordiv__": _divide, "__mod__": np.fmod,
 }  # fmt: skip
-_NEGATIVE = object()  # the type of an int that an unsigned tensor refuses
+_NEGATIVE, _LARGE = object(), object()  # types of an int that an unsigned tensor refuses, and of one that only it takes
 _EVERYTHING = slice(None)
 
 
@@ -126,7 +141,7 @@ def _compute_of(name: str, left: Any, value: Any, found: Any) -> Callable[[Any, 
     elif hasattr(value, "dtype"):
         alike = value.dtype.kind == kind  # the language and numpy promote other pairs in different ways
     else:
-        alike = kind == "f" or (kind in "iu" and type(value) is int)
+        alike = kind == "f" or (kind in ("iu" if value < 2**31 else "u") and type(value) is int)
     if not alike or type(found) is not _Tensor:
         return None
     ours, theirs = compute(data, value), found.handle.data
@@ -142,8 +157,8 @@ def _operator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         right: Any = type(value)
         if right is _Tensor:
             right, value = value.type, value.handle.data
-        elif right is int and -(2**31) <= value < 2**31:
-            right = int if value >= 0 else _NEGATIVE
+        elif right is int and -(2**31) <= value < 2**32:
+            right = _NEGATIVE if value < 0 else int if value < 2**31 else _LARGE
         elif right is not float:
             return stock(self, other)
         kept, key = _kept(self.type), (name, id(right))
@@ -181,6 +196,7 @@ def patch_operators(tensor: Any, set_attribute: Callable[[Any, str, Any], None])
 
 def install() -> None:
     _Block.__new__, _Block.__init__ = _one_block_type, _made_already
+    _Pointer.__new__, _Pointer.__init__ = _one_pointer_type, _made_already
     _Tensor.__init__ = _tensor
     _Tuple.__eq__ = _equal
     interpreter._get_np_dtype = _numpy_type
