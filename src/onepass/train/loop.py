@@ -78,16 +78,16 @@ class TrainRun:
     def train(self) -> list[Line]:
         """Train, and return the logged steps. SIGTERM and Ctrl-C end the run early, with a checkpoint.
 
-        A resume that is refused, for its checkpoint, its log or its text, changes no file.
+        Log and settings of a run are written last: a resume that is refused leaves them.
         """
         layout, options = self.layout, self.options
         peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
         flops = self.config.flops_per_token(options.seq_length)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
+            self.tokens = self._text()
             self.trained = make(self.config, options, layout, self.plain)
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout)
-            self.tokens = self._text()
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
