@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except CommandError as refused:
         print(f"onepass {args.command}: {refused}", file=sys.stderr)
-        return 2
+        return refused.status
     except KeyboardInterrupt:
         return 130
 

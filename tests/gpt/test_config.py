@@ -24,6 +24,11 @@ REFUSED = [  # the fields, and what is said
     ({"rotary_base": -1.0}, "rotary_base must be finite and above 0, but is -1.0"),
     ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be finite and above 0, but is 0.0"),
     ({"activation_func_clamp_value": float("inf")}, "activation_func_clamp_value must be finite and above 0, but is inf"),
+    (
+        {"activation_func_clamp_value": 1e300},
+        "activation_func_clamp_value must be from 1.2e-38 to 3.4e+38, which fp32 holds, but is 1e+300",
+    ),
+    ({"layernorm_epsilon": 1e-310}, "layernorm_epsilon must be from 1.2e-38 to 3.4e+38, which fp32 holds, but is 1e-310"),
     ({"z_loss": -0.1}, "z_loss must be finite and at least 0, but is -0.1"),
     ({"moe_aux_loss_coeff": -1.0} | MOE, "moe_aux_loss_coeff must be finite and at least 0, but is -1.0"),
     ({"init_method_std": float("nan")}, "init_method_std must be finite and at least 0, but is nan"),

@@ -19,6 +19,11 @@ from onepass.train.updates import learning_rate
         ({"train_iters": 0}, "train_iters must be at least 1"),
         ({"lr": -1.0}, "lr must be at least 0, but is -1.0"),
         ({"clip_grad": -0.5}, "clip_grad must be at least 0"),
+        ({"clip_grad": math.nan}, "clip_grad must be finite, but is nan"),
+        ({"save_minutes": math.inf}, "save_minutes must be finite, but is inf"),
+        ({"save_minutes": -1.0}, "save_minutes must be at least 0, but is -1.0"),
+        ({"seed": 1 << 63}, "seed must be below 2**63 in size, but has 64 bits"),
+        ({"lr": 10**400}, "lr must be below 2**63 in size, but has 1329 bits"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be from 0 to below 1, but is 1.0"),
         ({"global_batch_size": 7}, "global_batch_size must be a multiple of micro_batch_size, 16, but is 7"),
         ({"min_lr": 1.0}, "min_lr must be at most lr, 0.003, but is 1"),
@@ -85,6 +90,13 @@ def test_the_learning_rate():
         (["--cuda-graphs"], "cuda_graphs must be false on a CPU"),
         (["--use-fsdp"], "use_fsdp must be false with one data-parallel rank"),
         (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
+        (["--lr", "nan"], "lr must be finite, but is nan"),
+        (["--seed", str(1 << 70)], "seed must be below 2**63 in size, but has 71 bits"),
+        (["--vocab-size", str(1 << 40)], "num_layers 4, hidden_size 128, vocab_size 1099511627776 must fit in this machine's"),
+        (["--micro-batch-size", str(1 << 40)], "micro_batch_size 1099511627776, seq_length 128, hidden_size 128 must fit in"),
+        (["--global-batch-size", str(1 << 40)], "global_batch_size 1099511627776, micro_batch_size 16, seq_length 128 must fit"),
+        (["--max-position-embeddings", str(1 << 40)], "max_position_embeddings 1099511627776 must fit in this machine's"),
+        (["--samples", str(1 << 40)], "samples 1099511627776, vocab_size 2048 must fit in this machine's"),
         (["--lr-decay-style", "none"], "invalid choice: 'none'"),
     ],
 )
@@ -139,6 +151,9 @@ def test_a_file_of_settings_with_a_wrong_name(tmp_path, capsys):
         ("[1, 2]\n", "must hold settings"),
         ("hidden_size: [\n", "is no YAML of settings"),
         ("hidden_size: many\n", "hidden_size must be a whole number, but is 'many'"),
+        ("lr: &a [1, 1]\nmin_lr: [*a, *a]\n", "line 2 must have a value, but has *a, which is several"),
+        ("lr: &a {min_lr: *a}\n", "line 1 must have a value, but has *a, which is several"),
+        ("lr: &a .nan\nmin_lr: *a\n", "lr must be finite, but is nan"),
     ):
         path.write_text(text)
         assert main(["train", "--device", "cpu", "--config", str(path)]) == 2

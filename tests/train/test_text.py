@@ -121,3 +121,9 @@ def test_the_last_token_can_be_a_label_and_none_is_past_the_end():
     numbers = torch.arange(18, dtype=torch.int32).numpy()
     seen = torch.cat([Batches(numbers, 8, 16, 0, 0, 1, CPU).of_step(step).labels.flatten() for step in range(20)])
     assert seen.max() == 17 and seen.min() == 1
+
+
+def test_a_large_seed_draws_as_well():
+    text = torch.arange(1000).numpy()
+    one, other = (Batches(text, 4, 8, seed, 0, 1, CPU).of_step(3).tokens for seed in ((1 << 63) - 1, (1 << 63) - 2))
+    assert one.shape == (4, 8) and not torch.equal(one, other)

@@ -103,6 +103,8 @@ def _of_type(name: str, value: Any, hint: Any) -> Any:
     choices, kind, optional = _taken_apart(hint)
     if value is None and optional:
         return None
+    if type(value) is int and value.bit_length() > 63:
+        raise ValueError(f"{name} must be below 2**63 in size, but has {value.bit_length()} bits")
     if kind is float and type(value) is int:
         return float(value)
     if kind is tuple and type(value) in (list, tuple) and all(type(each) is str for each in value):
@@ -158,11 +160,19 @@ def _yaml() -> Any:
 
 
 def _loader() -> Any:
-    """Return a safe YAML loader that reads 1e-5 as a number. PyYAML's own reads a string."""
+    """Return a safe YAML loader that reads 1e-5 as a number, for which PyYAML's own reads a string.
+
+    An alias of more than one value raises: a few hundred bytes of aliases of aliases can take all memory.
+    """
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
-        pass
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+            node = super().compose_node(parent, index)
+            if alias is not None and not isinstance(node, yaml.ScalarNode):
+                raise ValueError(f"line {alias.start_mark.line + 1} must have a value, but has *{alias.anchor}, which is several")
+            return node
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
     return Loader

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from onepass.gpt.config import Config
 
@@ -21,6 +23,7 @@ _ABOVE_ZERO = (
     "final_logit_softcapping", "activation_func_clamp_value",
 )  # fmt: skip
 _NOT_BELOW_ZERO = ("z_loss", "moe_aux_loss_coeff", "init_method_std")
+_FP32 = torch.finfo(torch.float32)
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 
@@ -40,6 +43,8 @@ def _ranges(c: Config) -> Iterator[str]:
         value = getattr(c, name)
         if value is not None and not 0 < value < math.inf:
             yield f"{name} must be finite and above 0, but is {value}"
+        elif value is not None and not _FP32.tiny <= value <= _FP32.max:
+            yield f"{name} must be from {_FP32.tiny:.2g} to {_FP32.max:.2g}, which fp32 holds, but is {value}"
     for name in _NOT_BELOW_ZERO:
         if not 0 <= getattr(c, name) < math.inf:
             yield f"{name} must be finite and at least 0, but is {getattr(c, name)}"

@@ -6,7 +6,11 @@ from pathlib import Path
 
 
 class CommandError(Exception):
-    """What a command was asked for can't be done; the message says why. The cli prints it and exits with status 2."""
+    """What a command was asked for can't be done; the message says why. The cli prints it and exits with `status`."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:

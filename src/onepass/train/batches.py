@@ -30,7 +30,7 @@ class Batches:
         """Return this rank's sequences of a step."""
         import numpy
 
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % (1 << 64))
         starts = torch.randint(len(self.text) - self.seq_length, (self.size,), generator=generator)
         own = starts.chunk(self.ranks)[self.rank].tolist()
         rows = numpy.stack([self.text[start : start + self.seq_length + 1] for start in own]).astype(numpy.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from onepass.gpt.settings import Flag, nearest, read_yaml
 from onepass.runtime.errors import CommandError
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
-from onepass.train.layout import ParallelLayout, device_of_this_rank, ranks_there, started
+from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
@@ -69,6 +70,18 @@ def _default(flag: Flag) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    with one_line_of_all_ranks():
+        try:
+            return _run(args)
+        except Diverged as diverged:
+            raise CommandError(str(diverged), status=1) from None
+        except OSError as error:
+            if error.strerror is None:
+                raise
+            raise CommandError(f"{error.filename}: {error.strerror}" if error.filename else error.strerror) from None
+
+
+def _run(args: argparse.Namespace) -> int:
     _check_packages()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -81,12 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if resume is not None:
         checkpoint.check(resume, config)
     _settle(options)
-    try:
-        with started(config, device) as layout:
-            return _train(args, config, options, layout, resume)
-    except Diverged as diverged:
-        print(f"onepass train: {diverged}", file=sys.stderr)
-        return 1
+    with started(config, device) as layout:
+        return _train(args, config, options, layout, resume)
 
 
 def _check_packages() -> None:
@@ -157,6 +166,36 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
         raise CommandError("use_fsdp must be false with one data-parallel rank, which shares nothing, but is true")
     if options.cuda_graphs and device.type != "cuda":
         raise CommandError("cuda_graphs must be false on a CPU, but is true")
+    _check_memory(config, options, device, data)
+
+
+def _check_memory(config: Config, options: Options, device: torch.device, data: int) -> None:
+    """Raise CommandError for sizes that no machine with this one's memory can train: only what surely doesn't fit."""
+    model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    width, sequences = config.dtype.itemsize, stages.sequences(config, options, data)
+    hidden = options.micro_batch_size * options.seq_length * config.hidden_size
+    needed = {
+        ("num_layers", "hidden_size", "vocab_size"): config.parameters_count() * width // model,
+        ("micro_batch_size", "seq_length", "hidden_size"): hidden * width // config.tensor_model_parallel_size,
+        ("global_batch_size", "micro_batch_size", "seq_length"): sequences * options.seq_length * 8 // data,  # token ids
+        ("max_position_embeddings",): config.max_position_embeddings * 8,  # angles
+        ("samples", "vocab_size"): options.samples * config.vocab_size * width,  # logits
+    }
+    there, values = _memory(device), {**config.to_dict(), **options.to_dict()}
+    for names, size in needed.items():
+        if size > there:
+            sizes = ", ".join(f"{name} {values[name]}" for name in names if values[name] is not None)
+            raise CommandError(f"{sizes} must fit in this machine's {_gib(there)}, but need at least {_gib(size)}")
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.0f} GiB" if size >> 30 else f"{size} bytes"
 
 
 def _settle(options: Options) -> None:
@@ -172,8 +211,10 @@ def _settle(options: Options) -> None:
 
 
 def _train(args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, resume: Path | None) -> int:
-    console = Console(highlight=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118)
-    folder = _folder(args.folder, layout, resume)
+    console = Console(
+        highlight=False, markup=False, emoji=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118
+    )  # fmt: skip
+    folder = layout.on_first(lambda: _folder(args.folder, resume))
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
     run = TrainRun(config, options, layout, folder, console, resume=resume)
     lines = run.train()
@@ -182,23 +223,21 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
         _show_samples(run.samples(), console)
         run.let_go()
         if args.compare:
-            curves["PyTorch"] = _compared(run, folder, console)
-        if options.table:
+            run = _plain(run, folder, console)
+            curves["PyTorch"] = run.train()
+            run.let_go()
+        if options.table and not run.stopped:
             _show_table(run, console)
-        if options.fusion_table:
+        if options.fusion_table and not run.stopped:
             _show_fusions(run, console)
     _say_where(folder, lines, curves, console, layout)
-    return 0
+    return 130 if run.signal == signal.SIGINT else 0
 
 
-def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> Path:
-    """Return the run's folder on all ranks. The first rank chooses it, as its name may be the current time."""
+def _folder(named: Path | None, resume: Path | None) -> Path:
+    """Return the run's folder. Its name may be the current time."""
     folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-    if layout.ranks > 1:
-        said = [str(folder)]
-        torch.distributed.broadcast_object_list(said, 0, device=torch.device("cpu"))
-        folder = Path(said[0])
-    if layout.first and resume is None and (folder / "log.csv").exists():
+    if resume is None and (folder / "log.csv").exists():
         raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
     return folder
 
@@ -220,14 +259,12 @@ def _show_samples(samples: list[TextSample], console: Console) -> None:
         console.print(Text.assemble("\n", (sample.prompt, "dim"), sample.written), soft_wrap=True)
 
 
-def _compared(run: TrainRun, folder: Path, console: Console) -> list[Line]:
-    """Train the same run with PyTorch operators, in the subfolder `reference`."""
+def _plain(run: TrainRun, folder: Path, console: Console) -> TrainRun:
+    """Return the same run with PyTorch operators, in the subfolder `reference`."""
     other = folder / "reference"
-    if run.layout.first:
-        other.mkdir(exist_ok=True)
-    run.layout.wait_for_all()
+    run.layout.on_first(lambda: other.mkdir(exist_ok=True))
     console.print("\nthe same by PyTorch's operators")
-    return TrainRun(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True).train()
+    return TrainRun(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True)
 
 
 def _show_table(run: TrainRun, console: Console) -> None:
@@ -250,11 +287,13 @@ def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], c
     if len(curves) > 1:
         draw(folder / "loss.png", curves)
         ours, theirs = ({line.step: line.loss for line in curve} for curve in curves.values())
-        apart = max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys())  # either may have stopped early
-        console.print(f"the two losses are at most {apart:.2g} apart", soft_wrap=True)
+        apart = [abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()]  # either may have stopped early
+        if apart:
+            console.print(f"the two losses are at most {max(apart):.2g} apart", soft_wrap=True)
     first, last = lines[0], lines[-1]
+    files = [name for name in ("log.csv", "loss.png", "samples.txt") if (folder / name).exists()]
     console.print(
         f"\nloss {first.loss:.3f} -> {last.loss:.3f} ({last.loss / first.loss:.0%}) in {last.seconds:.0f} s; "
-        f"{folder} has log.csv, loss.png, samples.txt and the checkpoints",
+        f"{folder} has {', '.join(files)} and the checkpoints",
         soft_wrap=True,
     )

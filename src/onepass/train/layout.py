@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from onepass.gpt.config import Config
 from onepass.runtime.errors import CommandError
 
+T = TypeVar("T")
 _PATIENCE = timedelta(minutes=10)  # timeout of collectives
+_TURN_S = 5.0  # in which torchrun has ended all ranks after the first one ended
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,20 @@ class ParallelLayout:
         dist.all_reduce(value, group=self.data.group)
         return value / self.data.size
 
+    def on_first(self, act: Callable[[], T]) -> T:
+        """Call act on the first rank. On all ranks return what it returns, which is pickled, or raise what it raises."""
+        done: list[Any] = [None, None]
+        if self.first:
+            try:
+                done[0] = act()
+            except Exception as error:  # of any type: the other ranks wait for it
+                done[1] = error
+        if self.ranks > 1:
+            dist.broadcast_object_list(done, 0, device=torch.device("cpu"))
+        if done[1] is not None:
+            raise done[1]
+        return done[0]  # type: ignore[no-any-return]
+
     def wait_for_all(self) -> None:
         if self.ranks > 1:
             dist.barrier()
@@ -56,6 +74,29 @@ class ParallelLayout:
 def ranks_there() -> int:
     """Return the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def one_line_of_all_ranks() -> Iterator[None]:
+    """Raise an error of a rank as a CommandError, at a time when torchrun lets one rank only print it.
+
+    torchrun ends all ranks when one ends. A mistake that all ranks have found is the first one's to say, at once. Other errors
+    wait: theirs may be a rank's that has lost another one, which is still there to say why. torchrun gets the traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ranks_there() == 1:
+            raise
+        rank, expected = int(os.environ.get("RANK", "0")), isinstance(error, CommandError)
+        time.sleep(_TURN_S * ((rank > 0) + (not expected)))
+        if expected:
+            raise
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        said = " ".join(str(error).split())
+        raise CommandError(f"rank {rank}: {type(error).__name__}: {said}", status=1) from None
 
 
 def check(config: Config, ranks: int) -> None:
@@ -74,7 +115,10 @@ def check(config: Config, ranks: int) -> None:
 
 @contextmanager
 def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
-    """Create this rank's process groups, and destroy them at the end of the block."""
+    """Create this rank's process groups, and destroy them at the end of the block.
+
+    A rank whose block raises keeps them until it ends, so that the others don't fail before it has said why.
+    """
     ranks = ranks_there()
     check(config, ranks)
     if ranks == 1:
@@ -82,10 +126,8 @@ def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
         return
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_PATIENCE, device_id=device if on_gpu else None)
-    try:
-        yield _groups(config, device)
-    finally:
-        dist.destroy_process_group()
+    yield _groups(config, device)
+    dist.destroy_process_group()
 
 
 def _groups(config: Config, device: torch.device) -> ParallelLayout:

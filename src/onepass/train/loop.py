@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +21,17 @@ from onepass.gpt import Config
 from onepass.gpt.settings import written_yaml
 from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
+from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
 from onepass.train.peak import matrix_peak
-from onepass.train.record import Line, Record
+from onepass.train.record import Line, Record, read_log
 from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
 from onepass.train.updates import learning_rate
+
+_SAVING = 20  # a run that saves by time trains at least so many times as long as a save takes
 
 
 class Diverged(Exception):
@@ -51,6 +55,10 @@ class TrainRun:
         tokens: the folder of tokenised text, which several runs may share; by default in `folder`.
         plain: train with PyTorch operators, as in `onepass.train.setup.make`.
         resume: a checkpoint to continue from.
+
+    Attributes:
+        stopped: whether a signal ended the run early.
+        signal: the last SIGTERM or SIGINT that asked this rank to stop.
     """
 
     def __init__(
@@ -61,24 +69,31 @@ class TrainRun:
         self.plain, self.resume = plain, resume
         self.size = stages.sequences(config, options, layout.data.size)
         self._tokens = tokens or folder / "tokens"
-        self.stopped = self._asked_to_stop = False
+        self.stopped = self._stepping = False
+        self.signal: int | None = None
+        self.record: Record | None = None
         self._untold: _Ended | None = None
         self._waits_later = layout.device.type == "cuda"
 
     def train(self) -> list[Line]:
-        """Train, and return the logged steps. SIGTERM ends the run early, with a checkpoint."""
+        """Train, and return the logged steps. SIGTERM and Ctrl-C end the run early, with a checkpoint.
+
+        Log and settings of a run are written last: a resume that is refused leaves them.
+        """
         layout, options = self.layout, self.options
         peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
         flops = self.config.flops_per_token(options.seq_length)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
+            before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
             self.tokens = self._text()
-            self._write_settings()
             self.trained = make(self.config, options, layout, self.plain)
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout)
-            self.record = Record(self.folder, first) if layout.first else None
             try:
+                layout.on_first(lambda: self._write_first_files(before, first))
+                self._stepping = True
                 self._steps(first)
             finally:
+                self._stepping = False
                 if self.record is not None:
                     self.record.close()
         return [] if self.record is None else self.record.lines
@@ -89,15 +104,18 @@ class TrainRun:
 
     def _text(self) -> text.Tokens:
         """Tokenise the text on the first rank, and load it on all ranks."""
-        if self.layout.first:
+
+        def prepare() -> None:
             text.prepare(self._tokens, self.options.data, self.config.vocab_size, self.options.seq_length, self.live.told)
-        self.layout.wait_for_all()
+
+        self.layout.on_first(prepare)
         return text.load(self._tokens, self.config.vocab_size)
 
-    def _write_settings(self) -> None:
-        """Write config.yaml. Call it after the text is prepared, so that a run that fails for its text leaves no files."""
-        if self.layout.first and not self.plain:
-            (self.folder / "config.yaml").write_text(written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
+    def _write_first_files(self, before: list[Line], first: int) -> None:
+        """Write log.csv, and then config.yaml: of two files on a full disk, a run needs its settings as they were."""
+        self.record = Record(self.folder, before, first)
+        if not self.plain:
+            write_atomically(self.folder / "config.yaml", written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
 
     def batches(self, what: str = "train") -> Batches:
         options, data = self.options, self.layout.data
@@ -109,6 +127,8 @@ class TrainRun:
         options, batches = self.options, self.batches()
         self._began = time.perf_counter()
         self._wind(first)
+        self._save_by_time(0.0)
+        done = first
         for step in range(first, options.train_iters):
             self._seed(step)
             loss, norm = self.trained.steps.run(batches.of_step(step))
@@ -116,20 +136,23 @@ class TrainRun:
             self.trained.update.step(lr)
             self._tell()  # logs the previous step: the GPU runs the current one while the host waits
             done, last = step + 1, step + 1 == options.train_iters
-            stop = self._told_to_stop()
+            stop, due = self._requests()
             evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
-            save = last or stop or (options.save_interval and done % options.save_interval == 0)
+            save = last or stop or due or (options.save_interval and done % options.save_interval == 0)
             if evaluate or stop or last or done % options.log_interval == 0:
                 self._untold = _Ended(step, loss, norm, lr)
             if evaluate or save or not self._waits_later:
                 self._tell(evaluate)
             if save:
+                began = time.monotonic()
                 checkpoint.save(self.folder / "checkpoints", done, self.trained, self.config, options, self.layout)
+                self._save_by_time(time.monotonic() - began)
                 self._wind(done)
             if stop:
-                self.stopped = True
-                self.live.say(f"stopped after step {done}; go on with --resume {self.folder}")
-                return
+                break
+        self.stopped, _ = self._requests()  # also what came while the last step was saved
+        if self.stopped:
+            self.live.say(f"stopped after step {done}" + ("" if self.plain else f"; go on with --resume {self.folder}"))
 
     def _wind(self, done: int) -> None:
         """Restart the throughput measurement. Time before this call was not training, or is logged already."""
@@ -194,28 +217,49 @@ class TrainRun:
             )  # fmt: skip
         if self.layout.first:
             said = "\n\n".join(f"{sample.prompt}|||{sample.written}" for sample in found)
-            (self.folder / "samples.txt").write_text(said + "\n")
+            write_atomically(self.folder / "samples.txt", said + "\n", sync=False)
         return found
 
-    # ---- stopping ----
+    # ---- stopping, and saving by time ----
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Handle SIGTERM, which schedulers send: the run ends after the current step, with a checkpoint."""
+        """Handle SIGTERM, which schedulers send, and Ctrl-C: the run ends after the current step, with a checkpoint.
+
+        Ctrl-C ends at once where no step runs yet, or if it comes again.
+        """
 
         def ask(number: int, frame: object) -> None:
-            self._asked_to_stop = True
+            if number == signal.SIGINT and (self.signal is not None or not self._stepping):
+                raise KeyboardInterrupt
+            self.signal = number
+            if number == signal.SIGINT and self.layout.first:
+                with suppress(OSError):  # written past Python's buffers, which the signal may have interrupted
+                    os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
-        before = signal.signal(signal.SIGTERM, ask)
+        handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, ask) for number in handled}
         try:
             yield
+        except Exception:
+            if self.signal == signal.SIGTERM and self.layout.ranks > 1:  # another rank has failed, and its error is shown
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
+            raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _told_to_stop(self) -> bool:
-        """Return whether any rank got SIGTERM, because all ranks must save at the same step."""
-        if self.layout.ranks == 1:
-            return self._asked_to_stop
-        asked = torch.tensor(float(self._asked_to_stop))  # a CPU tensor, reduced by gloo: no wait for the GPU
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)
+    def _save_by_time(self, took: float) -> None:
+        """Set when the next save by time is due, after one that took so many seconds."""
+        minutes = 0.0 if self.options.save_interval else self.options.save_minutes
+        self._save_at = time.monotonic() + max(60 * minutes, _SAVING * took) if minutes else math.inf
+
+    def _requests(self) -> tuple[bool, bool]:
+        """Return whether any rank was told to stop, and whether a save by time is due: all ranks must save at the same step."""
+        here = [self.signal is not None, time.monotonic() >= self._save_at]
+        if self.layout.ranks > 1:
+            there = torch.tensor(here, dtype=torch.float32)  # a CPU tensor, reduced by gloo: no wait for the GPU
+            dist.all_reduce(there, dist.ReduceOp.MAX)
+            here = there.bool().tolist()
+        return here[0], here[1]

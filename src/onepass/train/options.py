@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +39,8 @@ class Options(Settings):
     log_interval: int = setting(1, "steps between two lines of log.csv")
     eval_interval: int = setting(100, "steps between two evaluations; 0 is only at the end")
     eval_iters: int = setting(8, "batches of an evaluation")
-    save_interval: int = setting(0, "steps between two checkpoints; 0 is only at the end")
+    save_interval: int = setting(0, "steps between two checkpoints; 0 is by save_minutes, and at the end")
+    save_minutes: float = setting(10.0, "minutes between two checkpoints where save_interval is 0; 0 is only at the end")
     keep_checkpoints: int = setting(2, "newest checkpoints that are kept; 0 is all")
     samples: int = setting(2, "texts that the model writes at the end")
     sample_tokens: int = setting(160, "their length")
@@ -54,12 +56,15 @@ class Options(Settings):
     deterministic: bool = setting(True, "bitwise the same at every run")
 
     def contradictions(self) -> Iterator[str]:
+        for name, value in self.to_dict().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{name} must be finite, but is {value}"
         for name in ("seq_length", "micro_batch_size", "train_iters", "log_interval", "sample_tokens"):
             if getattr(self, name) < 1:
                 yield f"{name} must be at least 1, but is {getattr(self, name)}"
         for name in (
-            "lr_warmup_iters", "eval_interval", "eval_iters", "save_interval", "keep_checkpoints", "samples", "lr", "min_lr",
-            "weight_decay", "clip_grad", "adam_eps", "seed",
+            "lr_warmup_iters", "eval_interval", "eval_iters", "save_interval", "save_minutes", "keep_checkpoints", "samples",
+            "lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "seed",
         ):  # fmt: skip
             if (getattr(self, name) or 0) < 0:
                 yield f"{name} must be at least 0, but is {getattr(self, name)}"

@@ -14,12 +14,15 @@ A run's folder, such as runs/2026-11-22_14-05-33:
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.train.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Line:
 
 
 _NAMES = [field.name for field in fields(Line)]
+_OPTIONAL = [field.name for field in fields(Line) if field.default is None]
 
 
 class Record:
@@ -44,54 +48,78 @@ class Record:
 
     Args:
         folder: the run's folder.
-        first: the step at which the run begins. Lines that an earlier run logged for this step or later ones are removed.
+        before: what an earlier run logged. Its lines of step `first` or later ones are removed.
+        first: the step at which the run begins.
     """
 
-    def __init__(self, folder: Path, first: int = 0) -> None:
+    def __init__(self, folder: Path, before: Sequence[Line] = (), first: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
-        self.lines = [line for line in read_log(folder / "log.csv") if line.step < first] if first else []
-        try:
-            self._file = (folder / "log.csv").open("w", newline="")
-            self._writer = csv.writer(self._file)
-            self._writer.writerow(_NAMES)
-            for line in self.lines:
-                self._write(line)
+        self.lines = [line for line in before if line.step < first]
+        self._kept = len(self.lines)
+        path = folder / "log.csv"
+        with self._named_in_errors():
+            write_atomically(path, _csv(_NAMES, *map(_values, self.lines)))
+            self._file = path.open("a", newline="")
             self._events = SummaryWriter(str(folder), purge_step=first or None)
-        except OSError as error:
-            raise CommandError(f"{folder} can't be written: {error.strerror}") from None
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
-        self._write(line)
-        for name, value in asdict(line).items():
-            if value is not None and name not in ("step", "seconds"):
-                self._events.add_scalar(name, value, line.step)
-
-    def _write(self, line: Line) -> None:
-        values = [getattr(line, name) for name in _NAMES]
-        self._writer.writerow(["" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values])
-        self._file.flush()
+        with self._named_in_errors():
+            self._file.write(_csv(_values(line)))
+            self._file.flush()
+            for name, value in asdict(line).items():
+                if value is not None and name not in ("step", "seconds"):
+                    self._events.add_scalar(name, value, line.step)
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
-        if self.lines:
-            draw(self.folder / "loss.png", {"": self.lines})
+        with self._named_in_errors():
+            self._file.close()
+            self._events.close()
+            if len(self.lines) > self._kept:
+                draw(self.folder / "loss.png", {"": self.lines})
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CommandError(f"{self.folder} can't be written: {error.strerror}") from None
+
+
+def _values(line: Line) -> list[Any]:
+    values = [getattr(line, name) for name in _NAMES]
+    return ["" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values]
+
+
+def _csv(*rows: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
 
 
 def read_log(path: Path) -> list[Line]:
-    """Return the lines of a log.csv, without a truncated last line."""
+    """Return the lines of a log.csv, without a truncated last line. Raise CommandError for one that is broken."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [_line(row) for row in rows if None not in row.values()]
+    lines = path.read_bytes().decode(errors="replace").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    rows = csv.DictReader(whole)
+    found = []
+    try:
+        for row in rows:
+            found.append(_line(row))
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise CommandError(
+            f"{path} must have {', '.join(_NAMES)} in line {rows.line_num}, but has {whole[rows.line_num - 1].strip()!r:.100}: "
+            "correct it, or move the file away, and the log begins where the run goes on"
+        ) from None
+    return found
 
 
 def _line(row: dict[str, str]) -> Line:
-    values: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in _NAMES}
+    values: dict[str, Any] = {name: None if row[name] == "" and name in _OPTIONAL else float(row[name]) for name in _NAMES}
     return Line(**values | {"step": int(row["step"])})
 
 
@@ -118,5 +146,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Line]]) -> None:
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150)
     pyplot.close(figure)
+    write_atomically(path, picture.getvalue(), sync=False)

@@ -50,6 +50,20 @@ def _passed_over(inside: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
 
 
+_TOKENS = ("tokens/tokenizer.json", "tokens/train.bin")
+_OF_A_RUN = {"config.yaml", "log.csv", "loss.png", "samples.txt", "tokens", "checkpoints", "reference"}
+
+
+def _written_by_a_run(top: Path, inside: Path) -> bool:
+    """Whether a training run wrote this file: with --data . its folder may lie among the texts."""
+    named = zip(reversed(inside.parents), inside.parts, strict=True)
+    folders = (
+        top / folder for folder, name in named
+        if name.removesuffix(".part") in _OF_A_RUN or name.startswith("events.out.tfevents.")
+    )  # fmt: skip
+    return any((folder / tokens).exists() for folder in folders for tokens in _TOKENS)
+
+
 def find_files(named: Sequence[str]) -> list[Path]:
     """Return the named files and all files in the named folders. Without names return the standard library's sources."""
     if not named:
@@ -58,7 +72,8 @@ def find_files(named: Sequence[str]) -> list[Path]:
     for name in named:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _passed_over(p.relative_to(path)))
+            there = ((p, p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+            inside = sorted(p for p, name in there if not _passed_over(name) and not _written_by_a_run(path, name))
             if not inside:
                 raise CommandError(f"--data {name} has no files in it")
             found += inside

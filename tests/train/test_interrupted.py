@@ -1,0 +1,306 @@
+"""Runs that are interrupted, refused or out of disk space: what they leave, and what they say. Ranks run failing_ranks.py."""
+
+import resource
+import shlex
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel import worlds
+from rich.console import Console
+from train import failing_ranks
+
+import onepass
+from onepass.cli import main
+from onepass.gpt import Config
+from onepass.runtime.errors import CommandError
+from onepass.train import loop, text
+from onepass.train.layout import ParallelLayout, one_line_of_all_ranks
+from onepass.train.loop import TrainRun
+from onepass.train.options import Options
+from onepass.train.steps import TrainSteps
+
+SMALL = shlex.split(
+    "--device cpu --num-layers 1 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
+    "--micro-batch-size 2 --train-iters 6 --lr-warmup-iters 2 --eval-iters 0 --samples 0 --no-table --no-fusion-table"
+)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(loop, "matrix_peak", lambda device, dtype: None)
+    with onepass.use_backend("torch"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    with onepass.use_backend("torch"):
+        assert train(corpus, folder, "--save-interval", 4, "--keep-checkpoints", 0) == 0
+    return folder
+
+
+@pytest.fixture
+def run(ended, tmp_path):
+    """The folder of a run that has ended."""
+    return shutil.copytree(ended, tmp_path / "run")
+
+
+def train(corpus, folder, *more):
+    return main(["train", *SMALL, "--data", str(corpus), "--run-dir", str(folder), *map(str, more)])
+
+
+def resume(folder, *more):
+    return main(["train", "--device", "cpu", "--resume", str(folder), "--train-iters", "8", *more])
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def signals(monkeypatch, *numbers):
+    """Send this process these signals in its third step."""
+    stock, calls = TrainSteps.run, []
+
+    def sending(self, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            for number in numbers:
+                signal.raise_signal(number)
+        return stock(self, batch)
+
+    monkeypatch.setattr(TrainSteps, "run", sending)
+    return calls
+
+
+# ---- signals ----
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch, capfd):
+    folder = tmp_path / "run"
+    signals(monkeypatch, signal.SIGINT)
+    assert train(corpus, folder) == 130
+    said = capfd.readouterr()
+    assert steps(folder) == [3] and len((folder / "log.csv").read_text().splitlines()) == 4
+    assert f"stopped after step 3; go on with --resume {folder}" in said.out
+    assert f"{folder} has log.csv, loss.png and the checkpoints" in said.out  # not samples.txt, which is not there
+    assert said.err == "\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, corpus, monkeypatch):
+    signals(monkeypatch, signal.SIGINT, signal.SIGINT)
+    assert train(corpus, tmp_path) == 130
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(text, "prepare", lambda *args: signal.raise_signal(signal.SIGINT))
+    assert train(corpus, tmp_path / "run") == 130
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_that_is_ignored_stays_so(tmp_path, corpus, monkeypatch):
+    """As in a script that starts the run in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        calls = signals(monkeypatch, signal.SIGINT)
+        assert train(corpus, tmp_path) == 0 and len(calls) == 6
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_during_the_last_save_ends_before_the_tables(tmp_path, corpus, monkeypatch):
+    stock = loop.checkpoint.save
+    monkeypatch.setattr(loop.checkpoint, "save", lambda *args: (signal.raise_signal(signal.SIGINT), stock(*args)))
+    monkeypatch.setattr(TrainRun, "samples", lambda run: pytest.fail("the run was to stop"))
+    assert train(corpus, tmp_path) == 130
+    assert steps(tmp_path) == [6]
+
+
+def test_a_stopped_comparison_measures_nothing(tmp_path, corpus, monkeypatch, capsys):
+    stock = TrainRun.train
+
+    def train_both(run):
+        if run.plain:
+            signals(monkeypatch, signal.SIGTERM)
+        return stock(run)
+
+    monkeypatch.setattr(TrainRun, "train", train_both)
+    assert train(corpus, tmp_path, "--compare", "--table", "--log-interval", 6) == 0
+    said = capsys.readouterr().out
+    assert "stopped after step 3\n" in said and "measuring" not in said and "a step, ms" not in said
+
+
+# ---- saves by time ----
+
+
+@pytest.mark.parametrize(
+    ("more", "saved"),
+    [((), [6]), (("--save-minutes", 1e-9), [1, 2, 3, 4, 5, 6]), (("--save-minutes", 1e-9, "--save-interval", 4), [4, 6])],
+)
+def test_saves_by_time(more, saved, tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(loop, "_SAVING", 0)
+    assert train(corpus, tmp_path, "--keep-checkpoints", 0, *more) == 0
+    assert steps(tmp_path) == saved
+
+
+@pytest.mark.parametrize(("minutes", "took", "seconds"), [(10.0, 1.0, 600.0), (10.0, 60.0, 1200.0), (0.0, 1.0, float("inf"))])
+def test_a_slow_save_is_made_less_often(minutes, took, seconds, tmp_path):
+    alone = ParallelLayout(torch.device("cpu"))
+    run = TrainRun(Config(), Options(save_minutes=minutes), alone, tmp_path, Console())
+    run._save_by_time(took)
+    assert run._save_at - time.monotonic() == pytest.approx(seconds, abs=5.0)
+
+
+# ---- what is refused changes nothing ----
+
+
+def truncated(run):
+    path = run / "checkpoints" / "step-00000006" / "0.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def broken_number(run):
+    path = run / "log.csv"
+    path.write_text(path.read_text().replace(",5.", ",5.x", 1))
+
+
+def broken_line(run):
+    path = run / "log.csv"
+    path.write_text(path.read_text().replace("\n3,", "\n3\n3,"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncated, "0.safetensors must be of"),
+        (
+            broken_number,
+            "tokens_per_s, seconds, memory_gib, eval_loss in line 2, but has '0,5.x",
+        ),
+        (broken_line, "in line 5, but has '3': correct it, or move the file away"),
+    ],
+)
+def test_a_refused_resume_changes_nothing(damage, said, run, capsys):
+    damage(run)
+    before = content(run)
+    assert resume(run, "--lr", "0.5") == 2
+    written = capsys.readouterr().err.strip()
+    assert said in written and "\n" not in written
+    assert content(run) == before
+
+
+def test_a_full_disk_leaves_what_was_there(run, capsys):
+    before = content(run)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        assert resume(run, "--lr", "0.5") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == f"onepass train: {run} can't be written: File too large\n"
+    assert content(run) == before
+    assert resume(run) == 0
+
+
+def test_a_full_disk_leaves_the_settings_that_were_there(run, capsys):
+    """Of the two files that a resumed run writes, the log fits here, and the settings do not."""
+    before, limits = (run / "config.yaml").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert (run / "log.csv").stat().st_size < 1000 < len(before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert resume(run, "--lr", "0.5") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == f"onepass train: {run}/config.yaml: File too large\n"
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_a_log_without_the_end_of_its_last_line_is_read(run):
+    path = run / "log.csv"
+    whole = path.read_text()
+    path.write_text(whole[:-1] + "2.34")  # a value that may have had more digits
+    assert resume(run) == 0
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["step", *"0123467"]
+
+
+# ---- a run among its texts ----
+
+
+def test_a_run_does_not_read_its_own_files(tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [tmp_path / "text.txt", tmp_path / "tokens" / "config.yaml"]
+    texts[1].parent.mkdir()
+    shutil.copy(corpus, texts[0])
+    texts[1].write_text("a text, in a folder of no run\n")
+    assert train(".", tmp_path / "a" / "run", "--samples", 1, "--sample-tokens", 2, "--compare") == 0
+    written = {path.name for path in (tmp_path / "a" / "run").iterdir()}
+    assert written > {"config.yaml", "log.csv", "loss.png", "samples.txt", "tokens", "checkpoints", "reference"}
+    assert [tmp_path / path for path in text.find_files(["."])] == texts
+    (tmp_path / "a" / "run" / "own.txt").write_text("not the run's")
+    assert [tmp_path / path for path in text.find_files(["."])] == [tmp_path / "a" / "run" / "own.txt", *texts]
+    (tmp_path / "a" / "run" / "own.txt").unlink()
+    tokens = content(tmp_path / "a" / "run" / "tokens")
+    assert resume("a/run") == 0
+    assert content(tmp_path / "a" / "run" / "tokens") == tokens
+
+
+def test_brackets_in_a_name_are_a_name(tmp_path, corpus, capsys):
+    assert train(corpus, tmp_path / "x[/b] :smile:") == 0
+    assert "x[/b] :smile: has log.csv" in capsys.readouterr().out
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_what_the_first_rank_refuses_ends_all(tmp_path):
+    """The text is empty, which the first rank alone reads."""
+    found = worlds.found_by(failing_ranks.run, ("gloo", 2), tmp_path)
+    assert [each["status"] for each in found] == [2, 2]
+    assert {each["said"] for each in found} == {"onepass train: the text is empty: 1 files hold no characters\n"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "waited", "said", "status"),
+    [
+        (CommandError("no"), (0.0, 5.0), "no", 2),
+        (CommandError("nan", status=1), (0.0, 5.0), "nan", 1),
+        (RuntimeError("lost\na peer"), (5.0, 10.0), "rank {}: RuntimeError: lost a peer", 1),
+    ],
+)
+def test_ranks_take_turns_to_say_what_is_wrong(error, waited, said, status, monkeypatch, tmp_path):
+    slept, file = [], tmp_path / "error.json"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr("onepass.train.layout.time.sleep", slept.append)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(CommandError) as raised, one_line_of_all_ranks():
+            raise error
+        assert str(raised.value) == said.format(rank) and raised.value.status == status
+    assert tuple(slept) == waited
+    assert file.exists() == (type(error) is RuntimeError)
+
+
+def test_one_rank_has_its_traceback():
+    with pytest.raises(RuntimeError, match="a bug"), one_line_of_all_ranks():
+        raise RuntimeError("a bug")
