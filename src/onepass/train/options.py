@@ -40,6 +40,7 @@ class Options(Settings):
     eval_iters: int = setting(8, "batches of an evaluation")
     save_interval: int = setting(0, "steps between two checkpoints; 0 is only at the end")
     keep_checkpoints: int = setting(2, "newest checkpoints that are kept; 0 is all")
+    verify_checksums: bool = setting(True, "compare tokens and checkpoint with their checksums when they are loaded")
     samples: int = setting(2, "texts that the model writes at the end")
     sample_tokens: int = setting(160, "their length")
     table: bool = setting(True, "measure the model by PyTorch's own operators at the end, for the table")
