@@ -105,7 +105,8 @@ def test_a_checkpoint_of_before_checksums_is_loaded(tmp_path):
     (path / "checkpoint.json").write_text(json.dumps(index))
     config, options = configured(seed=2)
     other = make(config, options, alone())
-    assert load(path, other, vocabulary="any") == 2
+    assert load(path, other) == 2
+    checkpoint.check_vocabulary(path, "any")
     assert all(map(torch.equal, trained.model.parameters(), other.model.parameters()))
 
 
@@ -134,6 +135,8 @@ def test_an_older_damaged_one_is_no_obstacle(tmp_path):
     (first / "checkpoint.json").write_text("{")
     assert checkpoint.find(tmp_path) == last and load(last) == 4
     (last / "checkpoint.json").write_text("{")
+    (last / "a link to nothing").symlink_to(tmp_path / "nothing")
+    (tmp_path / "checkpoints" / "step-00000009").write_text("no folder")
     again = tmp_path / "checkpoints" / "step-00000003"  # of a run that went back, saved after step 4
     checkpoint.save(again.parent, 3, trained, config, options, alone())
     assert checkpoint.find(tmp_path) == again and list(folders.saved(again.parent)) == [again]
@@ -144,8 +147,9 @@ def test_another_vocabulary_is_refused(tmp_path):
     trained = make(config, options, alone())
     checkpoint.save(tmp_path / "checkpoints", 1, trained, config, options, alone(), vocabulary="a hash")
     path = checkpoint.find(tmp_path)
-    assert load(path, vocabulary="a hash") == load(path) == 1
-    assert "must be of this run's tokenizer, but is of another" in refused(lambda: load(path, vocabulary="another hash"))
+    checkpoint.check_vocabulary(path, "a hash")
+    said = refused(lambda: checkpoint.check_vocabulary(path, "another hash"))
+    assert said.startswith(f"the checkpoint {path} must be of this run's tokenizer, but is of another, on whose")
 
 
 # ---- tokens and texts ----

@@ -19,6 +19,7 @@ from onepass.runtime.errors import CommandError
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
 from onepass.train.layout import ParallelLayout, device_of_this_rank, ranks_there, started
+from onepass.train.links import check_links
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
@@ -200,6 +201,7 @@ def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> 
         folder = Path(said[0])
     if layout.first and resume is None and (folder / "log.csv").exists():
         raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
+    check_links(folder)
     return folder
 
 

@@ -74,7 +74,8 @@ class TrainRun:
             self.tokens = self._text()
             self._write_settings()
             self.trained = make(self.config, options, layout, self.plain)
-            first = 0 if self.resume is None else self._load(self.resume)
+            verify = options.verify_checksums
+            first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self.record = Record(self.folder, first) if layout.first else None
             try:
                 self._steps(first)
@@ -96,16 +97,10 @@ class TrainRun:
                 keep=keep, verify=options.verify_checksums,
             )  # fmt: skip
         self.layout.wait_for_all()
-        return text.load(self._tokens, self.config.vocab_size)
-
-    def _load(self, path: Path) -> int:
-        """Load a checkpoint. Return the step to continue from."""
-        verify, vocabulary = self.options.verify_checksums, self.tokens.vocabulary
-        return checkpoint.load(path, self.trained, self.config, self.layout, vocabulary=vocabulary, verify=verify)
-
-    def _save(self, step: int) -> None:
-        folder, vocabulary = self.folder / "checkpoints", self.tokens.vocabulary
-        checkpoint.save(folder, step, self.trained, self.config, self.options, self.layout, vocabulary=vocabulary)
+        tokens = text.load(self._tokens, self.config.vocab_size)
+        if self.resume is not None:
+            checkpoint.check_vocabulary(self.resume, tokens.vocabulary)
+        return tokens
 
     def _write_settings(self) -> None:
         """Write config.yaml. Call it after the text is prepared, so that a run that fails for its text leaves no files."""
@@ -137,7 +132,10 @@ class TrainRun:
             if evaluate or save or not self._waits_later:
                 self._tell(evaluate)
             if save:
-                self._save(done)
+                checkpoint.save(
+                    self.folder / "checkpoints", done, self.trained, self.config, options, self.layout,
+                    vocabulary=self.tokens.vocabulary,
+                )  # fmt: skip
                 self._wind(done)
             if stop:
                 self.stopped = True

@@ -56,7 +56,7 @@ def find(path: Path) -> Path:
 
 def _age(checkpoint: Path) -> tuple[int, int]:
     """Return the step and the time of writing. A checkpoint without its number is the newest only if both are the largest."""
-    times = [path.stat().st_mtime_ns for path in checkpoint.iterdir()]
+    times = [path.lstat().st_mtime_ns for path in checkpoint.iterdir()]
     return int(checkpoint.name.removesuffix(_REPLACED).removeprefix("step-")), max(times, default=0)
 
 
@@ -116,7 +116,11 @@ def file_of(checkpoint: Path, name: str, index: Mapping[str, Any], share: slice 
     path = checkpoint / name
     if path.parent != checkpoint:
         raise Damaged(f"{INDEX} names a file elsewhere, {name!r}")
-    sums = index.get("checksums", {}).get(name) if share is not None else None
+    sums = None
+    if share is not None and "checksums" in index:
+        sums = index["checksums"].get(name) if type(index["checksums"]) is dict else None
+        if type(sums) is not list:
+            raise Damaged(f"{INDEX} must have the checksums of {name}, but has {sums!r:.50}")
     differs = change(path, index["files"].get(name), sums, share or slice(None))
     if differs:
         raise Damaged(f"{name} {differs}")
@@ -144,7 +148,7 @@ def advice(damaged: Path) -> str:
 
 def _named(folder: Path) -> list[Path]:
     """Return the checkpoints that are complete by their names."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     found = []
     for name in names:
         matched = _NAME.fullmatch(name)

@@ -35,7 +35,7 @@ def save(
     """Save a checkpoint of `step` steps in `folder`, and remove older ones there. It is written completely or not at all.
 
     Args:
-        vocabulary: the hash of the tokenizer's vocabulary, `onepass.train.text.Tokens.vocabulary`. A load compares it.
+        vocabulary: the hash of the tokenizer's vocabulary, `onepass.train.text.Tokens.vocabulary`, for `check_vocabulary`.
     """
     from onepass.train.checkpoint import storage  # slow to import
 
@@ -93,23 +93,24 @@ def check(path: Path, config: Config) -> dict[str, Any]:
     return index
 
 
-def load(
-    path: Path, trained: Trained, config: Config, layout: ParallelLayout, *, vocabulary: str | None = None, verify: bool = True
-) -> int:
+def check_vocabulary(path: Path, vocabulary: str) -> None:
+    """Raise CommandError if the checkpoint is of a model that was trained on another tokenizer's tokens."""
+    if folders.read_index(path).get("vocabulary") not in (None, vocabulary):  # versions before checksums saved none
+        raise CommandError(
+            f"the checkpoint {path} must be of this run's tokenizer, but is of another, on whose tokens it was trained: "
+            "give --data the texts of its run, or begin a new run"
+        )
+
+
+def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *, verify: bool = True) -> int:
     """Load a checkpoint of the same model, saved under any layout. Return the step to continue from.
 
     Args:
-        vocabulary: the hash of the run's vocabulary. A checkpoint of another vocabulary raises.
         verify: compare the files with their checksums before anything is changed.
     """
     from onepass.train.checkpoint import storage
 
     index = _on_all(layout, lambda: check(path, config))
-    if vocabulary is not None and index.get("vocabulary") not in (None, vocabulary):
-        raise CommandError(
-            f"the checkpoint {path} must be of this run's tokenizer, but is of another, for whose tokens its weights stand: "
-            "give --data the texts of the checkpoint's run, or begin a new run"
-        )
     try:
         if verify:
             _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
