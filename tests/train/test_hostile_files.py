@@ -14,7 +14,7 @@ from onepass.cli import main
 from onepass.gpt import Config, Model
 from onepass.gpt.weights import load_huggingface, save_huggingface
 from onepass.runtime.errors import CommandError
-from onepass.train import checkpoint
+from onepass.train import checkpoint, text
 from onepass.train.checkpoint import folders
 from onepass.train.setup import make
 
@@ -227,6 +227,21 @@ def test_tags_in_yaml_run_nothing(tag, tmp_path, corpus, capsys):
     said = capsys.readouterr().err
     assert "is no YAML of settings: could not determine a constructor for the tag" in said and said.count("\n") == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["config.yaml"]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
+def test_a_device_is_no_text(path, tmp_path, capsys):
+    assert train(path, "--run-dir", tmp_path / "run") == 2
+    assert capsys.readouterr().err == f"onepass train: --data {path} is no file and no folder\n"
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, corpus):
+    place = tmp_path / "tokens"
+    text.prepare(place, [str(corpus)], 300, 16, lambda *_: None)
+    record = json.loads((place / "tokens.json").read_text())
+    (place / "tokens.json").write_text(json.dumps(record | {"vocab_size": 280}))
+    with pytest.raises(CommandError, match=r"train\.bin must hold tokens below 280, but holds 29\d; remove"):
+        text.prepare(place, [str(corpus)], 280, 16, lambda *_: None, keep=True)
 
 
 @pytest.mark.parametrize(

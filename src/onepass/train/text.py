@@ -116,7 +116,7 @@ def prepare(
     tokens = load(folder, vocab_size)
     _check_length(tokens.train, tokens.valid, seq_length)
     if verify:
-        _check_range(tokens)
+        _check_range(tokens, min(vocab_size, tokens.vocab_size))
     return tokens
 
 
@@ -142,10 +142,10 @@ def _damaged(folder: Path, name: str, how: str) -> CommandError:
     return CommandError(f"{folder / name} {how}; remove {folder}, and the same command makes it again from the texts")
 
 
-def _check_range(tokens: Tokens) -> None:
+def _check_range(tokens: Tokens, end: int) -> None:
     for name, part in (("train.bin", tokens.train), ("valid.bin", tokens.valid)):
-        if part.max() >= tokens.vocab_size:
-            raise _damaged(tokens.folder, name, f"must hold tokens below {tokens.vocab_size}, but holds {part.max()}")
+        if part.max() >= end:
+            raise _damaged(tokens.folder, name, f"must hold tokens below {end}, but holds {part.max()}")
 
 
 # ---- tokens.json ----
