@@ -1,17 +1,18 @@
-"""Kill saves of a checkpoint at each of their disk accesses. Each save runs in a fork of a process that has trained the model."""
+"""Kill saves of a checkpoint, and the writing of tokens, at each of their disk accesses. Each runs in a fork."""
 
 import os
 import shutil
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from train.checkpoint_runs import alone, configured, go, saved, started, whole
 
 import onepass
-from onepass.train import checkpoint
+from onepass.train import checkpoint, text
 from onepass.train.checkpoint import storage
 from onepass.train.setup import make
 
@@ -32,20 +33,40 @@ def run(rank, folder, again):
         while not found or found[-1]["signal"]:
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(base, place)
-            found.append(killed(place, trained, 2 if again else 3, len(found) + 1) | resumed(place, tensors))
+            act = partial(saved, place, 2 if again else 3, trained, *configured(keep_checkpoints=1), alone())
+            found.append(killed(place, act, len(found) + 1) | resumed(place, tensors))
     torch.save(found, folder / "found.pt")
 
 
-def killed(place, trained, step, touches):
-    """Save in a fork that is killed at disk access number `touches`. Return the signal, or 0 if the save completed before it."""
+def run_tokens(folder):
+    """Kill the tokenising of new texts, over tokens of other texts. Return the signals, and which tokens are there again."""
+    place, found = folder / "tokens", []
+    for name in ("old", "new"):
+        (folder / name).write_text("".join(f"{name} {i} " for i in range(300)))
+        tokenised(folder / f"{name} tokens", folder / name)
+    while not found or found[-1][0]:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folder / "old tokens", place)
+        signal = killed(place, partial(tokenised, place, folder / "new"), len(found) + 1)["signal"]
+        tokenised(place, folder / "new")
+        wanted = {path.name: path.read_bytes() for path in (folder / "new tokens").iterdir()}
+        found.append((signal, {path.name: path.read_bytes() for path in place.iterdir()} == wanted))
+    return found
+
+
+def tokenised(place, path):
+    text.prepare(place, [str(path)], 270, 8, lambda *_: None)
+
+
+def killed(place, act, touches):
+    """Call act in a fork that is killed at disk access number `touches`. Return the signal, or 0 if it returned before it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fork() warns of threads, which the child lacks
         child = os.fork()
     if child:
         return {"signal": os.WTERMSIG(os.waitpid(child, 0)[1])}
     dying(place, touches)
-    config, options = configured(keep_checkpoints=1)
-    saved(place, step, trained, config, options, alone())
+    act()
     os._exit(0)
 
 
@@ -61,7 +82,7 @@ def dying(place, touches):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(event, args):
-        reading = event == "open" and not (isinstance(args[1], str) and "w" in args[1])
+        reading = event == "open" and not (isinstance(args[1], str) and set("wx") & set(args[1]))
         if event in _EVENTS and not reading and str(args[0]).startswith(str(place)):
             touch()
 

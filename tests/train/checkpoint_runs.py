@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import onepass
 from onepass.gpt import Config
 from onepass.nn.sharding import part_of
 from onepass.runtime.errors import CommandError
-from onepass.train import checkpoint
+from onepass.train import checkpoint, checksums
 from onepass.train.batches import TokenBatch
 from onepass.train.layout import ParallelLayout, _groups
 from onepass.train.options import Options
@@ -209,18 +210,36 @@ def full(folder, rank):
 
 
 def damaged(folder, rank):
-    """Return the errors of loading a checkpoint that the last rank doesn't have, and one with a truncated file."""
+    """Return the errors of loading a checkpoint that the last rank doesn't have, one with a flipped bit, and one that is short.
+
+    The second block's bit is seen by the second rank alone.
+    """
     config, options = configured(KIND[dist.get_world_size()], **ZERO)
     layout = _groups(config, torch.device("cpu"))
     trained = make(config, options, layout)
-    saved(folder, 1, trained, config, options, layout)
+    with patch.object(checksums, "BLOCK", 4096):
+        saved(folder, 1, trained, config, options, layout)
     place = folder / "checkpoints" / "step-00000001" / "0.safetensors"
     path = folder / "nowhere" if rank == layout.ranks - 1 else place.parent
     gone = refused(lambda: checkpoint.load(path, trained, config, layout))
+    before = [parameter.clone() for parameter in trained.model.parameters()]
+    if rank == 0:
+        flip(place, 4096 + 7)
+    layout.wait_for_all()
+    with patch.object(checksums, "BLOCK", 4096):
+        flipped = refused(lambda: checkpoint.load(place.parent, trained, config, layout))
+    assert all(map(torch.equal, before, trained.model.parameters()))
+    layout.wait_for_all()
     if rank == 0:
         place.write_bytes(place.read_bytes()[:-4])
     layout.wait_for_all()
-    return gone, refused(lambda: checkpoint.load(place.parent, trained, config, layout))
+    return gone, flipped, refused(lambda: checkpoint.load(place.parent, trained, config, layout))
+
+
+def flip(path, at, mask=0x40):
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
 
 
 def refused(act):

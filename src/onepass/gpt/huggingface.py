@@ -24,9 +24,12 @@ def config_of(theirs: dict[str, Any]) -> Config:
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"model_type must be 'gpt2' or 'llama', but is {kind!r}")
     kept: Any = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
-    if kept not in _TYPES:
+    if not isinstance(kept, str) or kept not in _TYPES:
         raise ValueError(f"dtype must be one of {', '.join(_TYPES)}, but is {kept!r}")
-    found = _of_gpt2(theirs) if kind == "gpt2" else _of_llama(theirs)
+    try:
+        found = _of_gpt2(theirs) if kind == "gpt2" else _of_llama(theirs)
+    except KeyError as missing:
+        raise ValueError(f"config.json of a {kind} must have {missing}, but has not") from None
     return Config.from_dict(found | {"params_dtype": _TYPES[kept]})
 
 
@@ -59,7 +62,10 @@ def _of_gpt2(theirs: dict[str, Any]) -> dict[str, Any]:
 def _of_llama(theirs: dict[str, Any]) -> dict[str, Any]:
     bias = theirs.get("attention_bias", False)
     _must_be(theirs, "mlp_bias", bias, False)
-    rope = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+    rope: Any = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be an object, but is {rope!r}")
+    rope = dict(rope)
     found = {
         "num_layers": theirs["num_hidden_layers"],
         "hidden_size": theirs["hidden_size"],
@@ -87,8 +93,8 @@ def _of_llama(theirs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _activation(name: str, field: str) -> str:
-    if name not in _ACTIVATIONS:
+def _activation(name: object, field: str) -> str:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ValueError(f"{field} must be one of {', '.join(_ACTIVATIONS)}, but is {name!r}")
     return _ACTIVATIONS[name]
 

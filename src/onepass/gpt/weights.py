@@ -23,6 +23,8 @@ from onepass.nn.sharding import Division, part_of
 from onepass.runtime.install_hint import install_hint
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_MOST_POSITIONS = 1 << 24
+_LONGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors has 10 MB
 
 
 class Entry(NamedTuple):
@@ -97,9 +99,16 @@ def load_huggingface(
     folder = Path(folder)
     theirs = _read_config(folder)
     config, kind = config_of(theirs).replace(**changes), str(theirs["model_type"])
+    files = _Files(folder, kind)
+    if config.parameters_count() > files.size:  # before a model of that size is created
+        raise ValueError(
+            f"{_CONFIG} must be of the weights beside it, but is of {config.parameters_count():,} parameters, and the files have "
+            f"{files.size:,} bytes"
+        )
+    if config.max_position_embeddings > _MOST_POSITIONS:  # rotary tables have a row for each
+        raise ValueError(f"max_position_embeddings must be at most {_MOST_POSITIONS}, but is {config.max_position_embeddings}")
     model = Model(config, tp_group=tp_group, device="meta", seed=0)
     model.to_empty(device=device or torch.get_default_device())
-    files = _Files(folder, kind)
     homes = _homes(model)
     with torch.no_grad():
         for entry in entries(config, kind):
@@ -112,8 +121,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"folder must hold {_CONFIG}, but {folder} does not")
-    theirs: dict[str, Any] = json.loads(path.read_text())
-    return theirs
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise ValueError if it is another thing, or too large."""
+    if path.stat().st_size > _LONGEST_JSON:
+        raise ValueError(f"{path} must be of at most {_LONGEST_JSON} bytes, but is of {path.stat().st_size}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{path} must be JSON, but is not: {why}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object, but is {found!r:.50}")
+    return found
 
 
 class _Home(NamedTuple):
@@ -164,7 +186,10 @@ class _Files:
         self.kind, self.used = kind, set[str]()
         index = folder / _INDEX
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            places = _read_object(index).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+                raise ValueError(f"{index} must have weight_map, the file of each tensor, but has {places!r:.50}")
+            names = sorted(set(places.values()))
         elif (folder / _WHOLE).is_file():
             names = [_WHOLE]
         else:
@@ -172,8 +197,8 @@ class _Files:
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise FileNotFoundError(f"{_INDEX} must name files beside it, but {name!r} is none")
-        safe_open = _safetensors().safe_open
-        files = [safe_open(folder / name, framework="pt") for name in names]
+        self.size = sum((folder / name).stat().st_size for name in names)
+        files = [_opened(folder / name) for name in names]
         self.where = {self._full(key): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
 
     def _full(self, key: str) -> str:
@@ -187,6 +212,8 @@ class _Files:
         self.used.add(name)
         file, key = self.where[name]
         found: Tensor = file.get_tensor(key)
+        if not found.is_floating_point():
+            raise ValueError(f"the weight {name} must be of floats, but is {found.dtype}")
         return found
 
     def check_all_used(self) -> None:
@@ -195,6 +222,14 @@ class _Files:
         left = [name for name in self.where if name not in self.used and not name.endswith(buffers) and name != "lm_head.weight"]
         if left:
             raise ValueError(f"folder must hold a {self.kind} model's weights alone, but has {', '.join(sorted(left)[:3])} too")
+
+
+def _opened(path: Path) -> Any:
+    safetensors = _safetensors()
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a safetensors file, but is not: {error}") from None
 
 
 def _safetensors() -> Any:

@@ -20,6 +20,7 @@ from onepass.runtime.errors import CommandError
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
+from onepass.train.links import check_links
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
@@ -239,6 +240,7 @@ def _folder(named: Path | None, resume: Path | None) -> Path:
     folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     if resume is None and (folder / "log.csv").exists():
         raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
+    check_links(folder)
     return folder
 
 

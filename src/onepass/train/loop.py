@@ -87,7 +87,8 @@ class TrainRun:
             before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
             self.tokens = self._text()
             self.trained = make(self.config, options, layout, self.plain)
-            first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout)
+            verify = options.verify_checksums
+            first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
@@ -106,10 +107,17 @@ class TrainRun:
         """Tokenise the text on the first rank, and load it on all ranks."""
 
         def prepare() -> None:
-            text.prepare(self._tokens, self.options.data, self.config.vocab_size, self.options.seq_length, self.live.told)
+            options, keep = self.options, self.plain or self.resume is not None
+            text.prepare(
+                self._tokens, options.data, self.config.vocab_size, options.seq_length, self.live.told,
+                keep=keep, verify=options.verify_checksums,
+            )  # fmt: skip
 
         self.layout.on_first(prepare)
-        return text.load(self._tokens, self.config.vocab_size)
+        tokens = text.load(self._tokens, self.config.vocab_size)
+        if self.resume is not None:
+            checkpoint.check_vocabulary(self.resume, tokens.vocabulary)
+        return tokens
 
     def _write_first_files(self, before: list[Line], first: int) -> None:
         """Write log.csv, and then config.yaml: of two files on a full disk, a run needs its settings as they were."""
@@ -145,7 +153,10 @@ class TrainRun:
                 self._tell(evaluate)
             if save:
                 began = time.monotonic()
-                checkpoint.save(self.folder / "checkpoints", done, self.trained, self.config, options, self.layout)
+                checkpoint.save(
+                    self.folder / "checkpoints", done, self.trained, self.config, options, self.layout,
+                    vocabulary=self.tokens.vocabulary,
+                )  # fmt: skip
                 self._save_by_time(time.monotonic() - began)
                 self._wind(done)
             if stop:

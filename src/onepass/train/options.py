@@ -42,6 +42,7 @@ class Options(Settings):
     save_interval: int = setting(0, "steps between two checkpoints; 0 is by save_minutes, and at the end")
     save_minutes: float = setting(10.0, "minutes between two checkpoints where save_interval is 0; 0 is only at the end")
     keep_checkpoints: int = setting(2, "newest checkpoints that are kept; 0 is all")
+    verify_checksums: bool = setting(True, "compare tokens and checkpoint with their checksums when they are loaded")
     samples: int = setting(2, "texts that the model writes at the end")
     sample_tokens: int = setting(160, "their length")
     table: bool = setting(True, "measure the model by PyTorch's own operators at the end, for the table")

@@ -1,27 +1,32 @@
 """Tokenises text files: trains a byte-pair tokenizer on them, and writes two files of token ids, which are memory-mapped.
 
 A folder of tokens has `tokenizer.json`, `train.bin`, `valid.bin` (the last part of the shuffled documents) and `tokens.json`.
-`tokens.json` records which files were read, and is written last. A folder without it is incomplete and is made again.
+`tokens.json` records which texts were read and what was written, with checksums, and is written last. A folder without it is
+incomplete and is made again.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.train.checksums import BlockSums, block_sums, change
+from onepass.train.files import write_atomically
 
 END = "<|endoftext|>"  # between documents
 SMALLEST = 257  # vocabulary: the bytes and END
 _VALID = 0.05  # of the text
 _NOT_LIBRARY = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "turtledemo"}
+_WRITTEN = ("tokenizer.json", "train.bin", "valid.bin")  # and tokens.json
 _AT_ONCE = 128  # documents
 _TRAINED_ON = 4 << 20  # characters; more text has the same frequent pairs
 
@@ -37,6 +42,21 @@ class Tokens:
     valid: Any
     tokenizer: Any
     vocab_size: int
+
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """The hash of which token has which id, for which a model's embeddings stand."""
+        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokensRecord:
+    """The content of tokens.json. Versions of onepass before checksums wrote `key` in place of texts and sums."""
+
+    vocab_size: int
+    texts: list[tuple[str, int, int, list[int]]]  # path, size, time of change, checksums
+    written: dict[str, tuple[int, list[int]]]  # by file: size, checksums
+    key: str | None = None
 
 
 def python_library() -> list[Path]:
@@ -77,23 +97,41 @@ def find_files(named: Sequence[str]) -> list[Path]:
             if not inside:
                 raise CommandError(f"--data {name} has no files in it")
             found += inside
-        elif path.exists():
+        elif path.is_file():
             found.append(path)
         else:
             raise CommandError(f"--data {name} is no file and no folder")
     return found
 
 
-def prepare(folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told) -> Tokens:
-    """Return the tokens of these texts. Tokenise them unless the folder has their tokens already."""
+def prepare(
+    folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told, *, keep: bool = False, verify: bool = True
+) -> Tokens:
+    """Return the tokens of these texts. Tokenise them unless the folder has their tokens already.
+
+    Args:
+        keep: raise if the folder has tokens of other texts, because a model that was trained on them depends on them.
+        verify: compare tokens that are there with their checksums.
+    """
     files = find_files(named)
-    key = _key(files, vocab_size)
-    said = folder / "tokens.json"
-    if not said.exists() or json.loads(said.read_text()).get("key") != key:
+    record = _read_record(folder, keep)
+    differs = None if record is None else _difference(record, files, vocab_size)
+    if differs and keep:
+        raise CommandError(
+            f"--data must be the texts of which {folder} has the tokens, but {differs}: the model was trained on those tokens; "
+            "put the texts back, or begin a new run"
+        )
+    if record is None or differs:
         _make(folder, files, vocab_size, seq_length, told)
-        said.write_text(json.dumps({"key": key, "files": len(files), "vocab_size": vocab_size}, indent=1) + "\n")
+    elif verify:
+        for name, (size, sums) in record.written.items():
+            damage = change(folder / name, size, sums)
+            if damage:
+                raise _damaged(folder, name, damage)
     tokens = load(folder, vocab_size)
     _check_length(tokens.train, tokens.valid, seq_length)
+    if verify:
+        _check_range(tokens, min(vocab_size, tokens.vocab_size))
     return tokens
 
 
@@ -101,22 +139,79 @@ def load(folder: Path, vocab_size: int) -> Tokens:
     import numpy
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    kind = _number_type(vocab_size)
-    train, valid = (numpy.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name in ("train", "valid"))
-    return Tokens(folder, train, valid, tokenizer, tokenizer.get_vocab_size())
+    name = "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str((folder / name).read_text(encoding="utf-8"))
+        kind = _number_type(vocab_size)
+        arrays = {}
+        for part in ("train", "valid"):
+            name = f"{part}.bin"
+            arrays[part] = numpy.memmap(folder / name, dtype=kind, mode="r")
+    except Exception as error:  # tokenizers raises no other type
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise _damaged(folder, name, f"can't be read: {why}") from None
+    return Tokens(folder, arrays["train"], arrays["valid"], tokenizer, tokenizer.get_vocab_size())
+
+
+def _damaged(folder: Path, name: str, how: str) -> CommandError:
+    return CommandError(f"{folder / name} {how}; remove {folder}, and the same command makes it again from the texts")
+
+
+def _check_range(tokens: Tokens, end: int) -> None:
+    for name, part in (("train.bin", tokens.train), ("valid.bin", tokens.valid)):
+        if part.max() >= end:
+            raise _damaged(tokens.folder, name, f"must hold tokens below {end}, but holds {part.max()}")
+
+
+# ---- tokens.json ----
+
+
+def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
+    """Return what tokens.json says, or None if the folder has no complete tokens. With `keep`, raise where it is damaged."""
+    path = folder / "tokens.json"
+    if not path.exists():
+        return None
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if type(said.get("key")) is str and type(said["files"]) is int:
+            return TokensRecord(said["vocab_size"], [], {}, said["key"])
+        texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in said["texts"]]
+        written = {name: (int(said["written"][name][0]), list(said["written"][name][1])) for name in _WRITTEN}
+        return TokensRecord(said["vocab_size"], texts, written)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if keep:
+            raise _damaged(folder, path.name, "is not as it was written") from None
+        return None
+
+
+def _difference(record: TokensRecord, files: Sequence[Path], vocab_size: int) -> str | None:
+    """Return how texts differ from those of the record. The content of a file is read if its path, size or time differ."""
+    if record.key is not None:
+        return None if record.key == _key(files, vocab_size) else "they differ in a path, size or time"
+    if record.vocab_size != vocab_size:
+        return f"vocab_size was {record.vocab_size} and is {vocab_size}"
+    before, now = [text[0] for text in record.texts], [str(path) for path in files]
+    if len(before) != len(now):
+        gone, new = set(before).difference(now), set(now).difference(before)
+        return f"{min(gone)} is gone" if gone else f"{min(new, default=now[0])} is new"
+    for (path, size, changed, sums), file in zip(record.texts, files, strict=True):
+        there = file.stat()
+        if there.st_size != size or ((str(file), there.st_mtime_ns) != (path, changed) and block_sums(file) != sums):
+            return f"{file} has changed"
+    return None
 
 
 def _key(files: Sequence[Path], vocab_size: int) -> str:
-    """Return a hash of the files' paths, sizes and times, and of vocab_size. It tells whether the same files were read before."""
+    """Return a hash of the files' paths, sizes and times, and of vocab_size."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([stats, vocab_size]).encode()).hexdigest()
 
 
 def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int, told: Told) -> None:
-    files = list(files)
-    random.Random(0).shuffle(files)
-    documents = [_read(path) for path in files]
+    read = [_read(path) for path in files]
+    texts = [text for _, text in read]
+    random.Random(0).shuffle(read)
+    documents = [document for document, _ in read]
     total = sum(map(len, documents))
     if not total:
         raise CommandError(f"the text is empty: {len(files)} files hold no characters")
@@ -125,14 +220,23 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
     cut = int(len(numbers) * (1 - _VALID))
     train, valid = numbers[:cut], numbers[cut:]
     _check_length(train, valid, seq_length)
+    contents = (tokenizer.to_str(pretty=True).encode(), train.view("u1").data, valid.view("u1").data)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokens.json").unlink(missing_ok=True)
+        written = {name: _write(folder / name, memoryview(data)) for name, data in zip(_WRITTEN, contents, strict=True)}
+        record = asdict(TokensRecord(vocab_size, texts, written))
+        write_atomically(folder / "tokens.json", json.dumps(record) + "\n")
     except OSError as error:
         raise CommandError(f"{folder} can't be written: {error.strerror}") from None
-    (folder / "tokens.json").unlink(missing_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    train.tofile(folder / "train.bin")
-    valid.tofile(folder / "valid.bin")
+
+
+def _write(path: Path, data: memoryview) -> tuple[int, list[int]]:
+    """Write a file. Return its size and checksums."""
+    sums = BlockSums()
+    sums.add(data)
+    write_atomically(path, data)
+    return len(data), sums.sums
 
 
 def _check_length(train: Any, valid: Any, seq_length: int) -> None:
@@ -144,9 +248,15 @@ def _check_length(train: Any, valid: Any, seq_length: int) -> None:
             )
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> tuple[str, tuple[str, int, int, list[int]]]:
+    """Return a file's text, and its entry in TokensRecord."""
+    sums = BlockSums()
     try:
-        return path.read_text(encoding="utf-8")
+        changed = path.stat().st_mtime_ns
+        data = path.read_bytes()
+        sums.add(memoryview(data))
+        document = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as reading in text mode does
+        return document, (str(path), len(data), changed, sums.sums)
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise CommandError(f"{path} can't be read: {why}") from None

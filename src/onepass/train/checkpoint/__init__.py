@@ -2,7 +2,7 @@
 
 A checkpoint is a folder, `step-00000500` in the run's `checkpoints`:
 
-    checkpoint.json         the step, the model, the settings, and which file has which part of which tensor
+    checkpoint.json         the step, the model, the settings, which file has which part of which tensor, and checksums
     0.safetensors, ...      the parts that each rank wrote
 
 All tensors are fp32: the weights that the optimizer steps, which a bf16 model's weights round, and their moments. A tensor has
@@ -12,6 +12,6 @@ unpickled, so loading can't run code.
 """
 
 from onepass.train.checkpoint.folders import find, run_of
-from onepass.train.checkpoint.saved import check, load, save
+from onepass.train.checkpoint.saved import check, check_vocabulary, load, save
 
-__all__ = ["check", "find", "load", "run_of", "save"]
+__all__ = ["check", "check_vocabulary", "find", "load", "run_of", "save"]

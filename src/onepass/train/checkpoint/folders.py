@@ -7,24 +7,36 @@ for another checkpoint of its step. It counts as complete if a killed run left n
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.train.checksums import change
+from onepass.train.files import sync_folder
 
 INDEX = "checkpoint.json"
 FORMAT = 1
+LONGEST_HEADER = 100 << 20  # that safetensors reads
+_LONGEST_INDEX = 256 << 20  # a 7B model over 1,000 ranks has 90 MB
 _PART, _REPLACED = ".part", ".replaced"
 _FIELDS = {"step": int, "number": int, "id": str, "model": dict, "files": dict, "tensors": dict}
 _NAME = re.compile(rf"(step-\d{{8,}})({_PART}|{_REPLACED})?")
 
 
+class Damaged(Exception):
+    """The files differ from what was written."""
+
+
 def find(path: Path) -> Path:
-    """Return the checkpoint that --resume names: this checkpoint, or the newest of this run."""
+    """Return the checkpoint that --resume names: this checkpoint, or the newest of this run.
+
+    A damaged index raises if its checkpoint may be the newest.
+    """
     wanted = f"--resume {path} must be the folder of a run or of a checkpoint"
     if not path.is_dir():
         raise CommandError(f"{wanted}, but is {'a file' if path.exists() else 'not there'}")
@@ -35,7 +47,17 @@ def find(path: Path) -> Path:
     there = _named(path / "checkpoints")
     if not there:
         raise CommandError(f"{wanted}, but has no checkpoint in it")
-    return max(there, key=_number)
+    readable = list(saved(path / "checkpoints"))
+    for damaged in sorted(set(there).difference(readable), key=_age, reverse=True):
+        if not readable or all(theirs > own for theirs, own in zip(_age(damaged), _age(readable[-1]), strict=True)):
+            read_index_or_advise(damaged)
+    return readable[-1]
+
+
+def _age(checkpoint: Path) -> tuple[int, int]:
+    """Return the step and the time of writing. A checkpoint without its number is the newest only if both are the largest."""
+    times = [path.lstat().st_mtime_ns for path in checkpoint.iterdir()]
+    return int(checkpoint.name.removesuffix(_REPLACED).removeprefix("step-")), max(times, default=0)
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -48,11 +70,23 @@ def run_of(checkpoint: Path) -> Path:
     return folder.parent
 
 
+# ---- what was written, and whether it is still that ----
+
+
+def written(index: Mapping[str, Any]) -> str:
+    """Return an index as JSON, with its checksum."""
+    return json.dumps({**index, "checksum": zlib.crc32(json.dumps(index).encode())})
+
+
 def read_index(checkpoint: Path) -> dict[str, Any]:
+    """Return the index. One with checksums must be as it was written; versions of onepass before checksums wrote none."""
     path = checkpoint / INDEX
     try:
-        index = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        if path.stat().st_size > _LONGEST_INDEX:
+            raise CommandError(f"{path} must be of at most {_LONGEST_INDEX} bytes, but is of {path.stat().st_size}")
+        text = path.read_text()
+        index = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise CommandError(f"{path} can't be read: {why}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -60,7 +94,53 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(index.get(name)) is not kind:
             raise CommandError(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
+    if (index.pop("checksum", None) is not None or "checksums" in index) and text != written(index):
+        raise CommandError(f"{path} has changed since it was written: its checksum is another")
     return index
+
+
+def read_index_or_advise(checkpoint: Path) -> dict[str, Any]:
+    """Like `read_index`, but the error names the newest good checkpoint of the same run."""
+    try:
+        return read_index(checkpoint)
+    except CommandError as error:
+        raise CommandError(f"{error}{advice(checkpoint)}") from None
+
+
+def file_of(checkpoint: Path, name: str, index: Mapping[str, Any], share: slice | None = None) -> Path:
+    """Return the path of a checkpoint's file. Raise Damaged if it is not of the size that was written.
+
+    Args:
+        share: the blocks whose checksums are compared too.
+    """
+    path = checkpoint / name
+    if path.parent != checkpoint:
+        raise Damaged(f"{INDEX} names a file elsewhere, {name!r}")
+    sums = None
+    if share is not None and "checksums" in index:
+        sums = index["checksums"].get(name) if type(index["checksums"]) is dict else None
+        if type(sums) is not list:
+            raise Damaged(f"{INDEX} must have the checksums of {name}, but has {sums!r:.50}")
+    differs = change(path, index["files"].get(name), sums, share or slice(None))
+    if differs:
+        raise Damaged(f"{name} {differs}")
+    return path
+
+
+def verify(checkpoint: Path, index: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> None:
+    """Raise Damaged if a file has changed since it was written. Each of several ranks reads a share of every file."""
+    for name in index["files"]:
+        file_of(checkpoint, name, index, slice(rank, None, ranks))
+
+
+def advice(damaged: Path) -> str:
+    """Return the end of an error message: the newest good checkpoint beside a damaged one, or nothing if none is good."""
+    for checkpoint in reversed(saved(damaged.parent)):
+        with suppress(CommandError, Damaged, OSError):
+            if checkpoint.name != damaged.resolve().name:
+                verify(checkpoint, read_index(checkpoint))
+                return f"; the newest good one is {checkpoint}: --resume {checkpoint} goes on with it"
+    return ""
 
 
 # ---- complete and interrupted checkpoints ----
@@ -68,7 +148,7 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
 
 def _named(folder: Path) -> list[Path]:
     """Return the checkpoints that are complete by their names."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     found = []
     for name in names:
         matched = _NAME.fullmatch(name)
@@ -119,11 +199,11 @@ def finish(part: Path) -> Path:
     """Rename a written checkpoint to its final name. From then on it is complete, even if the machine stops."""
     checkpoint = part.with_name(part.name.removesuffix(_PART))
     replaced = checkpoint.with_name(checkpoint.name + _REPLACED)
-    sync(part)
+    sync_folder(part)
     if checkpoint.exists():
         checkpoint.rename(replaced)
     part.rename(checkpoint)
-    sync(checkpoint.parent)
+    sync_folder(checkpoint.parent)
     if replaced.exists():
         remove(replaced)
     return checkpoint
@@ -139,12 +219,3 @@ def remove(checkpoint: Path) -> None:
     part = checkpoint.with_name(checkpoint.name.removesuffix(_REPLACED) + _PART)
     checkpoint.rename(part)
     shutil.rmtree(part)
-
-
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

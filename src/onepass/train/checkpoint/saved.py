@@ -28,12 +28,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BYTES_A_PARAMETER = 12  # the weight and two moments
 
 
-def save(folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: ParallelLayout) -> None:
-    """Save a checkpoint of `step` steps in `folder`, and remove older ones there. It is written completely or not at all."""
+def save(
+    folder: Path, step: int, trained: Trained, config: Config, options: Options, layout: ParallelLayout, *,
+    vocabulary: str | None = None,
+) -> None:  # fmt: skip
+    """Save a checkpoint of `step` steps in `folder`, and remove older ones there. It is written completely or not at all.
+
+    Args:
+        vocabulary: the hash of the tokenizer's vocabulary, `onepass.train.text.Tokens.vocabulary`, for `check_vocabulary`.
+    """
     from onepass.train.checkpoint import storage  # slow to import
 
     try:
-        facts, part = _on_first(layout, lambda: _begin(folder, step, config, options))
+        facts, part = _on_first(layout, lambda: _begin(folder, step, config, options, vocabulary))
         with parts.chunks(trained.model, trained.update, layout) as chunks:
             own = [chunk for chunk in chunks if not chunk.alike or layout.tensor.rank == 0]
             storage.write(part, own, facts, layout.rank, layout.ranks == 1)
@@ -44,13 +51,14 @@ def save(folder: Path, step: int, trained: Trained, config: Config, options: Opt
         raise CommandError(_unwritten(folder, step, config, error)) from None
 
 
-def _begin(folder: Path, step: int, config: Config, options: Options) -> tuple[dict[str, Any], Path]:
+def _begin(folder: Path, step: int, config: Config, options: Options, vocabulary: str | None) -> tuple[dict[str, Any], Path]:
     part = folders.begin(folder, step)
     facts = {
         "format": folders.FORMAT,
         "step": step,
         "number": max(folders.saved(folder).values(), default=0) + 1,
         "id": uuid.uuid4().hex,
+        "vocabulary": vocabulary,
         "model": facts_of(config),
         "config": config.to_dict(),
         "options": options.to_dict(),
@@ -80,22 +88,38 @@ def _size(count: int) -> str:
 
 def check(path: Path, config: Config) -> dict[str, Any]:
     """Return the checkpoint's index. Raise CommandError if it is of another model."""
-    index = folders.read_index(path)
+    index = folders.read_index_or_advise(path)
     check_compatible(path, index["model"], config)
     return index
 
 
-def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout) -> int:
-    """Load a checkpoint of the same model, saved under any layout. Return the step to continue from."""
+def check_vocabulary(path: Path, vocabulary: str) -> None:
+    """Raise CommandError if the checkpoint is of a model that was trained on another tokenizer's tokens."""
+    if folders.read_index(path).get("vocabulary") not in (None, vocabulary):  # versions before checksums saved none
+        raise CommandError(
+            f"the checkpoint {path} must be of this run's tokenizer, but is of another, on whose tokens it was trained: "
+            "give --data the texts of its run, or begin a new run"
+        )
+
+
+def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *, verify: bool = True) -> int:
+    """Load a checkpoint of the same model, saved under any layout. Return the step to continue from.
+
+    Args:
+        verify: compare the files with their checksums before anything is changed.
+    """
     from onepass.train.checkpoint import storage
 
     index = _on_all(layout, lambda: check(path, config))
     try:
+        if verify:
+            _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
         with parts.chunks(trained.model, trained.update, layout) as chunks:
             storage.read(path, chunks, index, layout.ranks == 1)
-    except (OSError, storage.Damaged) as error:
+    except (OSError, folders.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"the checkpoint {path} is damaged: {why}") from None
+        better = _on_first(layout, lambda: folders.advice(path))
+        raise CommandError(f"the checkpoint {path} is damaged: {why}{better}") from None
     step = int(index["step"])
     parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):

@@ -10,7 +10,9 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -41,17 +43,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from onepass.train.checkpoint.folders import INDEX
+from onepass.train.checkpoint.folders import INDEX, LONGEST_HEADER, Damaged, file_of, written
 from onepass.train.checkpoint.parts import Chunk
+from onepass.train.checksums import BlockSums
 
 T = TypeVar("T")
 _BYTES = 4  # of an element: all are fp32
-_LONGEST = 100 << 20  # the longest header that safetensors reads
 _PROPERTIES = TensorProperties(dtype=torch.float32)
-
-
-class Damaged(Exception):
-    """The files differ from what was written."""
 
 
 def write(folder: Path, chunks: Iterable[Chunk], facts: Mapping[str, Any], rank: int, alone: bool) -> None:
@@ -147,6 +145,7 @@ class _Place(NamedTuple):
     file: str
     start: int
     sizes: tuple[int, ...]
+    sums: tuple[int, ...] = ()  # the file's checksums, with its last chunk
 
 
 class _Writer(StorageWriter):
@@ -156,23 +155,26 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         if plan.items:
-            name = f"{self.rank}.safetensors"
-            with (self.folder / name).open("wb", buffering=0) as file:
-                _write_all(file, memoryview(_header(plan.items, self.facts["id"])))
+            name, sums = f"{self.rank}.safetensors", BlockSums()
+            with (self.folder / name).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as summing:
+                _write_summed(file, memoryview(_header(plan.items, self.facts["id"])), sums, summing)
                 for item in plan.items:
                     start = file.tell()
                     tensor: Any = planner.resolve_data(item)
-                    _write_all(file, _bytes(tensor.cpu().contiguous()))
+                    _write_summed(file, _bytes(tensor.cpu().contiguous()), sums, summing)
                     results.append(WriteResult(item.index, file.tell() - start, _Place(name, start, tuple(tensor.shape))))
                 os.fsync(file.fileno())
+            results[-1] = replace(results[-1], storage_data=results[-1].storage_data._replace(sums=tuple(sums.sums)))
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, _Place] = {}
         ends: dict[str, int] = {}
+        sums: dict[str, tuple[int, ...]] = {}
         for result in (result for each in results for result in each):
             place = places[result.index] = result.storage_data
             ends[place.file] = place.start + result.size_in_bytes  # after the loop: the end of the file's last chunk
+            sums[place.file] = place.sums
         tensors = {
             name: {
                 "shape": list(there.size),
@@ -182,7 +184,7 @@ class _Writer(StorageWriter):
             if isinstance(there, TensorStorageMetadata)
         }
         with (self.folder / INDEX).open("w") as file:
-            json.dump({**self.facts, "files": ends, "tensors": tensors}, file)
+            file.write(written({**self.facts, "files": ends, "checksums": sums, "tensors": tensors}))
             file.flush()
             os.fsync(file.fileno())
 
@@ -219,6 +221,13 @@ def _header(items: Sequence[WriteItem], id: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _write_summed(file: Any, data: memoryview, sums: BlockSums, summing: ThreadPoolExecutor) -> None:
+    """Write data. A thread adds it to the checksums meanwhile: both release the GIL."""
+    summed = summing.submit(sums.add, data)
+    _write_all(file, data)
+    summed.result()
+
+
 def _write_all(file: Any, left: memoryview) -> None:
     while left:  # one call writes 2 GB at most, or what the disk has room for
         left = left[file.write(left) :]
@@ -242,7 +251,7 @@ class _Reader(StorageReader):
         stored = []
         for offsets, sizes, file, start in chunks:
             inside = all(0 <= o <= o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
-            if not inside or type(file) is not str or type(start) is not int:
+            if not inside or type(file) is not str or type(start) is not int or not 0 <= start < 1 << 62:
                 raise ValueError(f"{name} has a part {[offsets, sizes, file, start]!r:.100}")
             self._places[MetadataIndex(name, offsets)] = _Place(file, start, tuple(sizes))
             stored.append(_stored(offsets, sizes))
@@ -264,14 +273,7 @@ class _Reader(StorageReader):
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         """Open a file. Raise Damaged if its size or the id in its header is not what was written."""
-        path, size = self.folder / name, self.index["files"].get(name)
-        if path.parent != self.folder:
-            raise Damaged(f"{INDEX} names a file elsewhere, {name!r}")
-        if not path.is_file():
-            raise Damaged(f"{name} is not there")
-        if path.stat().st_size != size:
-            raise Damaged(f"{name} must be of {size} bytes, but is of {path.stat().st_size}")
-        with path.open("rb", buffering=0) as file:
+        with file_of(self.folder, name, self.index).open("rb", buffering=0) as file:
             if _id(file) != self.index["id"]:
                 raise Damaged(f"{name} is no file of it")
             yield file
@@ -294,8 +296,8 @@ class _Reader(StorageReader):
 def _id(file: BinaryIO) -> object:
     length = int.from_bytes(file.read(8), "little")
     try:
-        return json.loads(file.read(min(length, _LONGEST)))["__metadata__"]["id"]
-    except (ValueError, KeyError, TypeError):
+        return json.loads(file.read(min(length, LONGEST_HEADER)))["__metadata__"]["id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
