@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.loss import replace_loss
-from onepass.integrations.huggingface.main_grad import MainGradAdamW, add_in_place
+from onepass.integrations.huggingface.main_grad import MainGradAdamW, PatientMainGrads, add_in_place
 from onepass.integrations.huggingface.masks import replace_masks
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
@@ -33,7 +32,9 @@ class Applied:
     With main_grad keep this object: when it is deleted it releases the gradients, as `MainGrads` does.
     """
 
-    def __init__(self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: MainGrads | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: PatientMainGrads | None = None
+    ) -> None:
         self.model, self.rows, self.main_grads = model, rows, main_grads
         self._patches = patches
 
