@@ -35,8 +35,13 @@ class Applied:
     def __init__(
         self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: PatientMainGrads | None = None
     ) -> None:
-        self.model, self.rows, self.main_grads = model, rows, main_grads
-        self._patches = patches
+        self.model, self.main_grads = model, main_grads
+        self._patches, self._rows = patches, rows
+
+    @property
+    def rows(self) -> list[AppliedRow]:
+        """What was replaced, or why not, as it is now: what was changed since `apply` runs its own code, and says so."""
+        return [row.now(self.model) for row in self._rows]
 
     @property
     def replaced(self) -> list[AppliedRow]:

@@ -7,13 +7,13 @@ nn.Module.__call__ finds it before the class's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from onepass.integrations.huggingface.probe import hooked
+from onepass.integrations.huggingface.snapshot import hooked
 
 _ABSENT = object()
 
@@ -27,6 +27,18 @@ class AppliedRow:
     part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
+    match: Any = field(default=None, compare=False, repr=False)  # has the `module`, and says its `change` since
+
+    def now(self, model: nn.Module) -> AppliedRow:
+        """Return the row as it is by now: what has changed since `apply` runs its own code."""
+        if self.by is None or self.match is None:
+            return self
+        there = module_at(model, self.name)
+        if there is self.match.module:
+            changed = self.match.change()
+        else:
+            changed = "it is gone" if there is None else f"{type(there).__name__} has its place"
+        return self if changed is None else replace(self, by=None, why=f"changed since: {changed}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,14 @@ class _Patch:
     name: str
     before: Any  # the value in owner's __dict__, or _ABSENT
     now: Any
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the submodule of this name, or None."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 class Patches:
