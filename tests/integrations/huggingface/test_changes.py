@@ -328,6 +328,9 @@ def test_what_is_compiled_is_compiled_anew():
     for each in (model, before):
         each[0].variance_epsilon, each[1].act_fn = 0.5, nn.ReLU()
     torch.testing.assert_close(compiled(x), before(x))
+    for each in (model, before):
+        each[1].__class__ = doubling(type(each[1]))
+    torch.testing.assert_close(compiled(x), before(x))
 
 
 class Module(nn.Module):
