@@ -54,15 +54,16 @@ class Applied:
     def undo(self) -> None:
         """Restore the model, except for weights that training has changed.
 
-        Raise RuntimeError if other code has changed a replaced attribute since. Then nothing is restored.
+        Raise RuntimeError if other code has changed a replaced attribute since, and say how to take it back. Then nothing is
+        restored. An autocast that accelerate has put around the model (`Trainer(bf16=True)`) is taken off.
         """
         if not len(self._patches):
             raise RuntimeError("there is nothing to undo: it has been undone already")
-        changed = list(self._patches.changed())
+        changed = self._patches.changed()
         if changed:
+            more = f" ({len(changed) - 1} more were changed)" if len(changed) > 1 else ""
             raise RuntimeError(
-                f"the model was changed after onepass was applied: {', '.join(changed[:3])} is somebody else's now. "
-                "Take that back first, then undo"
+                f"the model was changed after onepass was applied: {changed[0].advice(self.model)}, then undo(){more}"
             )
         if self.main_grads is not None:
             self.main_grads.close()

@@ -108,10 +108,7 @@ class LinearsMatch:
         """Whether these are still the owner's children, unwrapped, without hooks and with or without biases as before."""
         children, biased = self.owner._modules, self.biased
         return all(
-            children.get(name) is module
-            and is_linear(module)
-            and not hooked(module)
-            and (module._parameters.get("bias") is not None) is biased
+            children.get(name) is module and is_linear(module) and not hooked(module) and (bias_of(module) is not None) is biased
             for name, module in zip(self.names, self.linears, strict=True)
         )
 

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _UNIMPORTANT = frozenset(  # changes of these are looked at in each call, or change no number
