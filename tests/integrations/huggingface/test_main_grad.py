@@ -1,10 +1,13 @@
 """Gradients that are added in fp32 where they are made, and their optimizer, against PyTorch's."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5")
 
+import transformers
 from integrations.huggingface.families import batch, both, made
 
 import onepass
@@ -77,6 +80,102 @@ def test_undo_gives_gradients_back():
     assert not any(hasattr(p, "main_grad") for p in model.parameters())
     for found, expected in zip(model.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
+
+
+# ---- transformers' Trainer ----
+
+
+def trained(model, optimizer, out, *, steps=4, resume=None, **options):
+    """Let Trainer train the model. Return its losses."""
+    accelerate = pytest.importorskip("accelerate")
+    tokens = torch.randint(3, 97, (16, 12), generator=torch.Generator().manual_seed(3))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, lr_scheduler_type="constant",
+        learning_rate=1e-2, weight_decay=0.1, seed=0, **{"max_grad_norm": 0.0, "save_strategy": "no"} | options,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.remove_callback(transformers.PrinterCallback)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("release", (False, True))
+def test_trainer(tmp_path, release):
+    """With accumulation and clipping, as without onepass."""
+    model, before, applied = both("Llama", main_grad=True, release_main_grad=release)
+    optimizer = applied.optimizer(lr=1e-2, weight_decay=0.1, max_norm=0.5)
+    plain = torch.optim.AdamW(before.parameters(), lr=1e-2, weight_decay=0.1)
+    found = trained(model, optimizer, tmp_path / "onepass")
+    assert len(found) == 4
+    expected = trained(before, plain, tmp_path / "before", max_grad_norm=0.5)
+    assert found == pytest.approx(expected, rel=1e-3)
+    for p, other in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=2e-3, atol=2e-3)
+
+
+def test_trainer_resumes(tmp_path):
+    """bf16 weights are as in a run that did not stop: their masters' other bits come from the checkpoint."""
+    whole, resumed = made("Llama").bfloat16(), made("Llama").bfloat16()
+    stopped = copy.deepcopy(whole)
+    kept = {each: huggingface.apply(each, main_grad=True) for each in (whole, stopped, resumed)}
+    optimizers = {each: applied.optimizer(lr=1e-2, weight_decay=0.1) for each, applied in kept.items()}
+    trained(whole, optimizers[whole], tmp_path / "whole")
+    trained(stopped, optimizers[stopped], tmp_path / "run", steps=2, save_strategy="steps", save_steps=2)
+    trained(resumed, optimizers[resumed], tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"))
+    for (name, p), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        assert p.equal(other), name
+
+
+def test_trainers_own_optimizer_raises_at_the_first_step(tmp_path):
+    model, _, applied = both("Llama", main_grad=True)
+    with pytest.raises(RuntimeError, match=r"must be applied\.optimizer\(\.\.\.\) .* but is AdamW.* optimizers=\(applied"):
+        trained(model, None, tmp_path)
+    applied.undo()
+    before = model.lm_head.weight.clone()
+    trained(model, None, tmp_path, steps=1)
+    assert not model.lm_head.weight.equal(before)
+
+
+def test_only_optimizers_that_can_read_no_gradient_raise():
+    model, _, applied = both("Llama", main_grad=True)
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters()).step()  # of another model
+    mine = torch.optim.SGD(model.parameters())
+    model(**batch()).loss.backward()
+    with pytest.raises(RuntimeError, match="but is SGD"):
+        mine.step()
+    applied.main_grads.finish()  # for one that reads main_grad by itself
+    mine.step()
+    del applied
+    model(**batch()).loss.backward()
+    mine.step()
+
+
+def test_zero_grad_of_model_and_optimizer():
+    """Both drop gradients. After a step that cleared them they write nothing."""
+    model, _, applied = both("Llama", main_grad=True)
+    optimizer, (buffer, *_) = applied.optimizer(), applied.main_grads.buffers
+    for each in (model, optimizer):
+        model(**batch()).loss.backward()
+        assert buffer.any()
+        each.zero_grad()
+        assert not buffer.any()
+    model(**batch()).loss.backward()
+    optimizer.step()
+    version = buffer._version
+    for each in (model, optimizer):
+        each.zero_grad()
+    assert buffer._version == version and not buffer.any()
+    copied = copy.deepcopy(model)
+    copied(**batch()).loss.backward()
+    copied.zero_grad()
+    assert all(p.grad is None for p in copied.parameters())
 
 
 def test_bad_input():

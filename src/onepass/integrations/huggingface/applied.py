@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.loss import replace_loss
-from onepass.integrations.huggingface.main_grad import MainGradAdamW, add_in_place
+from onepass.integrations.huggingface.main_grad import MainGradAdamW, PatientMainGrads, add_in_place
 from onepass.integrations.huggingface.masks import replace_masks
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
@@ -33,9 +32,16 @@ class Applied:
     With main_grad keep this object: when it is deleted it releases the gradients, as `MainGrads` does.
     """
 
-    def __init__(self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: MainGrads | None = None) -> None:
-        self.model, self.rows, self.main_grads = model, rows, main_grads
-        self._patches = patches
+    def __init__(
+        self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: PatientMainGrads | None = None
+    ) -> None:
+        self.model, self.main_grads = model, main_grads
+        self._patches, self._rows = patches, rows
+
+    @property
+    def rows(self) -> list[AppliedRow]:
+        """What was replaced, or why not, as it is now: what was changed since `apply` runs its own code, and says so."""
+        return [row.now(self.model) for row in self._rows]
 
     @property
     def replaced(self) -> list[AppliedRow]:
@@ -48,15 +54,16 @@ class Applied:
     def undo(self) -> None:
         """Restore the model, except for weights that training has changed.
 
-        Raise RuntimeError if other code has changed a replaced attribute since. Then nothing is restored.
+        Raise RuntimeError if other code has changed a replaced attribute since, and say how to take it back. Then nothing is
+        restored. An autocast that accelerate has put around the model (`Trainer(bf16=True)`) is taken off.
         """
         if not len(self._patches):
             raise RuntimeError("there is nothing to undo: it has been undone already")
-        changed = list(self._patches.changed())
+        changed = self._patches.changed()
         if changed:
+            more = f" ({len(changed) - 1} more were changed)" if len(changed) > 1 else ""
             raise RuntimeError(
-                f"the model was changed after onepass was applied: {', '.join(changed[:3])} is somebody else's now. "
-                "Take that back first, then undo"
+                f"the model was changed after onepass was applied: {changed[0].advice(self.model)}, then undo(){more}"
             )
         if self.main_grads is not None:
             self.main_grads.close()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linears import (
+    LINEARS_CHANGED,
     FoldedNorm,
     LinearsMatch,
     bias_of,
@@ -40,6 +41,7 @@ from onepass.integrations.huggingface.probe import (
     thread,
 )
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
+from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
 from onepass.ops.attention.attention import SIZES, attention
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
@@ -87,6 +89,7 @@ class AttentionMatch:
     rotation: Rotation | None
     whole: FusedAttention | None
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
+    snapshot: Snapshot = UNREAD
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None, "running": {}}  # with_rotation's function can't be pickled
@@ -98,7 +101,11 @@ class AttentionMatch:
     def ready(self) -> bool:
         if self.projections is None or not self.projections.intact():
             return False
-        return Patches.untouched(self.module, self)
+        return Patches.untouched(self.module, self) and self.snapshot.unchanged(self.module)
+
+    def change(self) -> str | None:
+        intact = self.projections is None or self.projections.intact()
+        return self.snapshot.change(self.module) or (None if intact else LINEARS_CHANGED)
 
     # ---- the module's own code ----
 
@@ -106,7 +113,8 @@ class AttentionMatch:
         key = thread()
         self.running[key] = _AttentionCall(folded)
         try:
-            return self.original(self.module, x, *args, **options)
+            known = self.snapshot.has_code_of(self.module)
+            return (self.original if known else type(self.module).forward)(self.module, x, *args, **options)
         finally:
             self.running.pop(key, None)
 
@@ -165,6 +173,20 @@ def _drops(module: nn.Module) -> bool:
     """Whether the module has dropout, as a rate or as a child."""
     rates = [getattr(module, "attention_dropout", 0.0), *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@dataclass(frozen=True)
+class RotationMatch:
+    """An attention module's rotation, for `apply`'s report: the module's own code calls it, whatever its attributes are."""
+
+    attention: AttentionMatch
+
+    @property
+    def module(self) -> nn.Module:
+        return self.attention.module
+
+    def change(self) -> str | None:
+        return None if self.attention.snapshot.has_code_of(self.module) else CODE_CHANGED
 
 
 # ---- recognition ----
@@ -288,10 +310,12 @@ def replace_attentions(
     rotates = {how for how in map(Rotation, (False, True)) if tables_are_doubled(model, how)} if rope else set()
     made, rows = {}, []
     for name, module in model.named_modules():
-        found = find_attention(module, bool(rotates))
+        with reads_of(module) as reads:
+            found = find_attention(module, bool(rotates))
         if found is not None and found.rotation is not None and found.rotation not in rotates:
             found.original, found.rotation, found.whole = type(module).forward, None, None
         if found is not None and (found.rotation is not None or (qkv and found.projections is not None)):
+            found.snapshot = reads.snapshot()
             _replace(found, patches, qkv)
             made[module] = found
         if found is not None or "attention" in type(module).__name__.lower():
@@ -312,14 +336,17 @@ def _replace(found: AttentionMatch, patches: Patches, qkv: bool) -> None:
 def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool) -> list[AppliedRow]:
     kind, rows = type(module).__name__, []
     if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
-        turns = found is not None and found.rotation is not None
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
-        rows.append(AppliedRow(name, kind, "rope", by="rope") if turns else AppliedRow(name, kind, "rope", why=why))
+        row = partial(AppliedRow, name, kind, "rope")
+        if found is not None and found.rotation is not None:
+            rows.append(row(by="rope", match=RotationMatch(found)))
+        else:
+            rows.append(row(why=why))
     if qkv:
         one = found is not None and found.projections is not None
         by = None if not one else "attention" if found is not None and found.whole is not None else "linear"
         why = "what its input goes to are not just linear layers"
-        rows.append(AppliedRow(name, kind, "qkv", by=by) if one else AppliedRow(name, kind, "qkv", why=why))
+        rows.append(AppliedRow(name, kind, "qkv", by=by, match=found) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import close, own_forward, parameters_of, probe, probe_forward, randn, shallow
+from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activations import ACTIVATIONS, Activation
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.linear.grouped import grouped_linear
@@ -28,6 +29,10 @@ class ExpertsMatch:
     up: str
     down: str
     activation: str
+    snapshot: Snapshot = UNREAD
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         up, down = self.module._parameters[self.up], self.module._parameters[self.down]
@@ -41,6 +46,8 @@ class ExpertsMatch:
 def find_experts(module: nn.Module) -> ExpertsMatch | None:
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     if len(shapes) != 2 or own_forward(module) or any(len(shape) != 3 for shape in shapes.values()):
+        return None
+    if any(map(is_watched, module.children())):
         return None
     if len(parameters_of(module)) < 3:
         return None
@@ -71,10 +78,12 @@ def _is(module: Any, up: str, down: str, act: Activation) -> bool:
 def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     for name, module in model.named_modules():
-        found = find_experts(module)
+        with reads_of(module) as reads:
+            found = find_experts(module)
         if found is not None:
+            found.snapshot = reads.snapshot()
             patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}"))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}", match=found))
         elif "experts" in type(module).__name__.lower():
             rows.append(
                 AppliedRow(name, type(module).__name__, "mlp", why="it computes something else, or by another activation")
@@ -83,7 +92,7 @@ def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-    """Run the match, or the class's forward under a compiler and with expert parallelism."""
-    if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False):
+    """Run the match, or the class's forward under a compiler, with expert parallelism and where it was changed since."""
+    if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False) or not self._onepass.snapshot.unchanged(self):
         return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     return self._onepass(hidden_states, top_k_index, top_k_weights)

@@ -22,6 +22,7 @@ from onepass.integrations.huggingface.mlps import MLPMatch
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, reads_of
 
 _OF_NO_USE = frozenset(("use_cache", "cache_position", "position_ids"))  # ignored if a layer doesn't pass them to its attention
 
@@ -68,6 +69,10 @@ class LayerMatch:
     mlp: MLPMatch | None  # None for another module in its place, such as experts
     before_attention: NormMatch
     before_mlp: NormMatch
+    snapshot: Snapshot = UNREAD
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module)
 
     def __call__(self, x: Tensor, handed_on: dict[str, Any]) -> Tensor:
         made, h = self._attention(x, handed_on)
@@ -80,7 +85,8 @@ class LayerMatch:
     def _attention(self, x: Tensor, handed_on: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the attention's output and x. The fused norm returns x, so that its backward adds up x's gradients."""
         attention = self._child(self.shape.attention)
-        if attention is self.attention.module and self.attention.ready() and self.before_attention.untouched():
+        ours = self._normed_by(self.before_attention, self.shape.before_attention)
+        if ours and attention is self.attention.module and self.attention.ready():
             folded = FoldedNorm(self.before_attention)
             made, h = attention(x, onepass_folded=folded, **handed_on)[0], folded.h
             assert h is not None
@@ -93,17 +99,22 @@ class LayerMatch:
     def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the MLP's output for the sum of h and `late`, and the sum."""
         mlp = self._child(self.shape.mlp)
-        if self.mlp is not None and mlp is self.mlp.module and self.mlp.ready() and self.before_mlp.untouched():
+        ours = self._normed_by(self.before_mlp, self.shape.before_mlp)
+        if ours and self.mlp is not None and mlp is self.mlp.module and self.mlp.ready():
             folded = FoldedNorm(self.before_mlp, late)
             made, total = mlp(h, onepass_folded=folded), folded.h
             assert total is not None
-        elif late is not None and self.before_mlp.untouched():
+        elif ours and late is not None:
             normed, total = self.before_mlp(h, late)
             made = mlp(normed)
         else:
             total = h if late is None else h + late
             made = mlp(self._child(self.shape.before_mlp)(total))
         return self._then(self.shape.after_mlp, made), total
+
+    def _normed_by(self, norm: NormMatch, name: str) -> bool:
+        """Whether this norm still has its place, and may be fused."""
+        return self._child(name) is norm.module and norm.untouched()
 
     def _child(self, name: str) -> Any:
         return self.module._modules[name]
@@ -230,10 +241,12 @@ def replace_layers(
 ) -> list[AppliedRow]:
     rows = []
     for name, module in model.named_modules():
-        found = find_layer(module, norms, attentions, mlps)
+        with reads_of(module) as reads:
+            found = find_layer(module, norms, attentions, mlps)
         if found is not None:
+            found.snapshot = reads.snapshot()
             patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums"))
+            rows.append(AppliedRow(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums", match=found))
         elif any(child in attentions for child in module._modules.values()):
             why = "its norms stay apart: what it makes of its children is not known"
             rows.append(AppliedRow(name, type(module).__name__, "norm", why=why))
@@ -242,7 +255,7 @@ def replace_layers(
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     layer: LayerMatch = self._onepass
-    handed_on = layer.arguments.handed_on(args, options)
+    handed_on = layer.arguments.handed_on(args, options) if layer.snapshot.unchanged(self) else None
     if handed_on is None:
         return type(self).forward(self, hidden_states, *args, **options)
     if _is_checkpointed(self):

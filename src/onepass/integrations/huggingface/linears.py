@@ -12,12 +12,14 @@ from torch.utils.dlpack import from_dlpack
 from onepass.gradients.packed_params import are_packed, concat, pack, unpack
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.probe import hooked
+from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
+
+LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have other biases"
 
 
 class FoldedNorm:
@@ -90,8 +92,9 @@ class LinearsMatch:
     def unpack(self) -> None:
         """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
         unpack(self._weights())
-        if self.biased:
-            unpack(self._biases())
+        biases = self._biases()
+        if all(bias is not None for bias in biases):
+            unpack(biases)
 
     def pack(self) -> None:
         """Lay out the weights contiguously in memory, and the biases, so that concatenating them copies nothing."""
@@ -102,10 +105,10 @@ class LinearsMatch:
                 pack(self._biases())
 
     def intact(self) -> bool:
-        """Whether these are still the owner's children, unwrapped and without hooks."""
-        children = self.owner._modules
+        """Whether these are still the owner's children, unwrapped, without hooks and with or without biases as before."""
+        children, biased = self.owner._modules, self.biased
         return all(
-            children.get(name) is module and is_linear(module) and not hooked(module)
+            children.get(name) is module and is_linear(module) and not hooked(module) and (bias_of(module) is not None) is biased
             for name, module in zip(self.names, self.linears, strict=True)
         )
 

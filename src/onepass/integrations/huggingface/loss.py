@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
-from onepass.integrations.huggingface.probe import FP64, FSDP, hooked, own_forward, parameters_of, thread
+from onepass.integrations.huggingface.probe import FP64, own_forward, parameters_of, thread
+from onepass.integrations.huggingface.snapshot import FSDP, Reads, RecordingConfig, Snapshot, hooked
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 
@@ -66,6 +67,7 @@ class _HeadState:
     caches: bool  # whether forward takes use_cache
     known: frozenset[str]  # keywords that don't affect the loss, or that this module handles
     original: Callable[..., Any]  # the loss function
+    snapshot: Snapshot  # of the model
     calls: dict[int, _HeadCallState] = field(default_factory=dict)  # by thread
 
     @property
@@ -80,6 +82,18 @@ class _HeadState:
             self.calls[thread()] = call
 
 
+@dataclass(frozen=True)
+class LossMatch:
+    """A model whose head computes the loss, for `apply`'s report."""
+
+    module: nn.Module  # the head
+    model: nn.Module
+    snapshot: Snapshot
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.model)
+
+
 def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     """Let the model's head compute the loss. Return a row with what replaces it, or why the model is unchanged."""
     causal: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapped model
@@ -89,11 +103,13 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     why = _unlike(causal, head)
     if why is not None:
         return [AppliedRow(name, kind, "loss", why=why)]
-    found = _measured(causal, head)
+    reads = Reads(causal)
+    found = _measured(causal, head, reads)
     if isinstance(found, str):
         return [AppliedRow(name, kind, "loss", why=found)]
-    _set(causal, head, found, patches)
-    return [AppliedRow(name, kind, "loss", by=f"linear_cross_entropy{found}")]
+    snapshot = reads.snapshot()
+    _set(causal, head, found, snapshot, patches)
+    return [AppliedRow(name, kind, "loss", by=f"linear_cross_entropy{found}", match=LossMatch(head, causal, snapshot))]
 
 
 def _unlike(model: Any, head: Any) -> str | None:
@@ -119,12 +135,12 @@ def _unlike(model: Any, head: Any) -> str | None:
     return None
 
 
-def _set(model: Any, head: nn.Linear, logits: _Logits, patches: Patches) -> None:
+def _set(model: Any, head: nn.Linear, logits: _Logits, snapshot: Snapshot, patches: Patches) -> None:
     from transformers.utils.generic import TransformersKwargs
 
     names = list(parameters_of(model))
     known = frozenset((*names, *_OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
-    shared = _HeadState(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function)
+    shared = _HeadState(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
     patches.set(model, "forward", MethodType(_forward_like(type(model).forward), model))  # accelerate looks for a method
@@ -157,13 +173,14 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> bool:
-    """Whether this call needs no logits, and neither head nor loss function were replaced since."""
+    """Whether this call needs no logits, and head, loss function and what the model does with logits are as before."""
     return (
         model.training
         and torch.is_grad_enabled()
         and getattr(model.loss_function, "func", None) is _loss_function
         and model.get_output_embeddings() is shared.head
         and shared.known.issuperset(given)
+        and shared.snapshot.unchanged(model)
     )
 
 
@@ -245,8 +262,8 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
 class _LossTrial:
     """A run of the model's forward that computes only what forward itself does with logits and loss."""
 
-    def __init__(self, head: nn.Linear, logits: Tensor) -> None:
-        self.head, self.logits = head, logits
+    def __init__(self, head: nn.Linear, logits: Tensor, reads: Reads) -> None:
+        self.head, self.logits, self.reads = head, logits, reads
         self.hidden = torch.zeros(*logits.shape[:-1], head.in_features, dtype=head.weight.dtype, device="cpu")
         self.labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device="cpu")
         self.options: dict[str, Any] = {name: object() for name in _OPTIONS}
@@ -306,8 +323,13 @@ class _ProbeModule:
     def __getattr__(self, name: str) -> Any:
         if name == "loss_function":
             return self._trial.loss_function
-        found = getattr(self._module, name)
-        return _ProbeModule(found, self._trial) if isinstance(found, nn.Module) else found
+        found, reads = getattr(self._module, name), self._trial.reads
+        if isinstance(found, nn.Module):
+            return _ProbeModule(found, self._trial)
+        if self._module is not reads.module:
+            return found
+        reads.names.add(name)
+        return RecordingConfig(found, reads) if name == "config" else found
 
 
 class _Hidden:
@@ -323,11 +345,11 @@ class _Hidden:
         return (self.last_hidden_state,)[index]
 
 
-def _measured(model: nn.Module, head: nn.Linear) -> _Logits | str:
+def _measured(model: nn.Module, head: nn.Linear, reads: Reads) -> _Logits | str:
     """Return what the model does with its logits, or why it needs them."""
     given = torch.linspace(-8, 8, 2 * head.out_features, dtype=FP64, device="cpu").view(1, 2, -1)
     given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # these show the scale and the cap
-    trials = _LossTrial(head, given), _LossTrial(head, given[..., :0])  # the second without columns, as in training
+    trials = _LossTrial(head, given, reads), _LossTrial(head, given[..., :0], reads)  # the second without columns, as in training
     with torch.enable_grad():  # a learnt scale then requires grad
         why = next((why for trial in trials if (why := trial.run(model)) is not None), None)
     return _made_of(given, trials[0].came[0][0].double()) if why is None else why

@@ -4,8 +4,7 @@
     optimizer = applied.optimizer(lr=1e-4, max_norm=1.0)
     for batch in batches:
         model(**batch).loss.backward()    # once per microbatch
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step()                  # also clears the gradients; zero_grad() may follow, or not
 
 Every trainable parameter has a slot in fp32 buffers (`onepass.parallel.MainGrads`), and `.grad` stays None. AdamW steps fp32
 masters of bf16 weights. It stores only the 16 bits of a master that its weight does not have.
@@ -13,13 +12,17 @@ masters of bf16 weights. It stores only the 16 bits of a master that its weight 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onepass.gradients.adamw import AdamW
+from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.linears import bias_of, weight_of
 from onepass.integrations.huggingface.patches import Patches
@@ -28,22 +31,69 @@ from onepass.ops.linear.linear import linear
 
 
 class PatientMainGrads(MainGrads):
-    """MainGrads that reduces over data-parallel ranks in `finish`, because such a loop marks no backward as the step's last."""
+    """MainGrads that reduces over data-parallel ranks in `finish`, because such a loop marks no backward as the step's last.
+
+    Another optimizer's step by these parameters raises: it reads `.grad`, which is None, and would train nothing.
+    """
 
     def __init__(self, model: nn.Module, release: bool) -> None:
+        self._captured = False  # a CUDA graph adds gradients, and its replays call no hooks
         super().__init__(model, release=release)
         self._accumulating = True
+        hook = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self)))
+        self._remove_hook = weakref.finalize(self, hook.remove)
+        self._remove_hook.atexit = False
+
+    def close(self) -> None:
+        super().close()
+        self._remove_hook()
+
+    def zero_(self) -> None:
+        """As MainGrads', but before the next gradient another call clears no buffer: a step calls it, then the loop."""
+        super().zero_()
+        self._captured = self._captured or any(map(is_capturing, self.buffers))
+        if not self.releases and not self._captured:
+            self._clear = [buffer._version for buffer in self.buffers]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._clear = None
+        self._captured = self._captured or is_capturing(parameter)
+        super()._on_gradient(parameter)
+
+    def added_here(self, parameter: Tensor) -> None:
+        self._clear = None
+        super().added_here(parameter)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise where the optimizer would step by parameters of which none has a gradient that it can read."""
+        if self._finished or isinstance(optimizer, AdamW):
+            return
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._bucket_of]
+        if mine and all(parameter.grad is None for parameter in mine):
+            raise RuntimeError(
+                f"the optimizer must be applied.optimizer(...) after apply(main_grad=True), but is {type(optimizer).__name__}, "
+                "which reads .grad and would train nothing: give Trainer optimizers=(applied.optimizer(...), None), or apply "
+                "without main_grad"
+            )
+
+
+def _check_optimizer(owner: weakref.ref[PatientMainGrads], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    main_grads = owner()
+    if main_grads is not None:
+        main_grads.check_optimizer(optimizer)
 
 
 class MainGradAdamW(AdamW):
     """`onepass.parallel.AdamW` with the interface of torch.optim, for loops that are written for that.
 
-    Its step finishes the gradients, clips them to `max_norm` and clears them.
+    Its step finishes the gradients, clips them to `max_norm`, clears them and begins the next step.
     """
+
+    _main_grads: PatientMainGrads
 
     def __init__(
         self,
-        main_grads: MainGrads,
+        main_grads: PatientMainGrads,
         groups: Iterable[Mapping[str, Any]] | None = None,
         *,
         max_norm: float | None = None,
@@ -57,10 +107,13 @@ class MainGradAdamW(AdamW):
         if closure is not None:
             raise TypeError("closure must be None: gradients are stepped by once, and then gone")
         self._main_grads.finish()
-        return super().step(self.max_norm, zero=True)
+        norm = super().step(self.max_norm, zero=True)
+        if not any(map(is_capturing, self._main_grads.buffers)):
+            self._main_grads.zero_()
+        return norm
 
 
-def add_in_place(model: nn.Module, patches: Patches, release: bool) -> MainGrads:
+def add_in_place(model: nn.Module, patches: Patches, release: bool) -> PatientMainGrads:
     """Create the model's MainGrads. Linear layers that are not replaced yet get forwards that add to main_grad.
 
     Hooks of MainGrads add the gradients of all other parameters.
@@ -68,7 +121,17 @@ def add_in_place(model: nn.Module, patches: Patches, release: bool) -> MainGrads
     for module in model.modules():
         if type(module) is nn.Linear and not own_forward(module):
             patches.set_forward(module, _linear, None)
-    return PatientMainGrads(model, release)
+    main_grads = PatientMainGrads(model, release)
+    patches.set(model, "zero_grad", partial(_zero_grad, model))
+    return main_grads
+
+
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    """The model's zero_grad, which also clears main_grads. A deep copy of the model has none."""
+    type(self).zero_grad(self, set_to_none)
+    owner = next((p.main_grads() for p in self.parameters() if hasattr(p, "main_grads")), None)
+    if owner is not None:
+        owner.zero_()
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

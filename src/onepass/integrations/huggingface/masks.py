@@ -25,7 +25,8 @@ _MASK = "attention_mask"
 class Stack:
     """A module whose layers are all recognised, and attend to all earlier tokens."""
 
-    def __init__(self, layers: list[LayerMatch], names: list[str]) -> None:
+    def __init__(self, place: str, layers: list[LayerMatch], names: list[str]) -> None:
+        self.place = place  # of the list of layers
         self.layers = layers
         self.names = names  # of its forward's arguments
 
@@ -40,23 +41,30 @@ class Stack:
             return False
         if not all(value is None or value is False or name in _INPUTS for name, value in given.items()):
             return False
-        return all(map(_as_it_was, self.layers))
+        there = stack._modules[self.place]
+        if len(there) != len(self.layers) or not _has_no_windows(stack):
+            return False
+        return all(module is layer.module and _as_it_was(layer) for module, layer in zip(there, self.layers, strict=True))
 
 
 def _as_it_was(layer: LayerMatch) -> bool:
-    return all(Patches.untouched(each.module, each) for each in (layer, layer.attention))
+    """Whether layer and attention pass the mask on to onepass's attention."""
+    attention = layer.attention
+    if layer.module._modules[layer.shape.attention] is not attention.module or not Patches.untouched(layer.module, layer):
+        return False
+    return Patches.untouched(attention.module, attention) and attention.snapshot.unchanged(attention.module)
 
 
 def replace_masks(model: nn.Module, patches: Patches) -> None:
     """Replace the forwards of suitable stacks in the model. The model's own forward stays, because other code inspects it."""
     for stack in model.modules():
-        layers = next((child for child in stack.children() if isinstance(child, nn.ModuleList)), None)
-        known = [vars(layer).get("_onepass") for layer in layers or ()]
+        place = next((name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)), None)
+        known = [vars(layer).get("_onepass") for layer in (() if place is None else stack._modules[place])]  # type: ignore[union-attr]
         found = [layer for layer in known if isinstance(layer, LayerMatch)]
-        if stack is model or not found or own_forward(stack):
+        if stack is model or place is None or not found or own_forward(stack):
             continue
         if all(map(_sees_what_it_is_given, found)) and _has_no_windows(stack) and _hands_on(stack, found):
-            patches.set_forward(stack, _forward, Stack(found, list(parameters_of(stack))))
+            patches.set_forward(stack, _forward, Stack(place, found, list(parameters_of(stack))))
 
 
 def _sees_what_it_is_given(layer: LayerMatch) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.linears import LINEARS_CHANGED, FoldedNorm, LinearsMatch, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import ACTIVATIONS
 
@@ -27,16 +28,23 @@ class MLPMatch:
     up: LinearsMatch
     down: LinearsMatch
     activation: str
-    dropout: nn.Module | None  # applied to the output
+    dropout: str | None  # applied to the output
+    snapshot: Snapshot = UNREAD
+
+    def unchanged(self) -> bool:
+        return self.up.intact() and self.down.intact() and self.snapshot.unchanged(self.module)
 
     def ready(self) -> bool:
-        return self.up.intact() and self.down.intact() and Patches.untouched(self.module, self)
+        return self.unchanged() and Patches.untouched(self.module, self)
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module) or (None if self.unchanged() else LINEARS_CHANGED)
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
         """Return the MLP of x, or of x's norm if one is folded in."""
         up = self.up(x, folded, biased=False)
         y: Tensor = activation_linear(up, self.down.weight(), self.down.bias(), self.activation, activation_bias=self.up.bias())
-        return y if self.dropout is None else self.dropout(y)
+        return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
 
 
 def find_mlp(module: nn.Module) -> MLPMatch | str | None:
@@ -50,12 +58,15 @@ def find_mlp(module: nn.Module) -> MLPMatch | str | None:
     dropouts = [name for name in others if isinstance(module._modules[name], nn.Dropout)]
     if len(dropouts) > 1 or any(list(module._modules[name].parameters()) for name in others):  # type: ignore[union-attr]
         return "it has more than linear layers, an activation and a dropout at its end"
+    for name in set(others) - set(dropouts):
+        if is_watched(module._modules[name]):  # type: ignore[arg-type]
+            return f"its {name} has hooks or a forward of its own"
     for up_names, down_name in _roles(linears):
         up, down = LinearsMatch.found(module, up_names), LinearsMatch.found(module, (down_name,))
         if up is not None and down is not None:
             activation = _activation_of(module, up, down, dropouts)
             if activation is not None:
-                return MLPMatch(module, up, down, activation, module._modules[dropouts[0]] if dropouts else None)
+                return MLPMatch(module, up, down, activation, dropouts[0] if dropouts else None)
     return "it computes something else, or by an activation that onepass doesn't have"
 
 
@@ -94,12 +105,14 @@ def _activation_of(module: nn.Module, up: LinearsMatch, down: LinearsMatch, drop
 def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, MLPMatch], list[AppliedRow]]:
     made, rows = {}, []
     for name, module in model.named_modules():
-        found = find_mlp(module)
+        with reads_of(module) as reads:
+            found = find_mlp(module)
         if isinstance(found, MLPMatch):
+            found.snapshot = reads.snapshot()
             found.up.replace(patches)
             patches.set_forward(module, _forward, found)
             made[module] = found
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}"))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}", match=found))
         elif found is not None or _looks_like_an_mlp(module):
             rows.append(AppliedRow(name, type(module).__name__, "mlp", why=found or _why(module)))
     return made, rows
@@ -118,6 +131,6 @@ def _why(module: nn.Module) -> str:
 
 def _forward(self: Any, *args: Tensor, onepass_folded: FoldedNorm | None = None, **named: Tensor) -> Any:
     (x,), mlp = args or named.values(), self._onepass
-    if onepass_folded is None and not (mlp.up.intact() and mlp.down.intact()):  # wrapped since, for example by PEFT
+    if onepass_folded is None and not mlp.unchanged():  # wrapped since, for example by PEFT
         return type(self).forward(self, x)
     return mlp(x, onepass_folded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.integrations.huggingface.snapshot import UNREAD, Reads, Snapshot, reads_of
 from onepass.ops.norm.norm import layer_norm, rms_norm
 
 _SIZE = 16
@@ -27,6 +28,7 @@ class NormMatch:
     layer: bool
     eps: float
     zero_centered: bool
+    snapshot: Snapshot = UNREAD
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,14 +53,24 @@ class NormMatch:
         return rms_norm(x, self.weight, residual=residual, **self.options)
 
     def untouched(self) -> bool:
-        return Patches.untouched(self.module, self)
+        return Patches.untouched(self.module, self) and self.snapshot.unchanged(self.module)
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module)
 
 
 def find_norm(module: nn.Module) -> NormMatch | None:
     """Return a match if this module is a norm over the last dimension, else None."""
+    with reads_of(module) as reads:
+        found = _found(module, reads)
+    return None if found is None else replace(found, snapshot=reads.snapshot())
+
+
+def _found(module: nn.Module, reads: Reads) -> NormMatch | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or module._modules or module._buffers or own_forward(module):
         return None
+    reads.names |= {"eps", "normalized_shape"} & vars(module).keys()  # PyTorch's own are not probed
     if type(module).forward is nn.LayerNorm.forward:
         assert isinstance(module, nn.LayerNorm)
         return NormMatch(module, True, module.eps, False) if len(module.normalized_shape) == 1 else None
@@ -112,12 +124,15 @@ def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, N
         if norm is not None:
             patches.set_forward(module, _forward, norm)
             made[module] = norm
-            rows.append(row(by=norm.name))
+            rows.append(row(by=norm.name, match=norm))
         elif looks_like_a_norm(module):
             rows.append(row(why="it has a forward of its own already" if own_forward(module) else "it computes something else"))
     return made, rows
 
 
 def _forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
+    norm: NormMatch = self._onepass
+    if not norm.snapshot.unchanged(self):
+        return type(self).forward(self, *args, **named)
     (x,) = args or named.values()
-    return self._onepass(x)
+    return norm(x)

@@ -7,15 +7,17 @@ nn.Module.__call__ finds it before the class's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from onepass.integrations.huggingface.probe import hooked
+from onepass.integrations.huggingface.snapshot import hooked
 
 _ABSENT = object()
+_ORIGINAL = "_original_forward"  # where accelerate keeps a forward that it runs under autocast
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,74 @@ class AppliedRow:
     part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
+    match: Any = field(default=None, compare=False, repr=False)  # has the `module`, and says its `change` since
+
+    def now(self, model: nn.Module) -> AppliedRow:
+        """Return the row as it is by now: what has changed since `apply` runs its own code."""
+        if self.by is None or self.match is None:
+            return self
+        there = module_at(model, self.name)
+        if there is self.match.module:
+            changed = self.match.change()
+        else:
+            changed = "it is gone" if there is None else f"{type(there).__name__} has its place"
+        return self if changed is None else replace(self, by=None, why=f"changed since: {changed}")
 
 
 @dataclass(frozen=True)
-class _Patch:
+class Patch:
+    """An attribute that `apply` has set."""
+
     owner: Any
     name: str
     before: Any  # the value in owner's __dict__, or _ABSENT
     now: Any
+
+    def foreign(self) -> Any:
+        """Return the value that other code has set since, or None. A deleted attribute has none."""
+        value = vars(self.owner).get(self.name, _ABSENT)
+        equal = value is self.now or value == self.now  # accelerate restores an equal object
+        return None if value is _ABSENT or equal else value
+
+    def in_autocast(self) -> bool:
+        """Whether accelerate runs this forward under autocast, as for `Trainer(bf16=True)`."""
+        return self.name == "forward" and vars(self.owner).get(_ORIGINAL, _ABSENT) == self.now
+
+    def advice(self, model: nn.Module) -> str:
+        """Say whose value is there now, and which line takes it back."""
+        place = next((name for name, module in model.named_modules() if module is self.owner), None)
+        owner = "module" if place is None else f"applied.model.get_submodule({place!r})" if place else "applied.model"
+        line = f"del {owner}.{self.name}"
+        if "_hf_hook" in vars(self.owner):
+            line = f"accelerate.hooks.remove_hook_from_module({owner})"
+        return (
+            f"{type(self.owner).__name__}.{self.name}{f' of {place}' if place else ''} is {_origin_of(self.foreign())} by now. "
+            f"Take that back first, as by `{line}`"
+        )
+
+
+def _origin_of(value: Any) -> str:
+    """Return the module and the name of a function in its source: wrappers carry the name of what they wrap."""
+    while isinstance(value, partial | MethodType):
+        value = value.func if isinstance(value, partial) else value.__func__
+    if not isinstance(value, FunctionType):
+        return f"a {type(value).__module__}.{type(value).__qualname__}"
+    return f"{value.__globals__.get('__name__')}.{getattr(value.__code__, 'co_qualname', value.__code__.co_name)}"
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the submodule of this name, or None."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 class Patches:
     """Sets attributes of instances, and restores them."""
 
     def __init__(self) -> None:
-        self._made: list[_Patch] = []
+        self._made: list[Patch] = []
         self._last_of_all: list[Callable[[], object]] = []
 
     def __len__(self) -> int:
@@ -49,7 +104,7 @@ class Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Write to owner's __dict__, bypassing properties and nn.Module's registration."""
-        self._made.append(_Patch(owner, name, vars(owner).get(name, _ABSENT), value))
+        self._made.append(Patch(owner, name, vars(owner).get(name, _ABSENT), value))
         vars(owner)[name] = value
 
     def set_forward(self, module: nn.Module, function: Callable[..., Any], part: Any) -> None:
@@ -81,15 +136,14 @@ class Patches:
         """Whether `has` holds and the module has no hooks, so that its work may be done without calling it."""
         return Patches.has(module, part) and not hooked(module)
 
-    def changed(self) -> Iterator[str]:
-        """Yield the attributes that other code has replaced since."""
-        for patch in self._last():
-            now = vars(patch.owner).get(patch.name, _ABSENT)
-            if now is not patch.now and now != patch.now:  # accelerate restores an equal object
-                yield f"{type(patch.owner).__name__}.{patch.name}"
+    def changed(self) -> list[Patch]:
+        """Return the attributes that other code has replaced since. Accelerate's autocast is known, and `undo` takes it off."""
+        return [patch for patch in self._last() if patch.foreign() is not None and not patch.in_autocast()]
 
     def undo(self) -> None:
         for patch in reversed(self._made):
+            if patch.in_autocast():
+                del vars(patch.owner)[_ORIGINAL]
             if patch.before is _ABSENT:
                 vars(patch.owner).pop(patch.name, None)
             else:
@@ -99,7 +153,7 @@ class Patches:
             function()
         self._last_of_all.clear()
 
-    def _last(self) -> Iterator[_Patch]:
+    def _last(self) -> Iterator[Patch]:
         """Yield the last patch of each attribute."""
         last = {(id(patch.owner), patch.name): patch for patch in self._made}
         yield from last.values()

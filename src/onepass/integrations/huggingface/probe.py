@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.snapshot import recording
+
 FP64 = torch.float64
 
 
 def probe(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) -> nn.Module:
     """Return a module of the same class, with the given attributes and children in place of the module's own."""
-    made = object.__new__(type(module))
+    made: nn.Module = object.__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name != "forward"}
     vars(made).update(own, _modules={**module._modules, **children}, **attributes)
+    reads = recording(module)
+    if reads is not None:
+        reads.record(made, {*children, *attributes})
     return made
 
 
@@ -81,19 +86,6 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
 def own_forward(module: nn.Module) -> bool:
     """Whether this instance has a forward of its own, in place of its class's."""
     return "forward" in vars(module)
-
-
-FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
-_NO_MATTER = (FSDP, "transformers.")  # transformers' hooks only record outputs
-
-
-def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
-    """Whether hooks see or change this module's calls. Hooks from packages with these prefixes do not count."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
-        for hook in hooks.values():
-            if not (getattr(hook, "__module__", None) or "").startswith(but_by):
-                return True
-    return False
 
 
 def thread() -> int:

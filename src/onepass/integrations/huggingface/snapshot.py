@@ -1,0 +1,225 @@
+"""What recognition read of a module, compared in each call: a module that was changed since runs its own code.
+
+While a module's code is probed, reads of its attributes and of its configuration's are recorded. A `Snapshot` has their values,
+and the children that ran as they are. Children that probes replace by stand-ins are their matches' to look at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_UNIMPORTANT = frozenset(  # changes of these are looked at in each call, or change no number
+    ("training", "gradient_checkpointing", "layer_idx", "forward", "config", "return_dict", "use_cache", "extra_repr")
+)
+
+
+CODE_CHANGED = "its class has another forward"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Values that a module's code read. It holds no reference to the module, so that copies of the module use their own."""
+
+    code: Callable[..., Any] | None = None  # its class's forward
+    attributes: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[tuple[str, bool], ...] = ()  # parameters, buffers and what was not there: whether there is one
+    children: tuple[tuple[str, nn.Module, Snapshot], ...] = ()
+
+    def unchanged(self, module: nn.Module) -> bool:
+        """Whether the module's code would read what it read then."""
+        own = vars(module)
+        for name, value in self.attributes:
+            now = own.get(name)
+            if now is not value and not _equal(now, value):
+                return False
+        if self.config:
+            config = _attributes_of(own.get("config"))
+            for name, value in self.config:
+                now = config.get(name)
+                if now is not value and not _equal(now, value):
+                    return False
+        for name, there in self.tensors:
+            if (_found(own, name) is not None) is not there:
+                return False
+        for name, child, snapshot in self.children:
+            if own["_modules"].get(name) is not child or is_watched(child) or not snapshot.unchanged(child):
+                return False
+        return self.has_code_of(module)
+
+    def has_code_of(self, module: nn.Module) -> bool:
+        """Whether the module's class has the forward that was read."""
+        code = type(module).forward
+        if self.code is None or code is self.code:
+            return True
+        return inspect.unwrap(code) is inspect.unwrap(self.code)  # FSDP2's classes wrap it
+
+    def change(self, module: nn.Module) -> str | None:
+        """Return what has changed, as a clause, or None."""
+        own = vars(module)
+        for name, value in self.attributes:
+            if not _equal(own.get(name), value):
+                return f"its {name} was {_words(value)} and is {_words(own.get(name))}"
+        config = _attributes_of(own.get("config"))
+        for name, value in self.config:
+            if not _equal(config.get(name), value):
+                return f"its config.{name} was {_words(value)} and is {_words(config.get(name))}"
+        for name, there in self.tensors:
+            if (_found(own, name) is not None) is not there:
+                return f"its {name} was {'removed' if there else 'added'}"
+        for name, child, snapshot in self.children:
+            if own["_modules"].get(name) is not child:
+                return f"its {name} is another module"
+            if is_watched(child):
+                return f"its {name} has hooks or a forward of its own"
+            if (why := snapshot.change(child)) is not None:
+                return f"{why}, in its {name}"
+        return None if self.has_code_of(module) else CODE_CHANGED
+
+
+UNREAD = Snapshot()  # nothing has been read of it: it is always unchanged
+
+
+def _equal(now: Any, then: Any) -> bool:
+    if now is then:
+        return True
+    return type(now) is type(then) and isinstance(then, bool | int | float | str | tuple | list | dict) and bool(now == then)
+
+
+def _attributes_of(config: Any) -> dict[str, Any]:
+    return {} if config is None else vars(config)
+
+
+def _found(own: dict[str, Any], name: str) -> Any:
+    """Return an attribute of a module by its __dict__, also a parameter, a buffer or a child."""
+    for kind in ("_parameters", "_buffers", "_modules"):
+        value = own[kind].get(name)
+        if value is not None:
+            return value
+    return own.get(name)
+
+
+def _words(value: Any) -> str:
+    return repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks or a forward of its own see this module's calls, which an op in place of its parent would not make."""
+    return "forward" in vars(module) or hooked(module)
+
+
+FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
+_NO_MATTER = (FSDP, "transformers.")  # transformers' hooks only record outputs
+
+
+def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
+    """Whether hooks see or change this module's calls. Hooks from packages with these prefixes do not count."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        if hooks:
+            for hook in hooks.values():
+                if not (getattr(hook, "__module__", None) or "").startswith(but_by):
+                    return True
+    return False
+
+
+# ---- recording ----
+
+
+class Reads:
+    """Names that a module's code reads while it is probed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.names: set[str] = set()
+        self.config: set[str] = set()
+        self.given: set[str] = set()  # what probes had in place of the module's own
+
+    def record(self, made: nn.Module, given: set[str]) -> None:
+        """Record what the code of a probe reads, apart from what it was given."""
+        self.given |= given
+        own = vars(made)
+        own["_onepass_reads"] = self
+        if "config" in own:
+            own["config"] = RecordingConfig(own["config"], self)
+        made.__class__ = type(type(made).__name__, (_Recording, type(made)), {})
+
+    def snapshot(self) -> Snapshot:
+        own = vars(self.module)
+        names = {name for name in self.names - self.given - _UNIMPORTANT if not name.startswith("_")}
+        children = {name: child for name in names if (child := own["_modules"].get(name)) is not None}
+        tensors = {name for name in names - children.keys() if isinstance(_found(own, name), Tensor)}
+        tensors |= {name for name in names if _found(own, name) is None and not hasattr(type(self.module), name)}
+        attributes = _attributes_of(own.get("config"))
+        aliases = getattr(own.get("config"), "attribute_map", None) or {}
+        config = {aliases.get(name, name) for name in self.config - _UNIMPORTANT if not name.startswith("_")}
+        return Snapshot(
+            code=type(self.module).forward,
+            attributes=tuple((name, _kept(own.get(name))) for name in sorted(names - tensors - children.keys())),
+            config=tuple((name, _kept(attributes.get(name))) for name in sorted(config)),
+            tensors=tuple((name, _found(own, name) is not None) for name in sorted(tensors)),
+            children=tuple((name, children[name], snapshot_of(children[name])) for name in sorted(children)),
+        )
+
+
+def snapshot_of(module: nn.Module) -> Snapshot:
+    """Return a snapshot of all that a module has: nobody knows what its code reads."""
+    reads = Reads(module)
+    own = vars(module)
+    reads.names = {*own, *own["_parameters"], *own["_buffers"], *own["_modules"]}
+    return reads.snapshot()
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of what can be changed in place."""
+    return value.copy() if isinstance(value, list | dict) else value
+
+
+class RecordingConfig:
+    """A configuration whose reads are recorded."""
+
+    def __init__(self, config: Any, reads: Reads) -> None:
+        vars(self).update(_config=config, _reads=reads)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that has nothing yet
+            raise AttributeError(name)
+        self._reads.config.add(name)
+        return getattr(self._config, name)
+
+
+class _Recording:
+    """Comes before a probed module's class."""
+
+    def __init_subclass__(cls) -> None:
+        """Skip the module's class's: it may register or wrap what is made of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        object.__getattribute__(self, "__dict__")["_onepass_reads"].names.add(name)
+        return super().__getattribute__(name)
+
+
+_reads: ContextVar[Reads | None] = ContextVar("onepass_reads", default=None)
+
+
+@contextmanager
+def reads_of(module: nn.Module) -> Iterator[Reads]:
+    """Record what probes of this module read in the block."""
+    reads = Reads(module)
+    token = _reads.set(reads)
+    try:
+        yield reads
+    finally:
+        _reads.reset(token)
+
+
+def recording(module: nn.Module) -> Reads | None:
+    """Return what records the reads of this module's code, or None."""
+    reads = _reads.get()
+    return reads if reads is not None and reads.module is module else None
