@@ -383,7 +383,7 @@ class _Stepper:
             options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             options["beta1"], options["beta2"] = group["betas"]
             step_formula([each for each in self.stretches if each.group == place], self.step, factor, **options)
-        if zero:
+        if zero and self.stretches:  # with shard a rank may step nothing
             torch._foreach_zero_([each.grad for each in self.stretches])
 
     def _use_triton(self) -> bool:
