@@ -388,7 +388,7 @@ class _Stepper:
 
     def _use_triton(self) -> bool:
         """Whether kernels step. No other package has kernels for this, so choosing one by `use_backend` changes nothing."""
-        named = backend._in_force
+        named = backend.current_backend()
         return backend.choose("AdamW", named if named in backend.NATIVE else "auto", triton_unsupported(self.step)) == "triton"
 
     def _write_options(self, groups: list[dict[str, Any]], max_norm: float | None) -> None:
