@@ -20,7 +20,7 @@ def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     found = {"trained": {dtype: trained(rank, dtype) for dtype in TYPES}}
     with onepass.use_backend("torch"):
-        found |= {"resumed": resumed(rank), "pieces": pieces()}
+        found |= {"resumed": resumed(rank), "pieces": pieces(), "without": [without_a_part(dtype) for dtype in TYPES]}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -109,3 +109,29 @@ def resumed(rank):
 def pieces():
     _, _, optimizer = made(BF16)
     return [(name, kind, start, stop) for name, kind, _, start, stop in optimizer.masters()]
+
+
+def without_a_part(dtype):
+    """Train a parameter so small that rank 0 steps all of it and rank 1 nothing: with AdamW, resumed, and with MasterWeights."""
+    kinds = {
+        "AdamW": lambda main_grads: AdamW(main_grads, **OPTIONS),
+        "MasterWeights": lambda main_grads: MasterWeights(main_grads, lambda groups: torch.optim.AdamW(groups, **OPTIONS)),
+    }
+    found = {}
+    for name, make in kinds.items():
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=dtype))
+        main_grads = MainGrads([weight], shard=True)
+        optimizer = make(main_grads)
+        for _ in range(3):
+            main_grads.zero_()
+            (weight.float() ** 2).sum().backward()
+            main_grads.finish()
+            if name == "AdamW":
+                optimizer.step(CLIP, zero=True)
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            else:
+                main_grads.clip_(CLIP)
+                optimizer.step()
+        found[name] = weight.detach().clone()
+    found["parts"] = sum(1 for bucket in main_grads.buckets for _ in bucket.parts())
+    return found

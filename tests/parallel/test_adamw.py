@@ -600,6 +600,15 @@ def test_sharded_states_come_back(found):
         assert "must stay where AdamW has put them with shard=True" in log["moved"]
 
 
+def test_a_rank_whose_shard_holds_no_parameter(found):
+    for place, rank in enumerate(found):
+        for log, first in zip(rank["without"], found[0]["without"], strict=True):
+            assert log["parts"] == (place == 0)
+            assert torch.equal(log["AdamW"], first["AdamW"]) and torch.equal(log["MasterWeights"], first["MasterWeights"])
+            torch.testing.assert_close(log["AdamW"], log["MasterWeights"])
+            assert not torch.equal(log["AdamW"].float(), torch.linspace(-1, 1, 6))
+
+
 def test_pieces_of_all_ranks_are_the_whole(found):
     names = {name for rank in found for name, *_ in rank["pieces"]}
     for name in names:

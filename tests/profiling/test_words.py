@@ -164,6 +164,11 @@ def test_an_rms_norm_written_out():
     assert calls_of(found) == ["onepass.rms_norm(x, weight)"]
     assert found.suggestions[0].saw == "1 RMS norms written out in 6 operators, 600 us"
     assert calls_of(queued(*ops[:3], SORT, *ops[4:])) == []
+    cast = ("aten::copy_", HIDDEN, HIDDEN)
+    narrow = queued(ADD, cast, *ops[:5], cast, ops[5], SORT)
+    assert narrow.suggestions[0].saw == (
+        "1 RMS norms written out in 6 operators, 600 us; 1 follow an addition of their shape: residual= takes it in"
+    )
 
 
 @pytest.mark.parametrize(("name", "plain", "gated"), [("gelu", "gelu", "geglu"), ("silu", "silu", "swiglu")])
@@ -173,6 +178,18 @@ def test_activations(name, plain, gated):
     found = queued(op, MUL, SORT)
     assert calls_of(found) == [f'onepass.bias_activation(x, bias, "{gated}")']
     assert found.suggestions[0].us == 200
+
+
+@pytest.mark.parametrize("between", [(), (("aten::copy_", tensor(64, 1024), tensor(64, 1024)),)], ids=("", "autocast"))
+def test_a_gate_whose_other_factor_is_made_after_the_activation(between):
+    up = ("aten::mm", tensor(4096, 64), tensor(64, 1024))
+    found = queued(("aten::silu", HIDDEN), *between, up, MUL, SORT)
+    assert calls_of(found) == ['onepass.bias_activation(x, bias, "swiglu")']
+    assert "1 are multiplied with a tensor of their shape" in found.suggestions[0].saw
+    down = ("aten::mm", HIDDEN, tensor(1024, 64))
+    assert calls_of(queued(("aten::silu", HIDDEN), down, MUL)) == ['onepass.bias_activation(x, bias, "silu")']
+    scaled = ("aten::mul", HIDDEN, number(2))
+    assert calls_of(queued(("aten::silu", HIDDEN), up, scaled)) == ['onepass.bias_activation(x, bias, "silu")']
 
 
 LOGITS = tensor(512, VOCABULARY)
@@ -189,6 +206,20 @@ def test_a_large_vocabulary():
     assert calls_of(found) == ["onepass.linear_cross_entropy(hidden, weight, labels)"]
     assert "the logits are 512 x 32,000, made by a matrix product" in found.suggestions[0].saw
     assert calls_of(queued(*LOSS)) == ["onepass.cross_entropy(logits, labels)"]
+
+
+def test_losses_written_in_other_ways():
+    ours = ["onepass.linear_cross_entropy(hidden, weight, labels)"]
+    sizes = 4, VOCABULARY, 128  # of logits with the classes in the middle
+    transposed = ("aten::_log_softmax", tensor(*sizes), number(1), number(False))
+    assert calls_of(queued(HEAD, transposed, ("aten::nll_loss2d_forward", tensor(*sizes)))) == ours
+    gather = ("aten::gather", LOGITS, number(1), tensor(512, 1, dtype="long int"), number(False))
+    assert calls_of(queued(HEAD, LOSS[0], gather)) == ours
+    assert calls_of(queued(HEAD, LOSS[0], ("aten::gather", HIDDEN, *gather[2:]))) == []
+    many = tensor(1 << 13, 1 << 11)
+    softmax = ("aten::_log_softmax", many, number(-1), number(False))
+    head = ("aten::mm", tensor(1 << 13, 64), tensor(64, 1 << 11))
+    assert calls_of(queued(head, softmax, ("aten::nll_loss_forward", many))) == ours
 
 
 def test_a_small_vocabulary_or_no_loss_is_left_alone():
@@ -212,6 +243,26 @@ def test_weight_gradients_that_are_added():
     assert accumulating(weight, weight) == ours
     assert accumulating(bias, bias) == []
     assert accumulating(weight, weight, within="MulBackward0") == []
+
+
+def adamw(*sizes, between=(), decay=True):
+    """torch.optim's loop, for parameters of these sizes."""
+    ops = []
+    for n in sizes:
+        p, one = tensor(n, 64), tensor()
+        ops += [("aten::mul_", p, one)] * decay
+        ops += [("aten::lerp_", p, p, number(0.1)), ("aten::mul_", p, one), ("aten::addcmul_", p, p, p), *between]
+        ops += [("aten::sqrt", p), ("aten::div", p, one), ("aten::add_", p, one), ("aten::addcdiv_", p, p, p)]
+    return queued(*ops)
+
+
+def test_adamw_in_a_loop_over_parameters():
+    found = adamw(64, 64, 128, between=[("aten::_local_scalar_dense", tensor())])
+    assert calls_of(found) == ["onepass.parallel.AdamW(main_grads)"]
+    assert found.suggestions[0].us == 3 * 8 * 100
+    assert "3 parameters are stepped one after the other" in found.suggestions[0].saw
+    assert adamw(64, decay=False).suggestions[0].us == 7 * 100
+    assert calls_of(queued(("aten::sqrt", HIDDEN), ("aten::addcdiv_", HIDDEN, HIDDEN, HIDDEN))) == []
 
 
 def slices(count, us=2.0, size=lambda i: 128):

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -92,7 +91,7 @@ def shape(node: Node) -> list[Any]:
     return list(value(node).shape)
 
 
-def size_key(size: Any) -> object:
+def size_key(size: Any) -> Any:
     """Return a key of a size for comparisons. To compare symbolic sizes themselves would add guards to the user's function."""
     return size.node.expr if isinstance(size, SymInt) else size
 
@@ -215,7 +214,7 @@ class Emitter:
         symbolic = [dim for dim, size in enumerate(sizes) if isinstance(size, SymInt)]
         given = [-1 if symbolic == [dim] else size for dim, size in enumerate(sizes)]
         given = self.sizes(given, node) if len(symbolic) > 1 else given
-        if not _can_be_viewed(value(node), given):
+        if not can_be_viewed(value(node), sizes):
             node = self(aten.clone.default, node, memory_format=torch.contiguous_format)
         return self(aten.view.default, node, given)
 
@@ -247,24 +246,27 @@ class Emitter:
         return self(aten.permute.default, node, order)
 
 
-def _can_be_viewed(tensor: Tensor, sizes: list[Any]) -> bool:
-    """Whether a view is possible. Fake tensors allow some that real ones refuse, in dimensions of size 1: ask a meta tensor."""
-    if tensor.is_contiguous():
+def can_be_viewed(tensor: Tensor, sizes: Sequence[Any]) -> bool:
+    """Whether a view is possible, as ATen decides it. Fake tensors allow some that real ones refuse, next to dimensions of 1.
+
+    Symbolic sizes are compared as expressions, without guards. Where those can't tell, the answer is no.
+    """
+    old, strides, new = ([size_key(s) for s in given] for given in (tensor.shape, tensor.stride(), sizes))
+    if tensor.is_contiguous() or 0 in old:
         return True
-    asked = tensor
-    if all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), *sizes)):
-        with unset_fake_temporarily():
-            asked = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-            return _views(asked, sizes)
-    return _views(asked, sizes)
-
-
-def _views(tensor: Tensor, sizes: list[Any]) -> bool:
-    try:
-        tensor.view([value(s) if isinstance(s, Node) else s for s in sizes])
-    except (RuntimeError, ValueError):  # real and fake tensors raise different ones
-        return False
-    return True
+    place, size, step = len(new), cast(Any, 1), strides[-1]
+    for dim in reversed(range(len(old))):
+        size = size * old[dim]
+        if dim and (old[dim - 1] == 1 or strides[dim - 1] == size * step):
+            continue  # one chunk of memory with the dimension before
+        viewed: Any = 1
+        while place and (new[place - 1] == 1 or viewed != size):
+            place -= 1
+            viewed = viewed * new[place]
+        if viewed != size:
+            return False
+        size, step = 1, strides[dim - 1]
+    return place == 0
 
 
 def drop_aliases(graph: Graph) -> None:

@@ -47,6 +47,7 @@ from onepass.fusion.operands import LaneGroup, Listed, Source, ValueLocation, Va
 from onepass.fusion.report import FusedGroup, UnfusedGroup
 from onepass.fusion.restore_lanes import RestoreLanes
 from onepass.fusion.rules import apply, has_rule, is_multiple
+from onepass.fusion.strides import replace
 
 _log = logging.getLogger("onepass.fusion")
 _MUCH = 1 << 20  # bytes that a group computed from parameters alone may hold
@@ -204,6 +205,9 @@ class Sweep:
         if rewrite is not None:
             return self._rewrite(nodes, rewrite, "different widths, one launch", 0)
         columns = list(zip(*map(operands_of, nodes), strict=True))
+        if not all(is_shared(column) or isinstance(value(column[0]), Tensor) for column in columns):
+            self._refuse(nodes, "their widths change from call to call, each in its own way")
+            return False
         sources = [self.where.source(list(column), uneven=True) for column in columns]
         copied = sum(source.copied for source in sources)
         if self._stays_listed(nodes, sources):
@@ -270,7 +274,7 @@ class Sweep:
             at += count
         if len(parts) < len(tensors):
             result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
-            node.replace_all_uses_with(result)
+            replace(self.emit, node, result)
         return len(parts) < len(tensors)
 
     def _run_length(self, tensors: Sequence[Node]) -> int:

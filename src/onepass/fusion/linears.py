@@ -33,7 +33,7 @@ from onepass.fusion.graph import (
 )
 from onepass.fusion.report import FusedGroup, UnfusedGroup
 from onepass.fusion.side_by_side import whole_of
-from onepass.fusion.strides import settle
+from onepass.fusion.strides import replace
 
 _FAR = 200  # nodes after a gradient that `_leads_nowhere` visits before it gives up
 
@@ -112,9 +112,7 @@ class Linears:
             product = emit(aten.addmm.default, bias, x, right)
         for layer, (start, end) in zip(layers, _ranges(layers), strict=True):
             emit.before = layer.product
-            own, users = emit(aten.slice.Tensor, product, 1, start, end), list(layer.product.users)
-            layer.product.replace_all_uses_with(own)
-            settle(emit, own, value(layer.product), users)
+            replace(emit, layer.product, emit(aten.slice.Tensor, product, 1, start, end))
         self.found.append(FusedGroup("linear", len(layers), "one input, weights side by side", 0))
         return whole
 
@@ -161,7 +159,7 @@ class Linears:
         if by_weight is not None:
             product = self.emit(aten.mm.default, self.emit(aten.permute.default, together, [1, 0]), x)
             for old, (start, end) in zip(by_weight, _ranges(layers), strict=True):
-                old.replace_all_uses_with(self.emit(aten.slice.Tensor, product, 0, start, end))
+                replace(self.emit, old, self.emit(aten.slice.Tensor, product, 0, start, end))
             self.found.append(FusedGroup("linear's weight gradient", len(layers), "one input, gradients side by side", copied))
         if by_input is not None:
             root, terms, rest = by_input
@@ -172,8 +170,9 @@ class Linears:
                 total = self.emit(torch.ops.prims.convert_element_type.default, total, value(terms[0]).dtype)
             for term in rest:
                 total = self.emit(aten.add.Tensor, total, term)
-            root.replace_all_uses_with(total)
-            self.found.append(FusedGroup("linear's input gradient", len(layers), "a sum of products is one product", 0))
+            replace(self.emit, root, total)
+            once = 0 if by_weight is not None else copied  # both products read one cat
+            self.found.append(FusedGroup("linear's input gradient", len(layers), "a sum of products is one product", once))
 
     def _weight_products(self, x: Node, gradients: Sequence[Node]) -> list[Node] | None:
         found = []

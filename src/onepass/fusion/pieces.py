@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from onepass.fusion.graph import Emitter, arguments, aten, remove_dead, shape, size_key, value
+from onepass.fusion.strides import replace
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def gather_gradients(graph: Graph) -> None:
                 total = terms[0]
                 for term in terms[1:]:
                     total = emit(aten.add.Tensor, total, term)
-                node.replace_all_uses_with(total)
+                replace(emit, node, total)
                 remove_dead(graph, [node])
 
 

@@ -14,7 +14,7 @@ from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_reducti
 from onepass.fusion.lanes import Flat, Stacked, lane
 from onepass.fusion.operands import LaneGroup, Listed, ValueLocation
 from onepass.fusion.rules import is_multiple
-from onepass.fusion.strides import settle
+from onepass.fusion.strides import replace
 
 
 class RestoreLanes:
@@ -49,14 +49,12 @@ class RestoreLanes:
         outside = [node for node in members if any(user not in self.places for user in node.users)]
         first = self._first(group.nodes)
         self.emit.before = first
-        self._lanes_first(group, [node for node in outside if leaves(node, output)])
+        self._lanes_first(group, [node for node in outside if leaves(node, output) and value(node).is_contiguous()])
         for node in outside:
             self.emit.before = first
             place = self.places[node]
             result: Any = place.result
-            own, was, users = lane(self.emit, result, place.lane), value(node), list(node.users)
-            node.replace_all_uses_with(own)
-            settle(self.emit, own, was, [user for user in users if user not in self.places])
+            replace(self.emit, node, lane(self.emit, result, place.lane))
 
     def _first(self, nodes: Iterable[Node]) -> Node:
         return min(nodes, key=self.order.__getitem__)
@@ -86,8 +84,7 @@ class RestoreLanes:
             return False
         for index, (node, users) in enumerate(outside.items()):
             if users:
-                own = lane(self.emit, whole, index)
-                node.replace_all_uses_with(own, delete_user_cb=users.__contains__)
+                replace(self.emit, node, lane(self.emit, whole, index), only=users.__contains__)
         return True
 
     def _fuses(self, node: Node, user: Node) -> bool:
@@ -108,7 +105,7 @@ class RestoreLanes:
         return going or user in listed.making
 
     def _lanes_first(self, group: LaneGroup, leaving: list[Node]) -> None:
-        """Move the lane dimension to the front for results that leave the graph, as each must be contiguous.
+        """Move the lane dimension to the front for contiguous results that leave the graph, as each must stay so.
 
         Static sizes allow a one-dimensional result. Of more dimensions a compiler keeps the order of strides, not the strides.
         """

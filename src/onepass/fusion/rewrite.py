@@ -31,6 +31,7 @@ from onepass.fusion.linears import Linears, drop_double_transposes
 from onepass.fusion.pieces import gather_gradients
 from onepass.fusion.report import GraphReport, OperatorWork
 from onepass.fusion.side_by_side import side_by_side
+from onepass.fusion.strides import settle
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -58,9 +59,11 @@ def rewrite(graph: Graph, parameters: set[Node], machine: LaunchCost, compiled: 
     linears = Linears(graph, machine, parameters)
     linears.run()
     sort(graph)
+    settle(graph)
     sweep = Sweep(graph, machine, parameters, compiled)
     sweep.run()
     sort(graph)
+    settle(graph)
     graph.lint()
     return GraphReport(
         found=[*linears.found, *sweep.found.values()],

@@ -383,12 +383,12 @@ class _Stepper:
             options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             options["beta1"], options["beta2"] = group["betas"]
             step_formula([each for each in self.stretches if each.group == place], self.step, factor, **options)
-        if zero:
+        if zero and self.stretches:  # with shard a rank may step nothing
             torch._foreach_zero_([each.grad for each in self.stretches])
 
     def _use_triton(self) -> bool:
         """Whether kernels step. No other package has kernels for this, so choosing one by `use_backend` changes nothing."""
-        named = backend._in_force
+        named = backend.current_backend()
         return backend.choose("AdamW", named if named in backend.NATIVE else "auto", triton_unsupported(self.step)) == "triton"
 
     def _write_options(self, groups: list[dict[str, Any]], max_norm: float | None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from math import prod
 from statistics import median
 
 from onepass.profiling.figures import Figures, OperatorCall
 from onepass.profiling.model import Limits, Suggestion
 from onepass.profiling.verdict import counted, listed, number, time
 
-_LARGE_VOCABULARY = 8192
+_LARGE_VOCABULARY, _LARGE_LOGITS = 8192, 1 << 24  # columns; elements, where columns are fewer
 _FAST = 0.9  # of the copy bandwidth
 _WORTH = 0.01  # of the time: smaller suggestions are dropped
 
@@ -20,7 +21,9 @@ def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) 
     """Return suggestions sorted by time, the largest first. If the step is launch-bound, a CUDA graph precedes them."""
     calls, steps = [call for call in figures.calls if not _as_fast_as_it_gets(call, limits)], figures.steps
     total = sum(call.us for call in figures.calls) / steps
-    finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [_losses, _norms, _activations, _accumulations]
+    finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [
+        _losses, _norms, _activations, _accumulations, _optimizers,
+    ]  # fmt: skip
     found = [suggestion for finder in finders for suggestion in finder(calls, steps)]
     if not figures.on_gpu:
         found = [_on_cpu(suggestion) for suggestion in found]
@@ -69,26 +72,39 @@ def _norms(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
             )
             more = f"; {_count(added, steps)} follow an addition of their shape: residual= takes it in" if added else ""
             yield _suggestion(f"onepass.{ours}(x, weight, ...)", seen, steps, more)
-    written_out = _written_out(calls)
-    if written_out:
-        roots = len(_named(written_out, "aten::rsqrt"))
-        us = sum(call.us for call in written_out) / steps
-        saw = f"{_count(roots, steps)} RMS norms written out in {_count(len(written_out), steps)} operators, {time(us)}"
-        yield Suggestion("onepass.rms_norm(x, weight)", saw, us)
+    norms = _written_out(calls)
+    if norms:
+        parts = [call for norm, _ in norms for call in norm]
+        us = sum(call.us for call in parts) / steps
+        saw = f"{_count(len(norms), steps)} RMS norms written out in {_count(len(parts), steps)} operators, {time(us)}"
+        added = sum(after_addition for _, after_addition in norms)
+        more = f"; {_count(added, steps)} follow an addition of their shape: residual= takes it in" if added else ""
+        yield Suggestion("onepass.rms_norm(x, weight)", saw + more, us)
 
 
-def _written_out(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
-    """Return the calls of RMS norms written out as x * rsqrt(mean(x^2) + eps) * weight."""
+def _written_out(calls: Sequence[OperatorCall]) -> list[tuple[list[OperatorCall], bool]]:
+    """Return each RMS norm written out as x * rsqrt(mean(x^2) + eps) * weight, and whether it follows an addition.
+
+    Casts may stand between its operators, as models of 16 bits compute the norm in fp32.
+    """
     found = []
-    for i, call in enumerate(calls):
+    work = [call for call in _working(calls) if call.name not in _CASTS]
+    for i, call in enumerate(work):
         if call.name != "aten::rsqrt":
             continue
-        around = [c for c in calls[max(i - 3, 0) : i + 3] if c.step == call.step]
+        first = max(i - 3, 0)
+        around = [c for c in work[first : i + 3] if c.step == call.step]
         names = {c.name for c in around}
         if "aten::mean" in names and "aten::mul" in names and names & {"aten::pow", "aten::square"}:
-            parts = ("aten::pow", "aten::square", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul")
-            found += [c for c in around if c.name in parts]
+            parts = [c for c in around if c.name in _RMS_PARTS]
+            before = work[first - 1] if first else call
+            added = before.name == "aten::add" and before.step == call.step and _shape(before) == _shape(around[0])
+            found.append((parts, added))
     return found
+
+
+_RMS_PARTS = ("aten::pow", "aten::square", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul")
+_CASTS = ("aten::copy_", "aten::_to_copy")
 
 
 def _activations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
@@ -96,28 +112,56 @@ def _activations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggesti
         seen = _named(calls, f"aten::{name}", f"aten::{name}_backward")
         if not seen:
             continue
-        products = [
-            after for call, after in _followed(calls)
-            if call.name == f"aten::{name}" and after.name == "aten::mul" and _shape(after) == _shape(call)
-        ]  # fmt: skip
+        products = _gates(calls, f"aten::{name}")
         activation = gated if products else plain
-        more = f"; {_count(len(products), steps)} are multiplied with a tensor of their shape at once" if products else ""
+        more = f"; {_count(len(products), steps)} are multiplied with a tensor of their shape" if products else ""
         yield _suggestion(f'onepass.bias_activation(x, bias, "{activation}")', [*seen, *products], steps, more)
 
 
+def _gates(calls: Sequence[OperatorCall], activation: str) -> list[OperatorCall]:
+    """Return the multiplications of an activation's result: what follows at once, or behind the product of the other factor."""
+    found = []
+    work = [call for call in _working(calls) if call.name not in _CASTS]  # autocast's lie before the product
+    for i, call in enumerate(work):
+        if call.name != activation:
+            continue
+        after = work[i + 1 : i + 3]
+        if after and after[0].cost.flops is not None and _inner(after[0]) == (_shape(call) or (None,))[-1]:
+            del after[0]
+        if after and after[0].name == "aten::mul" and after[0].step == call.step and _shapes(after[0]) == [_shape(call)] * 2:
+            found.append(after[0])
+    return found
+
+
+_LOSSES = frozenset(f"aten::nll_loss{rank}_{way}" for rank in ("", "2d") for way in ("forward", "backward"))
+
+
 def _losses(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
-    softmaxes = [call for call in _named(calls, "aten::_log_softmax") if (_shape(call) or (0,))[-1] >= _LARGE_VOCABULARY]
-    losses = [call for call in calls if call.name.startswith("aten::nll_loss") and call.works]
+    softmaxes = [
+        call for call in _named(calls, "aten::_log_softmax")
+        if _classes(call) >= _LARGE_VOCABULARY or prod(_shape(call) or ()) >= _LARGE_LOGITS
+    ]  # fmt: skip
+    shapes = {_shape(call) for call in softmaxes}
+    losses = [
+        call for call in calls
+        if call.name in _LOSSES or (call.name == "aten::gather" and _shape(call) in shapes)
+    ]  # fmt: skip
     if not softmaxes or not losses:
         return
-    shape = _shape(softmaxes[0])
+    shape, classes = _shape(softmaxes[0]), _classes(softmaxes[0])
     assert shape
     seen = [*softmaxes, *_named(calls, "aten::_log_softmax_backward_data"), *losses]
-    heads = [call for call in calls if call.cost.flops is not None and _inner(call) is not None and _inner(call) == shape[-1]]
+    heads = [call for call in calls if call.cost.flops is not None and _inner(call) == classes]
     ours = "onepass.linear_cross_entropy(hidden, weight, labels)" if heads else "onepass.cross_entropy(logits, labels)"
     size = " x ".join(f"{n:,}" for n in shape)
     made = ", made by a matrix product" if heads else ""
     yield _suggestion(ours, seen, steps, f"; the logits are {size}{made}")
+
+
+def _classes(call: OperatorCall) -> int:
+    """Return the size of the dimension that a softmax is over."""
+    shape, dim = _shape(call), call.inputs[1].value
+    return shape[int(dim)] if shape and dim.lstrip("-").isdigit() else 0
 
 
 def _inner(call: OperatorCall) -> int | None:
@@ -137,6 +181,31 @@ def _accumulations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Sugges
         yield _suggestion("onepass.linear(x, weight) with weight.main_grad (onepass.parallel.MainGrads)", seen, steps, more)
 
 
+_ADAMW = frozenset(f"aten::{name}" for name in ("lerp_", "mul_", "add_", "addcmul_", "sqrt", "div", "div_", "addcdiv_"))
+_LONGEST_UPDATE = 9  # calls of a parameter's update
+
+
+def _optimizers(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    """AdamW in a loop over parameters, in which each of several calls reads and writes the parameter or its state."""
+    work = [call for call in _working(calls) if call.name in _ADAMW]
+    seen: list[OperatorCall] = []
+    loops = begun = 0
+    for i, call in enumerate(work):
+        if call.name != "aten::addcdiv_" or any(name.startswith("aten::_foreach") for name in call.within):
+            continue
+        start = i
+        least = max(begun, i + 1 - _LONGEST_UPDATE)
+        while start > least and (work[start - 1].step, _shape(work[start - 1])) == (call.step, _shape(call)):
+            start -= 1
+        begun = i + 1
+        if {"aten::addcmul_", "aten::sqrt"} <= {each.name for each in work[start:i]}:
+            seen += work[start : i + 1]
+            loops += 1
+    if seen:
+        more = f"; {_count(loops, steps)} parameters are stepped one after the other, which one pass does for all"
+        yield _suggestion("onepass.parallel.AdamW(main_grads)", seen, steps, more)
+
+
 # ---- runs of small equal calls ----
 
 _LEAST_REPEATS, _LONGEST_PERIOD = 8, 4
@@ -153,7 +222,7 @@ _FREE = frozenset(
 
 
 def _equal(calls: Sequence[OperatorCall], steps: int, on_gpu: bool) -> list[Suggestion]:
-    work = [call for call in calls if call.works and call.name not in _FREE]
+    work = _working(calls)
     groups = [group for group in _repeats(work) if median(call.us for call in group) <= _SMALL_US[on_gpu]]
     if not groups:
         return []
@@ -193,13 +262,20 @@ def _named(calls: Sequence[OperatorCall], *names: str) -> list[OperatorCall]:
     return [call for call in calls if call.name in names]
 
 
+def _working(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
+    return [call for call in calls if call.works and call.name not in _FREE]
+
+
 def _followed(calls: Sequence[OperatorCall]) -> Iterable[tuple[OperatorCall, OperatorCall]]:
-    work = [call for call in calls if call.works and call.name not in _FREE]
-    return pairwise(work)
+    return pairwise(_working(calls))
+
+
+def _shapes(call: OperatorCall) -> list[tuple[int, ...]]:
+    return [given.shape for given in call.inputs if given.shape is not None]
 
 
 def _shape(call: OperatorCall) -> tuple[int, ...] | None:
-    return next((given.shape for given in call.inputs if given.shape is not None), None)
+    return next(iter(_shapes(call)), None)
 
 
 def _suggestion(ours: str, seen: Sequence[OperatorCall], steps: int, more: str = "") -> Suggestion:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onepass.runtime.op import OPS, Backend, Op, Reason
-from onepass.runtime.process_setting import ProcessSetting
+from onepass.runtime.process_setting import ProcessSetting, SettingChange
 
 _log = logging.getLogger("onepass")
 _said: set[tuple[str, str]] = set()
@@ -82,29 +82,38 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-_in_force: str = os.environ.get("ONEPASS_BACKEND", "") or "auto"
-_source = "ONEPASS_BACKEND" if _in_force != "auto" else "auto"
+_from_environment = os.environ.get("ONEPASS_BACKEND", "")
+_choice = ProcessSetting("backend", (_from_environment, "ONEPASS_BACKEND") if _from_environment else ("auto", "auto"))
 
 
-def _put(choice: tuple[str, str]) -> None:
-    global _in_force, _source
-    _in_force, _source = choice
-
-
-def use_backend(name: str) -> ProcessSetting[tuple[str, str]]:
+def use_backend(name: str) -> SettingChange[tuple[str, str]]:
     """Choose the backend for every op, from now on or, as a context manager, within the block.
 
         onepass.use_backend("torch")            # everything from here
         with onepass.use_backend("triton"): ... # and back to what it was
 
-    The choice holds for the whole process, all threads.
+    From now on means the whole process, all threads. A block is its thread's own, with the backwards that run from it: other
+    threads, also those started inside, don't see it. In a block its choice goes before the process's.
     """
-    return ProcessSetting(_put, (_in_force, _source), (_checked(name, "use_backend's name"), "use_backend"))
+    return _choice.change((_checked(name, "use_backend's name"), "use_backend"))
+
+
+def current_backend() -> str:
+    """The backend of calls that name none."""
+    return _chosen()[0]
+
+
+def _chosen() -> tuple[str, str]:
+    """The backend in force, and who chose it."""
+    return _choice.process if not _choice.has_blocks else _choice.in_thread()
 
 
 def choose(op: str, backend: str | None, reason: Reason) -> str:
     """The backend for a call that triton can't take for `reason` (None: it can)."""
-    name = _in_force if backend is None else backend
+    if backend is None:
+        name, _ = _choice.process if not _choice.has_blocks else _choice.in_thread()
+    else:
+        name = backend
     if name == "auto":
         if reason is None:
             return "triton"
@@ -118,7 +127,7 @@ def choose(op: str, backend: str | None, reason: Reason) -> str:
             raise RuntimeError(f"backend 'triton' can't take this call of {op}: {reason}")
         return name
     if not isinstance(name, str) or name not in OPS[op].others:
-        _checked(name, "backend" if backend is not None else _source)
+        _checked(name, "backend" if backend is not None else _chosen()[1])
         raise RuntimeError(f"backend {name!r} is not registered for {op}, which has {', '.join([*NATIVE, *OPS[op].others])}")
     return name
 
@@ -169,6 +178,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     else:
         variant = f"{chosen}'s own kernels"
     asked = backend is not None and backend != "auto"
-    source = "the backend argument" if asked else "auto" if backend == "auto" or _in_force == "auto" else _source
+    name, source = _chosen()
+    source = "the backend argument" if asked else "auto" if "auto" in (backend, name) else source
     why = f"chosen by {source}" if source != "auto" or chosen == "triton" else f"auto, because {reasons['triton']}"
     return Explanation(known.name, chosen, variant, why, reasons)

@@ -116,7 +116,7 @@ def _by_kernels(x: Tensor) -> bool:
     if not x.is_floating_point():
         return False  # which is told by the checks
     reason = f"xs are {x.dtype}" if x.dtype not in _TYPES else triton_unsupported(x)
-    named = backend._in_force
+    named = backend.current_backend()
     return backend.choose("ragged_norm", named if named in backend.NATIVE else "auto", reason) == "triton"
 
 
