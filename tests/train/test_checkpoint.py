@@ -440,6 +440,7 @@ def test_files_of_another_save_are_not_taken(tmp_path):
 
 NORM = "final_layernorm.weight"
 WRONG = {
+    "must have a step of at least 0, but has -3": lambda index, norm: index.update(step=-3),
     "must have step, of type int, but has None": lambda index, norm: index.pop("step"),
     "must be of format 1, but is of another: it may be of another version of onepass": lambda index, norm: index.update(format=2),
     f"must have a tensor {NORM} of [16], but has none": lambda index, norm: index["tensors"].pop(NORM),

@@ -128,7 +128,7 @@ def test_ctrl_c_that_is_ignored_stays_so(tmp_path, corpus, monkeypatch):
 
 def test_a_signal_during_the_last_save_ends_before_the_tables(tmp_path, corpus, monkeypatch):
     stock = loop.checkpoint.save
-    monkeypatch.setattr(loop.checkpoint, "save", lambda *args, **named: (signal.raise_signal(signal.SIGINT), stock(*args, **named)))
+    monkeypatch.setattr(loop.checkpoint, "save", lambda *a, **by: (signal.raise_signal(signal.SIGINT), stock(*a, **by)))
     monkeypatch.setattr(TrainRun, "samples", lambda run: pytest.fail("the run was to stop"))
     assert train(corpus, tmp_path) == 130
     assert steps(tmp_path) == [6]

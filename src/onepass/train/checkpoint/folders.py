@@ -94,6 +94,8 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(index.get(name)) is not kind:
             raise CommandError(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
+    if index["step"] < 0:
+        raise CommandError(f"{path} must have a step of at least 0, but has {index['step']}")
     if (index.pop("checksum", None) is not None or "checksums" in index) and text != written(index):
         raise CommandError(f"{path} has changed since it was written: its checksum is another")
     return index

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from onepass.gpt import Config
@@ -40,11 +39,11 @@ def save(
     from onepass.train.checkpoint import storage  # slow to import
 
     try:
-        facts, part = _on_first(layout, lambda: _begin(folder, step, config, options, vocabulary))
+        facts, part = layout.on_first(lambda: _begin(folder, step, config, options, vocabulary))
         with parts.chunks(trained.model, trained.update, layout) as chunks:
             own = [chunk for chunk in chunks if not chunk.alike or layout.tensor.rank == 0]
             storage.write(part, own, facts, layout.rank, layout.ranks == 1)
-        _on_first(layout, lambda: _finish(part, options.keep_checkpoints))
+        layout.on_first(lambda: _finish(part, options.keep_checkpoints))
     except OSError as error:
         if layout.first:
             shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)
@@ -118,7 +117,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
             storage.read(path, chunks, index, layout.ranks == 1)
     except (OSError, folders.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        better = _on_first(layout, lambda: folders.advice(path))
+        better = layout.on_first(lambda: folders.advice(path))
         raise CommandError(f"the checkpoint {path} is damaged: {why}{better}") from None
     step = int(index["step"])
     parts.set_step(trained.update, step)
@@ -128,21 +127,6 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
 
 
 # ---- collective calls ----
-
-
-def _on_first(layout: ParallelLayout, act: Callable[[], T]) -> T:
-    """Call act on the first rank. Return what it returns, or raise what it raises, on all ranks."""
-    done: list[Any] = [None, None]
-    if layout.first:
-        try:
-            done[0] = act()
-        except Exception as error:  # of any type: the other ranks wait for it
-            done[1] = error
-    if layout.ranks > 1:
-        dist.broadcast_object_list(done, 0, device=torch.device("cpu"))
-    if done[1] is not None:
-        raise done[1]
-    return done[0]  # type: ignore[no-any-return]
 
 
 def _on_all(layout: ParallelLayout, act: Callable[[], T]) -> T:
