@@ -1,6 +1,7 @@
 """What is changed in a model after `apply` is what runs: each module, hook and attribute that recognition has read."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -342,6 +343,40 @@ class Module(nn.Module):
 
     def forward(self, x):
         return x * self.weight * self.scale * self.options[0] * getattr(self, "more", 1.0)
+
+
+def gated(place):
+    """Let a module in each layer scale something by a parameter that is 1 at first."""
+
+    def change(model):
+        for layer in layers_of(model):
+            module = layer.get_submodule(place) if place else layer
+            module.gate = nn.Parameter(torch.ones(()))
+            kind = type(module)
+            module.__class__ = type(f"Gated{kind.__name__}", (kind,), {"forward": scale_output(kind)})
+
+    return change
+
+
+def scale_output(kind):
+    def forward(self, *args, **options):
+        found = kind.forward(self, *args, **options)
+        return (self.gate * found[0], *found[1:]) if isinstance(found, tuple) else self.gate * found
+
+    forward.__signature__ = inspect.signature(kind.forward)
+    return forward
+
+
+@pytest.mark.parametrize(("family", "place"), [("Llama", ""), ("Llama", "mlp"), ("GPT2", "attn")])
+def test_a_parameter_that_is_one_at_first_is_trained(family, place):
+    model = made(family, tie_word_embeddings=False)
+    gated(place)(model)
+    before = copy.deepcopy(model)
+    applied = huggingface.apply(model)
+    assert applied.replaced
+    found = step(model, **batch())
+    assert sum("gate" in name and "gate_proj" not in name for name in found[1]) == 2
+    assert_alike(found, step(before, **batch()))
 
 
 def test_what_a_snapshot_is_of():

@@ -433,6 +433,7 @@ class Odd(nn.Module):
         super().__init__()
         self.model, self.lm_head, self.norm = nn.Embedding(9, 4), nn.Linear(4, 9), nn.LayerNorm(9)
         self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("factor", torch.ones(()))
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -461,6 +462,7 @@ LEFT = {
     "squared": (lambda self, h, y, o: ends(self, self.lm_head(h) ** 2, y, o), "than to scale or to cap"),
     "clamped": (lambda self, h, y, o: ends(self, self.lm_head(h).clamp(-9, 9), y, o), "than to scale or to cap"),
     "a learnt scale": (lambda self, h, y, o: ends(self, self.lm_head(h) * self.scale, y, o), "than to scale or to cap"),
+    "a factor that is 1 by now": (lambda self, h, y, o: ends(self, self.lm_head(h) * self.factor, y, o), "a buffer of its own"),
     "a normed product": (lambda self, h, y, o: ends(self, self.norm(self.lm_head(h)), y, o), "than to scale or to cap"),
     "a bias that is zero": (lambda self, h, y, o: ends(self, self.lm_head(h) + torch.zeros(9), y, o), "can't be followed"),
     "fewer columns": (lambda self, h, y, o: ends(self, self.lm_head(h)[..., :8], y, o, 8), "not over the 9 columns"),

@@ -316,6 +316,8 @@ def replace_attentions(
             found.original, found.rotation, found.whole = type(module).forward, None, None
         if found is not None and (found.rotation is not None or (qkv and found.projections is not None)):
             found.snapshot = reads.snapshot()
+            if found.snapshot.reads_tensors:
+                found.whole = None
             _replace(found, patches, qkv)
             made[module] = found
         if found is not None or "attention" in type(module).__name__.lower():

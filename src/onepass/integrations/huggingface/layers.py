@@ -245,6 +245,7 @@ def replace_layers(
             found = find_layer(module, norms, attentions, mlps)
         if found is not None:
             found.snapshot = reads.snapshot()
+        if found is not None and not found.snapshot.reads_tensors:
             patches.set_forward(module, _forward, found)
             rows.append(AppliedRow(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums", match=found))
         elif any(child in attentions for child in module._modules.values()):

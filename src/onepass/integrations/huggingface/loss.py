@@ -108,6 +108,8 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     if isinstance(found, str):
         return [AppliedRow(name, kind, "loss", why=found)]
     snapshot = reads.snapshot()
+    if snapshot.reads_tensors:
+        return [AppliedRow(name, kind, "loss", why="its forward reads a parameter or a buffer of its own")]
     _set(causal, head, found, snapshot, patches)
     return [AppliedRow(name, kind, "loss", by=f"linear_cross_entropy{found}", match=LossMatch(head, causal, snapshot))]
 

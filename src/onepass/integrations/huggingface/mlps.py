@@ -109,6 +109,8 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
             found = find_mlp(module)
         if isinstance(found, MLPMatch):
             found.snapshot = reads.snapshot()
+            found = "it has parameters or buffers beside its layers'" if found.snapshot.reads_tensors else found
+        if isinstance(found, MLPMatch):
             found.up.replace(patches)
             patches.set_forward(module, _forward, found)
             made[module] = found

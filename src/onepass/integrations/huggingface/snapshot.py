@@ -33,6 +33,11 @@ class Snapshot:
     tensors: tuple[tuple[str, bool], ...] = ()  # parameters, buffers and what was not there: whether there is one
     children: tuple[tuple[str, nn.Module, Snapshot], ...] = ()
 
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the code reads parameters or buffers of its own, whose values a probe can't tell from numbers: 1.0 at first."""
+        return any(there for _, there in self.tensors)
+
     def unchanged(self, module: nn.Module) -> bool:
         """Whether the module's code would read what it read then."""
         own = vars(module)
