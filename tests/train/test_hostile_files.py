@@ -88,7 +88,7 @@ HOSTILE_WEIGHTS = {
     "no size": (config(hidden_size="absent"), "config.json of a llama must have 'hidden_size', but has not"),
     "a text for a size": (config(hidden_size="16"), "hidden_size must be a whole number, but is '16'"),
     "a billion layers": (config(num_hidden_layers=10**9), "must be of the weights beside it, but is of 2,592,000,000,656 param"),
-    "a huge vocabulary": (config(vocab_size=10**30), "must be of the weights beside it, but is of 16,000,000"),
+    "a huge vocabulary": (config(vocab_size=10**15), "must be of the weights beside it, but is of 16,000,000"),
     "many positions": (config(max_position_embeddings=10**12), "max_position_embeddings must be at most 16777216, but is 1000"),
     "a list for a type": (config(torch_dtype=["float32"]), "dtype must be one of"),
     "a list for an activation": (config(hidden_act=["silu"]), "hidden_act must be one of"),
@@ -170,7 +170,7 @@ def test_an_index_is_refused(name, tmp_path):
     index = json.loads((path / "checkpoint.json").read_text())
     del index["checksum"]
     HOSTILE_INDICES[name](index)
-    (path / "checkpoint.json").write_text(folders.written(index))
+    (path / "checkpoint.json").write_text(folders.index_json(index))
     with pytest.raises(CommandError, match=r"(damaged|must have|checkpoint\.json)"):
         load(path)
 

@@ -73,7 +73,7 @@ def run_of(checkpoint: Path) -> Path:
 # ---- what was written, and whether it is still that ----
 
 
-def written(index: Mapping[str, Any]) -> str:
+def index_json(index: Mapping[str, Any]) -> str:
     """Return an index as JSON, with its checksum."""
     return json.dumps({**index, "checksum": zlib.crc32(json.dumps(index).encode())})
 
@@ -94,7 +94,7 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(index.get(name)) is not kind:
             raise CommandError(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
-    if (index.pop("checksum", None) is not None or "checksums" in index) and text != written(index):
+    if (index.pop("checksum", None) is not None or "checksums" in index) and text != index_json(index):
         raise CommandError(f"{path} has changed since it was written: its checksum is another")
     return index
 
