@@ -460,7 +460,7 @@ def test_an_index_that_was_changed_is_refused(said, tmp_path):
     index = json.loads((path / "checkpoint.json").read_text())
     del index["checksum"]
     WRONG[said](index, index["tensors"][NORM])
-    (path / "checkpoint.json").write_text(folders.written(index))  # with a checksum that is right
+    (path / "checkpoint.json").write_text(folders.index_json(index))  # with a checksum that is right
     with pytest.raises(CommandError) as refused:
         load_into_a_new_one(path)
     assert said in str(refused.value)

@@ -171,7 +171,7 @@ def test_an_index_is_refused(name, tmp_path):
     index = json.loads((path / "checkpoint.json").read_text())
     del index["checksum"]
     HOSTILE_INDICES[name](index)
-    (path / "checkpoint.json").write_text(folders.written(index))
+    (path / "checkpoint.json").write_text(folders.index_json(index))
     with pytest.raises(CommandError, match=r"(damaged|must have|checkpoint\.json)"):
         load(path)
 

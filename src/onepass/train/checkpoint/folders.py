@@ -73,7 +73,7 @@ def run_of(checkpoint: Path) -> Path:
 # ---- what was written, and whether it is still that ----
 
 
-def written(index: Mapping[str, Any]) -> str:
+def index_json(index: Mapping[str, Any]) -> str:
     """Return an index as JSON, with its checksum."""
     return json.dumps({**index, "checksum": zlib.crc32(json.dumps(index).encode())})
 
@@ -96,7 +96,7 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
             raise CommandError(f"{path} must have {name}, of type {kind.__name__}, but has {index.get(name)!r:.50}")
     if index["step"] < 0:
         raise CommandError(f"{path} must have a step of at least 0, but has {index['step']}")
-    if (index.pop("checksum", None) is not None or "checksums" in index) and text != written(index):
+    if (index.pop("checksum", None) is not None or "checksums" in index) and text != index_json(index):
         raise CommandError(f"{path} has changed since it was written: its checksum is another")
     return index
 

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from onepass.train.checkpoint.folders import INDEX, LONGEST_HEADER, Damaged, file_of, written
+from onepass.train.checkpoint.folders import INDEX, LONGEST_HEADER, Damaged, file_of, index_json
 from onepass.train.checkpoint.parts import Chunk
 from onepass.train.checksums import BlockSums
 
@@ -184,7 +184,7 @@ class _Writer(StorageWriter):
             if isinstance(there, TensorStorageMetadata)
         }
         with (self.folder / INDEX).open("w") as file:
-            file.write(written({**self.facts, "files": ends, "checksums": sums, "tensors": tensors}))
+            file.write(index_json({**self.facts, "files": ends, "checksums": sums, "tensors": tensors}))
             file.flush()
             os.fsync(file.fileno())
 
