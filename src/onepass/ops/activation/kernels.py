@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.vectors import VectorGrads
+from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.column_reduce import ColumnTiles, arrive, sum_strips
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.language import device_function, tl, triton_unsupported
@@ -350,17 +350,15 @@ backward = Registered(
 def backward_into(
     grads: VectorGrads | None, dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     seed: Tensor | None, *rest: Any, into_dy: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """`backward`, with dbias put where `grads` says, if anywhere."""
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, with dbias added to its main_grad where `grads` can: to what comes first."""
     if grads is None:
         return backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy)  # type: ignore[no-any-return]
     into = grads.into(dy, x, exponents, bias, weight, seed)
     if into is None:
         (bias,) = grads.wide(bias)
-    target = None if into is None else into[0]
-    dx, dbias, dweight, y = backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy, into=target)
-    (dbias,) = grads.autograd_grads(into, dbias)
-    return dx, dbias, dweight, y
+    target = None if into is None else into.tensors[0]
+    return into, *backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy, into=target)
 
 
 def rebuild_activation(
