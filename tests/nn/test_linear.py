@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import onepass
-from onepass.gradients.main_grad import add_rows
+from onepass.gradients.embedding_gradient import add_rows
 from onepass.nn import ColumnParallelLinear, Linear, RowParallelLinear, VocabParallelEmbedding, sharded_state_dict
 from onepass.testing.poison import unchanged
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.activation.activation_linear as module
+from onepass.gradients import product
 from onepass.ops.activation import kernels
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.runtime.saved import SAVES, fp8_dequantise, fp8_quantise
@@ -229,7 +230,7 @@ def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
         monkeypatch.setattr(where, name, lambda *args, **more: did.append(note(args)) or stock(*args, **more))
 
     spy(module, "row_gradients", lambda args: "d activation" if args[1] is not None else "")
-    spy(module, "weight_gradient", lambda _: "weight")
+    spy(product, "weight_gradient", lambda _: "weight")
     if backend == "triton":
         spy(kernels, "backward_into", lambda args: "and y" if args[-1] is not None else "no y")
         spy(kernels, "rebuild_activation", lambda _: "y alone")

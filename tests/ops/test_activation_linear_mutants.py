@@ -28,7 +28,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the bias forgotten": (module, "_ActivationLinear.forward", "bias, layout", "None, layout", "input"),
     "dx rounded to 16 bits": (module, "_backward_by_kernels", "stored.dtype", "torch.bfloat16", "input"),
     "the activation rounded to 16 bits": (module, "_activation", "None, options, product", "None, options, torch.bfloat16).float(", "input"),
-    "the weight's gradient of d activation": (module, "_ActivationLinear.backward", "found[3]", "row_gradients(dy, weight, False, None)[1]", "input"),
+    "the weight's gradient of d activation": (module, "_ActivationLinear.backward", "rows_of(activated)", "rows_of(row_gradients(dy, weight, False, None)[1])", "input"),
     "needs in another order": (module, "_ActivationLinear.backward", " = need_dx, need_dactivation_bias, need_dtoken_weight", " = need_dx, need_dactivation_bias, False", "input"),
 }
 

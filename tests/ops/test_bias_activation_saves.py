@@ -1,6 +1,7 @@
 """How x is kept for backward: the bytes, the error, and that the kernels and the formula keep the very same codes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -186,3 +187,19 @@ def test_a_gate_and_its_linear_half_share_no_scale(backend):
     ]
     for half in (slice(40), slice(40, None)):
         assert (dx[0][:, half] - dx[1][:, half]).norm() <= 0.08 * dx[0][:, half].norm()
+
+
+@pytest.mark.parametrize("op", ("bias_activation", "activation_linear"))
+def test_fp8_under_transforms_is_that_of_a_call(op):
+    x, weight = torch.randn(3, 64, device=DEVICE), torch.randn(3, 32, device=DEVICE)
+
+    def loss(x, save="fp8"):
+        if op == "activation_linear":
+            return onepass.activation_linear(x, weight, None, "swiglu", save=save).square().sum()
+        return onepass.bias_activation(x, None, "swiglu", save=save).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert not torch.equal(expected, torch.func.grad(partial(loss, save="input"))(x))
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)

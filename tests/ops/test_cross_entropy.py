@@ -393,3 +393,12 @@ def test_weighted_sums_and_means(use_triton):
         assert none[0] == 0 and none[1] == 0
     g = losses.row_gradient(rows.view(-1, 3), "none", 4500, None, weight)
     assert torch.equal(g[kept], (rows * weight.view(-1).float())[kept]) and g.is_contiguous()
+
+
+@backends
+def test_zero_rows_are_not_written(backend):
+    logits, labels = torch.randn(0, 5, device=DEVICE, requires_grad=True) * 1, torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    aux, loss = logits.square().sum(), onepass.cross_entropy(logits, labels, backend=backend)
+    (loss + aux).backward(retain_graph=True)
+    loss.backward()
+    assert logits._version == 0

@@ -259,7 +259,7 @@ def test_explain(layer):
 
 MUTANTS = {
     "no norm_bias": (module, "_norm_forward", "residual, norm_weight, norm_bias", "residual, norm_weight, None", "values"),
-    "the weight's gradient of x itself": (module, "_backward_single", "(normed)", "(h)", "values"),
+    "the weight's gradient of x itself": (module, "_backward_single", "(normed.to", "(h.to", "values"),
     "d norm(x) forgotten": (
         module, "_through_linear",
         "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",

@@ -313,7 +313,7 @@ MUTANTS = {
         "normed, x", "kernels.forward(x, None, norm_weight, norm_bias, options, keep)[0], x", ("y",),
     ),
     "x for h": (module, "_norm_forward", "x if h is None else h", "x", ("y", "h")),
-    "no gradient of the residual": (module, "_NormLinear.backward", "dresidual = dx", "dresidual = 0 * dx", ("y",)),
+    "no gradient of the residual": (module, "_split", "dx, dh.to", "dx, 0 * dh.to", ("y",)),
     "dx over d norm(h) of another type": (module, "_through_norm", "ours and dx_type == ctx.product", "ours", "wide residual"),
 }
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from onepass.gradients.main_grad import GradRequest, add_gradient, is_capturing, keeps_main_grad, mark_accumulated
+from onepass.gradients.main_grad import GradRequest, add_gradient, is_capturing, keeps_main_grad, mark_added, placeholder
 from onepass.parallel.collectives import Pending
 from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_gather_rows
 
@@ -140,6 +140,7 @@ class DeferredWgrad:
     def keep_work(self, work: DeferredWork, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
         """Keep any gradient for later. Return what autograd gets."""
         assert main_grad is not None  # `check_deferred` saw to it
+        grad = placeholder(weight)  # first: it may find no memory
         owner = _owner(weight)
         if owner is not None:
             owner.hold(weight)
@@ -147,7 +148,8 @@ class DeferredWgrad:
         versions = {name: tensor._version for name, tensor in work.tensors.items()}
         self._kept.append(_DeferredGradient(work, weight, main_grad, versions, stream, is_capturing(main_grad)))
         self._counts[id(weight)] = self._counts.get(id(weight), 0) + 1
-        return mark_accumulated(weight)
+        mark_added(weight)
+        return grad
 
     # ---- later ----
 

@@ -14,7 +14,7 @@ nothing of their size is allocated. Each kind of pass:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from onepass.gradients.releasable_storage import check_no_copy, ensure_allocated, ensure_written, is_first_write, mark_written
 from onepass.runtime.dispatch import cast, needs_dispatcher, registered
-from onepass.runtime.op import Registered
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -237,7 +236,8 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _mark(parameter: Any) -> None:
+def mark_added(parameter: Any) -> None:
+    """Set the parameter's flag: its op has added to main_grad, or will after backward."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
         if _is_cleared(parameter):
@@ -245,9 +245,10 @@ def _mark(parameter: Any) -> None:
 
 
 def mark_accumulated(parameter: Tensor, request: GradRequest = GradRequest.ACCUMULATE) -> Tensor | None:
-    """Set the parameter's flag, and return what autograd gets: its op has added to main_grad, or will after backward."""
-    _mark(parameter)
-    return placeholder(parameter, request)
+    """Set the parameter's flag, and return what autograd gets. If that can't be allocated, the flag is not set."""
+    grad = placeholder(parameter, request)
+    mark_added(parameter)
+    return grad
 
 
 def accumulation_target(parameter: Tensor, main_grad: Tensor | None, request: GradRequest) -> Tensor | None:
@@ -274,15 +275,62 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | N
     dy [M, N] and x [M, K] are rows. `weight` is the parameter itself. `main_grad` is what `main_grad_of` returned in forward: by
     now the parameter may carry another step's.
     """
-    return _gradient(_PRODUCT, dy, x, weight, main_grad, request)
+    return put_gradient(_PRODUCT, dy, x, weight, main_grad, request)
 
 
 def vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest) -> Tensor | None:
     """Put the gradient of a bias or a norm's weight, in fp32 or wider, where it belongs, and return what autograd gets."""
-    return _gradient(_PRODUCT, sums, None, vector, main_grad, request)
+    return put_gradient(_PRODUCT, sums, None, vector, main_grad, request)
 
 
-class _GradientKind(NamedTuple):
+VectorSums = tuple[Tensor, Tensor, Tensor | None, GradRequest]  # the arguments of `vector_gradient`
+
+
+def prepare_vector_gradient(
+    sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest
+) -> tuple[Tensor | None, bool]:
+    """Do all of `vector_gradient` that needs memory. Return its result, and whether `add_vector_gradient` must follow."""
+    if main_grad is not None and not torch.compiler.is_compiling():
+        ensure_allocated(main_grad)
+    return _prepare(_PRODUCT, sums, None, vector, main_grad, request)
+
+
+def add_vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest) -> None:
+    """Add the gradient to main_grad, and set the flag."""
+    _add(_PRODUCT, sums, None, vector, main_grad, request)
+
+
+def vector_gradients(
+    vectors: Sequence[VectorSums | None], work: Callable[[], Tensor | None] | None = None
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """`vector_gradient` of several, after `work`. Return what autograd gets of them, and what `work` returns.
+
+    All memory is allocated before `work`, which may add to another main_grad: if that fails, no vector's main_grad was written.
+    """
+    prepared = [(None, False) if each is None else prepare_vector_gradient(*each) for each in vectors]
+    found = None if work is None else work()
+    for each, (_, adds) in zip(vectors, prepared, strict=True):
+        if each is not None and adds:
+            add_vector_gradient(*each)
+    return [grad for grad, _ in prepared], found
+
+
+def name_written(names: Sequence[str]) -> AbstractContextManager[None]:
+    """Say in an error in the block which parameters' main_grad the call has written. Write last where you can instead."""
+    return _named_in_errors(names) if names and not torch.compiler.is_compiling() else nullcontext()
+
+
+@contextmanager
+def _named_in_errors(names: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        written = " and ".join(f"{name}.main_grad" for name in names)
+        error.args = (f"{error}\nthe call has added to {written} already: clear that before you repeat the call",)
+        raise
+
+
+class GradientKind(NamedTuple):
     """How a gradient is made of two tensors and a parameter: returned, written over main_grad, or added to it.
 
     The ops are not `Registered`: they do more than the direct calls, as they must find out who asks, and the parameter's type
@@ -296,25 +344,41 @@ class _GradientKind(NamedTuple):
     add_op: Any
 
 
-def _gradient(
-    way: _GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+def put_gradient(
+    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
 ) -> Tensor | None:
     """Put the gradient where the pass wants it, and return what autograd gets."""
+    grad, adds = _prepare(way, first, second, parameter, main_grad, request)
+    if adds:
+        _add(way, first, second, parameter, main_grad, request)
+    return grad
+
+
+def _prepare(
+    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+) -> tuple[Tensor | None, bool]:
+    """Return what autograd gets, in memory of its own, and whether `_add` must follow."""
     if request is GradRequest.SKIP:
-        return None
+        return None, False
     if request is GradRequest.RETURN or (main_grad is None and not in_fsdp(parameter)):
-        return way.returned(first, second, parameter)
-    if in_fsdp(parameter):
-        return (way.overwrite_op if needs_dispatcher(first, second) else way.overwrite)(first, second, parameter)
+        return way.returned(first, second, parameter), False
+    if in_fsdp(parameter):  # it overwrites, so a repeated call does no harm
+        return (way.overwrite_op if needs_dispatcher(first, second) else way.overwrite)(first, second, parameter), False
+    if request is GradRequest.ACCUMULATE and _nobody_waits(parameter):  # the usual case: 1 us less
+        return None, True
+    return placeholder(parameter, request), True
+
+
+def _add(
+    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+) -> None:
+    """Add the gradient to main_grad, and set the parameter's flag."""
     assert main_grad is not None
     if needs_dispatcher(first, second, main_grad):
         way.add_op(main_grad, first, second, parameter)
     else:
         way.add(_target_in_pass(main_grad, request), first, second)
-        if request is GradRequest.ACCUMULATE and _nobody_waits(parameter):  # the usual case: 1 us less
-            return None
-        _mark(parameter)
-    return placeholder(parameter, request)
+        mark_added(parameter)
 
 
 def _product(first: Tensor, second: Tensor | None, parameter: Tensor) -> Tensor:
@@ -364,42 +428,43 @@ def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep:
         else:
             torch.mm(first.t(), second, out_dtype=torch.float32, out=main_grad)
     elif main_grad.dtype is torch.float32:
-        wide = second.float()
+        wide, columns = second.float(), first.new_empty(first.shape[0], min(first.shape[1], _CPU_ROWS), dtype=torch.float32)
         for at in range(0, main_grad.shape[0], _CPU_ROWS):
-            main_grad[at : at + _CPU_ROWS].addmm_(first[:, at : at + _CPU_ROWS].float().t(), wide, beta=beta)
+            part = first[:, at : at + _CPU_ROWS]
+            main_grad[at : at + _CPU_ROWS].addmm_(columns[:, : part.shape[1]].copy_(part).t(), wide, beta=beta)
     else:  # another 16-bit type, or fp32 into 16 bits; in place, as autocast rounds other products
         main_grad.copy_(main_grad.float().addmm_(first.float().t(), second.float(), beta=beta))
 
 
-def _as_op(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any, Tensor], None]:
+def as_op(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any, Tensor], None]:
     """Return the function that an op runs: it finds out who asks, adds, and sets the parameter's flag."""
 
     def add_and_mark(main_grad: Tensor, first: Any, second: Any, parameter: Tensor) -> None:
         check_no_copy(main_grad, getattr(parameter, "main_grad", None))
         add(_target_in_pass(main_grad, _request_now(parameter)), first, second)
-        _mark(parameter)
+        mark_added(parameter)
 
     return add_and_mark
 
 
 def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
-    return _overwrite_main_grad(parameter, lambda main_grad: add_gradient(main_grad, first, second, keep=False))
+    return overwrite_main_grad(parameter, lambda main_grad: add_gradient(main_grad, first, second, keep=False))
 
 
-def _overwrite_main_grad(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
+def overwrite_main_grad(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
     """Write over Megatron-FSDP's main_grad, which exists in backward only. Return zeros: its hooks always wait for a gradient."""
     _request_now(parameter)
     main_grad = parameter.get_main_grad()
     _check_main_grad(main_grad, parameter)
     parameter.main_grad = main_grad
     write(main_grad)
-    _mark(parameter)
+    mark_added(parameter)
     return torch.zeros_like(parameter)
 
 
 _add_op = registered(
     "add_gradient(Tensor(a!) main_grad, Tensor first, Tensor? second, Tensor parameter) -> ()",
-    _as_op(add_gradient),
+    as_op(add_gradient),
     lambda *_: None,
 )
 _overwrite_op = registered(
@@ -407,68 +472,4 @@ _overwrite_op = registered(
     _overwrite,
     lambda first, second, parameter: torch.empty_like(parameter),
 )
-_PRODUCT = _GradientKind(_product, _overwrite, _overwrite_op, add_gradient, _add_op)
-
-
-# ---- embeddings ----
-
-
-def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | None, request: GradRequest) -> Tensor | None:
-    """Put the gradient of `weight[ids]` by weight where it belongs, and return what autograd gets. dy is [M, K], ids [M].
-
-    Rows of one id are summed in fp32 or wider, in their order. A narrower gradient is rounded once.
-    """
-    return _gradient(_ROWS, dy, ids, weight, main_grad, request)
-
-
-def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:
-    """Add dy to main_grad[ids], with fp32 sums, without atomics and without waiting for a GPU."""
-    main_grad = ensure_written(main_grad)
-    if main_grad.dtype in (torch.float32, torch.float64):
-        _add_in_order(main_grad, ids, dy.to(main_grad.dtype))
-        return
-    if not ids.shape[0]:
-        return
-    ids, order = ids.sort(stable=True)
-    new = torch.ones_like(ids)
-    new[1:] = ids[1:] != ids[:-1]
-    which = new.cumsum(0) - 1  # index among the distinct ids
-    sums = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
-    _add_in_order(sums, which, dy[order].float())
-    # written once for each occurrence of an id, with the same value
-    main_grad.index_copy_(0, ids, (main_grad[ids].float() + sums[which]).to(main_grad.dtype))
-
-
-def _add_in_order(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    if total.is_cuda:
-        total.index_put_((ids,), rows, accumulate=True)  # sorts. index_add_ is atomic on a GPU, this one on a CPU
-    else:
-        total.index_add_(0, ids, rows)
-
-
-def _scatter(dy: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    dweight = torch.zeros_like(weight)
-    add_rows(dweight, dy, ids)
-    return dweight
-
-
-def _overwrite_rows(dy: Tensor, ids: Tensor, weight: Any) -> Tensor:
-    return _overwrite_main_grad(weight, lambda main_grad: add_rows(main_grad.zero_(), dy, ids))
-
-
-_lookup_gradient = Registered(
-    "scattered_gradient(Tensor dy, Tensor ids, Tensor weight) -> Tensor",
-    _scatter,
-    lambda dy, ids, weight: torch.empty_like(weight),
-)
-_add_rows_op = registered(
-    "add_rows_gradient(Tensor(a!) main_grad, Tensor dy, Tensor ids, Tensor weight) -> ()",
-    _as_op(add_rows),
-    lambda *_: None,
-)
-_overwrite_rows_op = registered(
-    "overwrite_rows_gradient(Tensor dy, Tensor ids, Tensor weight) -> Tensor",
-    _overwrite_rows,
-    lambda dy, ids, weight: torch.empty_like(weight),
-)
-_ROWS = _GradientKind(_lookup_gradient, _overwrite_rows, _overwrite_rows_op, add_rows, _add_rows_op)
+_PRODUCT = GradientKind(_product, _overwrite, _overwrite_op, add_gradient, _add_op)

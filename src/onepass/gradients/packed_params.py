@@ -27,7 +27,7 @@ from onepass.gradients.main_grad import (
     is_shared,
     main_grads_of,
     mark_accumulated,
-    vector_gradient,
+    vector_gradients,
 )
 from onepass.gradients.releasable_storage import buffer_of
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
@@ -164,7 +164,8 @@ def _accumulate_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     request = grad_requests(ctx, False, False, *[True for _ in parameters])[2:]
     if not torch.compiler.is_compiling() and is_placeholder(grad, several=True):  # an op has added to all main_grads
         return None, None, *map(mark_accumulated, parameters, request)
-    return None, None, *map(vector_gradient, grad.split(ctx.rows), parameters, main_grads, request)
+    parts = zip(grad.split(ctx.rows), parameters, main_grads, request, strict=True)
+    return None, None, *vector_gradients(list(parts))[0]
 
 
 _apply = fast_apply(_Concat)

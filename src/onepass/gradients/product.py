@@ -5,12 +5,22 @@ parallel/tensor_parallel.py divides it over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.main_grad import GradRequest, grad_requests, main_grad_of, vector_gradient, weight_gradient
+from onepass.gradients.main_grad import (
+    GradRequest,
+    VectorSums,
+    add_vector_gradient,
+    grad_requests,
+    main_grad_of,
+    prepare_vector_gradient,
+    weight_gradient,
+)
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -20,6 +30,7 @@ from onepass.parallel.tensor_parallel import (
     start_gather,
     start_input_gradient,
     tp_product,
+    writable,
 )
 from onepass.runtime.dispatch import cast, fast_apply, not_twice_differentiable
 
@@ -43,6 +54,46 @@ def graph_break_if_deferred(deferred: DeferredWgrad | None) -> None:
         torch._dynamo.graph_break(msg="onepass: a compiled graph can't keep what a deferred gradient is made of")
 
 
+def linear_gradients(
+    parameters: tuple[Tensor, Tensor | None],
+    main_grads: Sequence[Tensor | None],
+    requests: Sequence[GradRequest],
+    sums: Tensor | None,
+    rows: tuple[Tensor, Tensor] | None,
+    keep: Callable[[], Tensor | None] | None = None,
+    vectors: Sequence[VectorSums | None] = (),
+) -> tuple[Tensor | None, ...]:
+    """Put the gradients of a weight, a bias and `vectors` where they belong, and return what autograd gets.
+
+    Call it last in a backward. The vectors' main_grads are written after the product, which may find no memory: a failed call has
+    written none.
+
+    Args:
+        parameters, main_grads, requests: the weight's and the bias's.
+        sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
+        rows: those of dy and x, or None where the weight's gradient is deferred or not wanted.
+        keep: keeps the operands of the weight's gradient where it is deferred.
+    """
+    (weight, bias), dweight, put = parameters, None, None
+    adds, dbias = False, None
+    if sums is not None and bias is not None:
+        dbias, adds = prepare_vector_gradient(sums, bias, main_grads[1], requests[1])
+    if vectors:
+        put = [(None, False) if each is None else prepare_vector_gradient(*each) for each in vectors]
+    if keep is not None:
+        dweight = keep()
+    elif rows is not None:
+        dweight = weight_gradient(rows[0], rows[1], weight, main_grads[0], requests[0])
+    if sums is not None and bias is not None and adds:
+        add_vector_gradient(sums, bias, main_grads[1], requests[1])
+    if put is None:
+        return dweight, dbias
+    for each, (_, adds) in zip(vectors, put, strict=True):
+        if each is not None and adds:
+            add_vector_gradient(*each)
+    return dweight, dbias, *[grad for grad, _ in put]
+
+
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -54,19 +105,20 @@ class _LinearProduct(torch.autograd.Function):
         bias_place = main_grad_of(bias) if bias is not None and needs_bias else None
         ctx.call = weight, bias, (weight_place, bias_place), layout, deferred
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return tp_product(x, weight, bias, layout)
+        return writable(tp_product(x, weight, bias, layout))
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         own_weight, own_bias, main_grads, layout, deferred = ctx.call
-        x_request, weight_request, bias_request = grad_requests(ctx, True, True, own_bias is not None)
+        x_request, *requests = grad_requests(ctx, True, True, own_bias is not None)
         weight = cast(weight, dy.dtype) if x_request is not GradRequest.SKIP else None
-        x = x if weight_request is not GradRequest.SKIP else None
-        dweight = dbias = None
-        if is_deferred(deferred, own_weight, weight_request):
-            dweight, x = deferred.keep(dy, x, own_weight, main_grads[0], layout), None
+        keep = rows = None
+        if is_deferred(deferred, own_weight, requests[0]):
+            keep, x = partial(deferred.keep, dy, x, own_weight, main_grads[0], layout), None
+        elif requests[0] is GradRequest.SKIP:
+            x = None
         whole_dy, dx, gathering, summing = dy, None, None, None
         if layout is None:
             dx = None if weight is None else input_gradient(dy, weight)
@@ -75,11 +127,10 @@ class _LinearProduct(torch.autograd.Function):
         else:
             gathering = None if x is None else start_gather(x, layout)
             summing = None if weight is None else start_input_gradient(dy, weight, layout)
-        if bias_request is not GradRequest.SKIP:
-            dbias = vector_gradient(column_sums(dy), own_bias, main_grads[1], bias_request)
+        sums = None if requests[1] is GradRequest.SKIP else column_sums(dy)
         if x is not None:
             rows = rows_of(whole_dy), rows_of(x if gathering is None else gathering.wait())
-            dweight = weight_gradient(*rows, own_weight, main_grads[0], weight_request)
+        dweight, dbias = linear_gradients((own_weight, own_bias), main_grads, requests, sums, rows, keep)
         return dx if summing is None else summing.wait(), dweight, dbias, None, None
 
 

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import (
     GradRequest,
+    VectorSums,
     accumulates_elsewhere,
     grad_requests,
     in_fsdp,
     kernel_target,
     main_grad_of,
     main_grads_of,
-    mark_accumulated,
-    vector_gradient,
+    mark_added,
+    placeholder,
+    vector_gradients,
 )
 from onepass.runtime.dispatch import needs_dispatcher, not_twice_differentiable, under_functorch
 
@@ -35,11 +37,18 @@ def saved_vectors(ctx: Any, first: int, *vectors: Tensor | None) -> tuple[Any, A
     return None
 
 
+class KernelTargets(NamedTuple):
+    """What a kernel adds to, and what autograd gets for those that are main_grads: allocated before the kernel runs."""
+
+    tensors: tuple[Tensor | None, ...]  # main_grads, and zeros for autograd's gradients
+    placeholders: Sequence[Tensor | None]
+
+
 class VectorGrads(NamedTuple):
     """In backward, the gradients of a call's biases and norm weights, some of which carry main_grad.
 
     Where it can, the op's kernel adds to main_grad: `into`. Elsewhere the kernel gets those vectors in fp32, `wide`, so that it
-    makes fp32 gradients, which are added afterwards. `autograd_grads` is what autograd gets.
+    makes fp32 gradients, which are added afterwards. `put` puts the others where they belong.
     """
 
     vectors: tuple[Tensor | None, ...]
@@ -50,9 +59,14 @@ class VectorGrads(NamedTuple):
         """Which gradients the pass wants at all."""
         return tuple(request is not GradRequest.SKIP for request in self.requests)
 
-    def into(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...] | None:
-        """Return what a kernel adds to: main_grads, and zeros for autograd's gradients. None where it can't or need not."""
-        moved = list(map(_accumulates, self.vectors, self.requests))
+    def accumulated(self, *names: str) -> list[str]:
+        """Return the names of those vectors whose gradients go to main_grad."""
+        moved = map(accumulates, self.vectors, self.requests)
+        return [name for name, elsewhere in zip(names, moved, strict=True) if elsewhere]
+
+    def into(self, *tensors: Tensor | None) -> KernelTargets | None:
+        """Return what a kernel adds to, or None where it can't or need not."""
+        moved = list(map(accumulates, self.vectors, self.requests))
         if not any(moved) or needs_dispatcher(*tensors):  # a registered op writes none of its inputs
             return None
         for vector, main_grad, elsewhere in zip(self.vectors, self.main_grads, moved, strict=True):
@@ -60,24 +74,36 @@ class VectorGrads(NamedTuple):
                 continue
             if main_grad is None or in_fsdp(vector) or not main_grad.is_contiguous() or needs_dispatcher(main_grad):
                 return None
-        return tuple(map(_kernel_output, *self))
+        placeholders = [
+            placeholder(vector, request) if vector is not None and elsewhere else None
+            for vector, request, elsewhere in zip(self.vectors, self.requests, moved, strict=True)
+        ]
+        return KernelTargets(tuple(map(_kernel_output, *self)), placeholders)
 
     def wide(self, *vectors: Tensor | None) -> Iterator[Tensor | None]:
         """Yield these vectors, as forward kept them, in fp32 or wider where their gradients go to main_grad."""
         for vector, parameter, request in zip(vectors, self.vectors, self.requests, strict=True):
-            if vector is not None and _accumulates(parameter, request):
+            if vector is not None and accumulates(parameter, request):
                 vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
             yield vector
 
-    def autograd_grads(self, into: object, *found: Tensor | None) -> Iterator[Tensor | None]:
-        """Yield what autograd gets, after gradients that are not in `into` have been put where they belong."""
+    def pending(self, into: KernelTargets | None, *found: Tensor | None) -> list[VectorSums | None]:
+        """Return, for `vector_gradients`, what the kernel did not add to main_grad. Set the flags of the others."""
+        left: list[VectorSums | None] = []
         for vector, main_grad, request, sums in zip(*self, found, strict=True):
-            if vector is None or sums is None:
-                yield None
-            elif into is not None and _accumulates(vector, request):
-                yield mark_accumulated(vector, request)
-            else:
-                yield vector_gradient(sums, vector, main_grad, request)
+            by_kernel = into is not None and accumulates(vector, request)
+            if by_kernel:
+                mark_added(vector)
+            left.append(None if by_kernel or vector is None or sums is None else (sums, vector, main_grad, request))
+        return left
+
+    def autograd_grads(self, into: KernelTargets | None, put: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what autograd gets. `put`: what `vector_gradients` returned for those that were pending."""
+        return list(put) if into is None else [b if a is None else a for a, b in zip(put, into.placeholders, strict=True)]
+
+    def put(self, into: KernelTargets | None, *found: Tensor | None) -> list[Tensor | None]:
+        """Return what autograd gets, after gradients that are not in `into` have been put where they belong."""
+        return self.autograd_grads(into, vector_gradients(self.pending(into, *found))[0])
 
 
 def vector_grads(vectors: tuple[Any, Any] | None, request: Sequence[GradRequest]) -> VectorGrads | None:
@@ -85,7 +111,8 @@ def vector_grads(vectors: tuple[Any, Any] | None, request: Sequence[GradRequest]
     return None if vectors is None else VectorGrads(*vectors, request)
 
 
-def _accumulates(vector: Tensor | None, request: GradRequest) -> bool:
+def accumulates(vector: Tensor | None, request: GradRequest) -> bool:
+    """Whether the pass adds the vector's gradient to main_grad."""
     return request in (GradRequest.ACCUMULATE, GradRequest.CAPTURE) and accumulates_elsewhere(vector)
 
 
@@ -106,26 +133,34 @@ def contiguous_param(vector: Tensor | None) -> Tensor | None:
 # ---- for formulas ----
 
 
-class _WithFp32Grad(torch.autograd.Function):
+class _WithFp32Grads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, vector: Tensor) -> Tensor:
-        ctx.vector, ctx.main_grad = vector, main_grad_of(vector)
-        return vector.to(torch.promote_types(vector.dtype, torch.float32))
+    def forward(ctx: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.vectors, ctx.main_grads = vectors, [main_grad_of(vector) for vector in vectors]
+        ctx.set_materialize_grads(False)
+        return tuple([vector.to(torch.promote_types(vector.dtype, torch.float32)) for vector in vectors])
 
     @staticmethod
     @not_twice_differentiable
-    def backward(ctx: Any, sums: Tensor) -> Tensor | None:
-        return vector_gradient(sums, ctx.vector, ctx.main_grad, grad_requests(ctx, True)[0])
+    def backward(ctx: Any, *sums: Tensor | None) -> tuple[Tensor | None, ...]:
+        requests = grad_requests(ctx, *[True for _ in sums])
+        each = zip(sums, ctx.vectors, ctx.main_grads, requests, strict=True)
+        return tuple(vector_gradients([None if s is None else (s, *rest) for s, *rest in each])[0])
 
 
-def with_fp32_grad(vector: Tensor | None) -> Tensor | None:
-    """Return the vector; one that carries main_grad in fp32, so that its gradient is fp32 when it is added there.
+def with_fp32_grads(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the vectors; those that carry main_grad in fp32, so that their gradients are fp32 when they are added there.
 
     A bias or a norm's weight is one row: converting it and adding its gradient cost little but Python.
     """
-    if vector is None or not accumulates_elsewhere(vector):  # the usual case
-        return vector
-    if not (vector.requires_grad and torch.is_grad_enabled()) or under_functorch():
-        return vector
-    wide: Tensor = _WithFp32Grad.apply(vector)  # type: ignore[no-untyped-call]
-    return wide
+    moved = [vector is not None and accumulates_elsewhere(vector) and vector.requires_grad for vector in vectors]
+    if not any(moved) or not torch.is_grad_enabled() or under_functorch():
+        return vectors
+    wide: Any = _WithFp32Grads.apply(*[vector for vector, moves in zip(vectors, moved, strict=True) if moves])  # type: ignore[no-untyped-call]
+    found = iter(wide)
+    return tuple([next(found) if moves else vector for vector, moves in zip(vectors, moved, strict=True)])
+
+
+def with_fp32_grad(vector: Tensor | None) -> Tensor | None:
+    """`with_fp32_grads` of one vector."""
+    return vector if vector is None or not accumulates_elsewhere(vector) else with_fp32_grads(vector)[0]

@@ -28,11 +28,11 @@ def inside_row(columns, H, WHOLE: tl.constexpr):
 
 @device_function
 def load_vector(vector_ptr, columns, inside):
-    """Load a bias or weight in fp32; zeros where there is none."""
+    """Load a bias in fp32, or where there is none -0.0, which changes nothing that it is added to: 0.0 would change -0.0."""
     if vector_ptr is not None:
         return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        return tl.zeros(columns.shape, tl.float32)
+        return tl.full(columns.shape, -2147483648, tl.int32).to(tl.float32, bitcast=True)  # Triton makes 0.0 of a constant -0.0
 
 
 @device_function

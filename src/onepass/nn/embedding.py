@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of, rows_gradient
+from onepass.gradients.embedding_gradient import rows_gradient
+from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.parallel.collectives import reduce_scatter_sequence, sum_over_group
 from onepass.runtime.dispatch import fast_apply, not_twice_differentiable, under_functorch

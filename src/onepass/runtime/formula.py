@@ -151,9 +151,15 @@ def _traced_formula(formula: Formula, save: str, x: Tensor, rest: Tensors, parts
 class _ThroughFp8(torch.autograd.Function):
     """x as fp8 would give it back; its gradient is x's."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+    def forward(x: Tensor, parts: int) -> Tensor:
         return saved.fp8_dequantise(*saved.fp8_quantise(x, parts), x.dtype, parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
@@ -163,9 +169,15 @@ class _ThroughFp8(torch.autograd.Function):
 class _ValueOf(torch.autograd.Function):
     """The value of one tensor with the gradient of another."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiated: Tensor) -> Tensor:
+    def forward(value: Tensor, differentiated: Tensor) -> Tensor:
         return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:

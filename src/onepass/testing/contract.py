@@ -8,6 +8,7 @@ A check raises AssertionError if the op breaks the contract. Requirements of a s
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS, Op
 from onepass.runtime.samples import Sample, weights_of
+from onepass.testing.failing import MemorySteps
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
 
@@ -42,6 +44,11 @@ class Subject:
         tensors = self.sample.tensors(self.device, dtype or (self.sample.dtype if self.backend == "triton" else torch.float32))
         last = len(tensors) - self.sample.frozen
         return [t.requires_grad_(t.is_floating_point() and i < last) for i, t in enumerate(tensors)]
+
+    def names(self) -> list[str]:
+        """Return the names of the arguments that the sample's tensors are given as."""
+        split = len(self.sample.tensors(self.device, torch.float32)) - len(self.sample.keywords)
+        return [*list(inspect.signature(self.op.function).parameters)[:split], *self.sample.keywords]
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         found = self.sample.call(self.op.function, *tensors, backend=self.backend)
@@ -241,6 +248,56 @@ def follows_transforms(subject: Subject) -> None:
     torch.testing.assert_close(found["vmap"], each, rtol=rtol, atol=rtol)
 
 
+# ---- main_grad ----
+
+
+def leaves_main_grad_alone_where_it_fails(subject: Subject) -> None:
+    """A backward that runs out of memory, at any step, can be repeated: main_grads and flags are as they were.
+
+    Or the error names each main_grad that was written. Cleared, it gets the right sum too.
+    """
+
+    def prepared() -> tuple[dict[str, Any], Tensor]:
+        tensors = subject.tensors()
+        named = {name: t for name, t in zip(subject.names(), tensors, strict=True) if t.requires_grad}
+        for t in named.values():
+            _give_main_grad(t)
+        return named, _loss(subject.run(*tensors))
+
+    expected, loss = prepared()
+    noted = MemorySteps()
+    noted.backward(loss)
+    taking = [name for name, t in expected.items() if t.grad_added_to_main_grad]
+    for step in noted.steps if taking else ():
+        named, loss = prepared()
+        try:
+            MemorySteps(fail_at=step).backward(loss)
+        except torch.OutOfMemoryError as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"nothing failed at step {step}")
+        for name in taking:
+            t = named[name]
+            written = t.grad_added_to_main_grad or not bool((t.main_grad == 1).all())
+            named_so = re.search(rf"\b{name}\.main_grad", said) is not None
+            assert written is named_so, f"{name}.main_grad, written: {written}, after the error {said!r}"
+            if written:
+                _give_main_grad(t)
+        _loss(subject.run(*_in_place_of(subject, named))).backward()
+        for name in taking:
+            assert torch.equal(named[name].main_grad, expected[name].main_grad), f"{name}.main_grad of a retry after step {step}"
+
+
+def _give_main_grad(parameter: Any) -> None:
+    parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32, requires_grad=False)
+    parameter.grad_added_to_main_grad = False
+
+
+def _in_place_of(subject: Subject, named: dict[str, Tensor]) -> list[Tensor]:
+    """The sample's tensors, with these in the place of theirs."""
+    return [named.get(name, t) for name, t in zip(subject.names(), subject.tensors(), strict=True)]
+
+
 # ---- autocast, checkpointing, compilation ----
 
 
@@ -311,6 +368,7 @@ CHECKS = (
     takes_parameters_in_inference_mode,
     refuses_second_derivatives,
     follows_transforms,
+    leaves_main_grad_alone_where_it_fails,
     works_under_autocast,
     can_be_checkpointed,
     can_be_compiled,

@@ -30,15 +30,29 @@ from onepass.gradients.main_grad import (
     accumulates_elsewhere,
     grad_requests,
     main_grads_of,
-    vector_gradient,
-    weight_gradient,
+    name_written,
 )
-from onepass.gradients.product import describe_products, graph_break_if_deferred, is_deferred, linear_product
-from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
+from onepass.gradients.product import (
+    describe_products,
+    graph_break_if_deferred,
+    is_deferred,
+    linear_gradients,
+    linear_product,
+)
+from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activations import Activation, activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
-from onepass.parallel.tensor_parallel import TPLayout, check_divisible, column_sums, row_gradients, rows_of, tp_layout, tp_product
+from onepass.parallel.tensor_parallel import (
+    TPLayout,
+    check_divisible,
+    column_sums,
+    row_gradients,
+    rows_of,
+    tp_layout,
+    tp_product,
+    writable,
+)
 from onepass.runtime import saved
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -110,15 +124,16 @@ def _activation_and_kept(
 def _backward_by_kernels(
     grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
     options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the needed gradients of x, bias and token_weight, and the activation where `product` gives its type.
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return what the kernel added to, the needed gradients of x, bias and token_weight, and the activation, if `product` is its
+    type.
 
     dy belongs to the caller alone: the activation is written over it.
     """
     x, exponents = kept if stored.save == "fp8" else (saved.unpack(kept, stored), None)
     if dy is None:
         assert product is not None
-        return None, None, None, kernels.rebuild_activation(x, exponents, bias, token_weight, options, product)
+        return None, None, None, None, kernels.rebuild_activation(x, exponents, bias, token_weight, options, product)
     return kernels.backward_into(
         grads, dy, x, exponents, bias, token_weight, None, options, *needs, stored.dtype, product, into_dy=True
     )
@@ -127,17 +142,20 @@ def _backward_by_kernels(
 def _backward_by_formula(
     grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
     options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The same by PyTorch."""
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The same by PyTorch, which adds to no main_grad."""
+    if grads is not None:
+        (bias,) = grads.wide(bias)
     given = saved.unpack(kept, stored), bias, token_weight
     if dy is None:
         assert product is not None
-        return None, None, None, _activation_by_formula(*given, options, product)
+        return None, None, None, None, _activation_by_formula(*given, options, product)
     leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
     with torch.enable_grad():
         activated = _activation_by_formula(leaves[0], leaves[1], leaves[2], options, dy.dtype)
     found = iter(torch.autograd.grad(activated, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad], dy))
-    return *(next(found) if need else None for need in needs), activated.detach()
+    dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
+    return None, dx, dbias, dtoken_weight, activated.detach()
 
 
 def _traced(
@@ -172,7 +190,7 @@ class _ActivationLinear(torch.autograd.Function):
         else:  # the bias alone asks
             activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-        return tp_product(activated, weight, bias, layout)
+        return writable(tp_product(activated, weight, bias, layout))
 
     @staticmethod
     @not_twice_differentiable
@@ -185,29 +203,29 @@ class _ActivationLinear(torch.autograd.Function):
             each is not GradRequest.SKIP for each in requests
         )
         needs = need_dx, need_dactivation_bias, need_dtoken_weight
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        dweight = dbias = activated = None
-        if need_dbias:
-            dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], requests[4])
+        keep = rows = into = dx = dactivation_bias = dtoken_weight = None
+        vectors = vector_grads(ctx.vectors, requests[1:2])
+        sums = column_sums(dy) if need_dbias else None
+        later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
             through = cast(weight, ctx.product) if any(needs) else None
-            later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
             whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
             rebuild = ctx.product if need_dweight else None
-            vectors = vector_grads(ctx.vectors, requests[1:2])
-            found = backward(
+            into, dx, dactivation_bias, dtoken_weight, activated = backward(
                 vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
             )
-            grads, activated = found[:3], found[3]
-        if need_dweight:
-            assert activated is not None
             if later:
-                dweight = ctx.deferred.keep(dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
-            else:
+                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
+            elif need_dweight:
+                assert activated is not None
                 rows = rows_of(whole_dy), rows_of(activated)
-                dweight = weight_gradient(*rows, ctx.parameters[0], ctx.main_grads[0], requests[3])
-        return *grads, dweight, dbias, None, None, None, None, None, None
+        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
+        with name_written([] if into is None else ["activation_bias"]):
+            dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
+        if vectors is not None:
+            (dactivation_bias,) = vectors.autograd_grads(into, put)
+        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None
 
 
 _apply = fast_apply(_ActivationLinear)
@@ -296,9 +314,10 @@ def activation_linear(
             tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred,
         )  # fmt: skip
     use_triton = chosen == "triton" and x.numel() > 0
-    activation_bias = (contiguous_param if use_triton else with_fp32_grad)(activation_bias)
+    traced = chosen == "torch" and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
+    activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
-    if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
+    if traced:
         return _traced(x, activation_bias, token_weight, weight, bias, options, save, layout, deferred)
     token_weight = None if token_weight is None else token_weight.contiguous()
     product = product_type(x)

@@ -170,6 +170,7 @@ class Activation:
     forward: Any  # Triton device functions, or None: then the formula runs by PyTorch
     derivative: Any
     gated: bool = False
+    masks: bool = False  # where the derivative is 0 nothing comes back, not even NaN: as PyTorch's relu has it
     key: str = ""  # graphs find it by this: its name may be registered again, and their activation must not change
 
     @property
@@ -179,7 +180,7 @@ class Activation:
 
 
 def _with_gate(name: str, act: Activation) -> Activation:
-    return Activation(name, act.formula, act.forward, act.derivative, True, name)
+    return replace(act, name=name, gated=True, key=name)
 
 
 _PLAIN = (
@@ -187,8 +188,8 @@ _PLAIN = (
     Activation("gelu_exact", F.gelu, _gelu_exact, _gelu_exact_derivative),
     Activation("quick_gelu", _quick_gelu_formula, _quick_gelu, _quick_gelu_derivative),
     Activation("silu", F.silu, _silu, _silu_derivative),
-    Activation("relu", F.relu, _relu, _relu_derivative),
-    Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative),
+    Activation("relu", F.relu, _relu, _relu_derivative, masks=True),
+    Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative, masks=True),
 )
 ACTIVATIONS: dict[str, Activation] = {act.name: replace(act, key=act.name) for act in _PLAIN}
 for _name, _gate in (("swiglu", "silu"), ("geglu", "gelu"), ("quick_geglu", "quick_gelu"), ("reglu", "relu")):
@@ -217,9 +218,10 @@ def register_activation(
 ) -> None:
     """Register your own function as ``activation=name``.
 
-    ``formula`` is elementwise PyTorch and takes every floating-point type. ``forward`` and ``derivative`` are ``@triton.jit``
-    functions from an fp32 block to an fp32 block. Without them the activation runs by PyTorch, and `explain` says so. With
-    ``gated=True`` it is the gate: ``act(x1) * (x2 + linear_offset)``. Registering a name again replaces it for later calls.
+    ``formula`` is elementwise PyTorch and takes every floating-point type. It may work in place: it gets a copy. ``forward`` and
+    ``derivative`` are ``@triton.jit`` functions from an fp32 block to an fp32 block. Without them the activation runs by PyTorch,
+    and `explain` says so. With ``gated=True`` it is the gate: ``act(x1) * (x2 + linear_offset)``. Registering a name again
+    replaces it for later calls.
 
         @triton.jit
         def mish(z): return z * (1 - 2 / (1 + (1 + tl.exp(z)) * (1 + tl.exp(z))))
@@ -244,4 +246,9 @@ def register_activation(
         ):
             raise TypeError(f"{argument} must be a @triton.jit function, but is {type(function).__name__}")
     key = f"{name}#{len(_BY_KEY)}"
-    ACTIVATIONS[name] = _BY_KEY[key] = Activation(name, formula, forward, derivative, gated, key)
+    ACTIVATIONS[name] = _BY_KEY[key] = Activation(name, _of_a_copy(formula), forward, derivative, gated, key=key)
+
+
+def _of_a_copy(formula: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The formula, which may write to its argument or return it: `nn.ReLU(inplace=True)` does, and that may be the caller's x."""
+    return lambda z: formula(z.clone())

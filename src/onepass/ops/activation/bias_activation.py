@@ -93,14 +93,17 @@ class _BiasActivation(torch.autograd.Function):
         if save == "offload":
             x = saved.fetch(x, device)
         need_x, need_bias, need_weight = ctx.needs_input_grad[:3]
-        backward: Callable[..., Any] = kernels.backward
+        grads = None
         if ctx.vectors is not None:
             vectors, main_grads = ctx.vectors
             grads = VectorGrads(vectors, main_grads, grad_requests(ctx, True, True)[1:])
             (need_bias,) = grads.needed()
-            backward = partial(kernels.backward_into, grads)
         needs = need_x, need_bias, need_weight
-        dx, dbias, dweight, _ = backward(dy, x, exponents, bias, weight, seed, options, *needs, dy.dtype, None)
+        into, dx, dbias, dweight, _ = kernels.backward_into(
+            grads, dy, x, exponents, bias, weight, seed, options, *needs, dy.dtype, None
+        )
+        if grads is not None:
+            (dbias,) = grads.put(into, dbias)
         return dx, dbias, dweight, None, None, None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.vectors import VectorGrads
+from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.column_reduce import ColumnTiles, arrive, sum_strips
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.language import device_function, tl, triton_unsupported
@@ -78,7 +78,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
     seed_ptr, M, ROWS, SEED, H, DY_ROW, X_ROW, clamp, offset, threshold, scale,
-    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
+    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -97,15 +97,15 @@ def _backward_kernel(
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
         real = rows < M
         inside = real[:, None] & within
-        rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0: adds nothing, whatever the derivative
+        rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 0, PARTS, RUN) + bias
         if threshold is not None:
             dy = apply_dropout(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)
         if GATED:
             linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
-            if clamp is not None:  # the boundary itself passes gradient
-                over, over2 = z > clamp, (linear > clamp) | (linear < -clamp)
+            if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
+                passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
                 z, linear = _clamp_halves(z, linear, clamp)
             if offset is not None:
                 linear += offset
@@ -119,20 +119,24 @@ def _backward_kernel(
             dy *= weight
             if y_ptr is not None:
                 y *= weight
-        dz = dy * DERIVATIVE(z)
+        derivative = DERIVATIVE(z)
+        dz = dy * derivative
         if GATED:
             dz *= linear
+        if MASKS:
+            dz = tl.where(derivative == 0.0, 0.0, dz)
+        if GATED:
             dz2 = dy * ACT(z)
             if clamp is not None:
-                dz, dz2 = tl.where(over, 0.0, dz), tl.where(over2, 0.0, dz2)
+                dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)
             if dx_ptr is not None:
                 tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
-            dbias2 += dz2
+            dbias2 += tl.where(inside, dz2, 0.0)
         if dx_ptr is not None:
             tl.store(dx_ptr + rows[:, None] * (PARTS * H) + columns[None, :], dz, mask=inside)
         if y_ptr is not None:  # after dx, which had to wait for all of dy: y may take its place
             tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
-        dbias += dz
+        dbias += tl.where(inside, dz, 0.0)  # past the end dy is 0, but 0 times an infinite derivative is NaN
     if dbias_ptr is not None:
         at = partial_ptr + strip * (PARTS * H) + columns
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
@@ -211,7 +215,7 @@ def _bind_backward(
 ) -> Bound:  # fmt: skip
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.gated, FP8_RUN,
+        H, dy_row, x_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks, act.gated, FP8_RUN,
         known_align(H, dy_row, x_row), add, block_m, block_h, block_s, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
@@ -350,17 +354,15 @@ backward = Registered(
 def backward_into(
     grads: VectorGrads | None, dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     seed: Tensor | None, *rest: Any, into_dy: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """`backward`, with dbias put where `grads` says, if anywhere."""
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, with dbias added to its main_grad where `grads` can: to what comes first."""
     if grads is None:
-        return backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy)  # type: ignore[no-any-return]
+        return None, *backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy)
     into = grads.into(dy, x, exponents, bias, weight, seed)
     if into is None:
         (bias,) = grads.wide(bias)
-    target = None if into is None else into[0]
-    dx, dbias, dweight, y = backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy, into=target)
-    (dbias,) = grads.autograd_grads(into, dbias)
-    return dx, dbias, dweight, y
+    target = None if into is None else into.tensors[0]
+    return into, *backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy, into=target)
 
 
 def rebuild_activation(

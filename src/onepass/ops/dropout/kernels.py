@@ -210,7 +210,7 @@ def backward_into(
     if into is None and dbias_type is not None:
         (like,) = grads.wide(*grads.vectors)
         dbias_type = None if like is None else like.dtype
-    target = None if into is None else into[0]
+    target = None if into is None else into.tensors[0]
     dx, dbias = backward(dy, seed, first_row, options, dx_type, dbias_type, into=target)
-    (dbias,) = grads.autograd_grads(into, dbias)
+    (dbias,) = grads.put(into, dbias)
     return dx, dbias

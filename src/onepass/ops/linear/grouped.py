@@ -22,7 +22,9 @@ from onepass.gradients.main_grad import (
     add_gradient,
     grad_requests,
     main_grads_of,
-    mark_accumulated,
+    mark_added,
+    name_written,
+    placeholder,
     vector_gradient,
 )
 from onepass.runtime.autocast import product_type
@@ -85,10 +87,13 @@ class _GroupedLinear(torch.autograd.Function):
             return dx, vector_gradient(dweight, ctx.weight, ctx.main_grad, weight_request), None
         place = accumulation_target(ctx.weight, ctx.main_grad, weight_request)
         into = torch.zeros_like(ctx.weight) if place is None else place
+        grad = None if place is None else placeholder(ctx.weight, weight_request)
         for expert, rows in enumerate(_rows(ends)):
-            add_gradient(into[expert], dy[rows], x[rows])
+            with name_written(["weight"] if place is not None and expert else []):
+                add_gradient(into[expert], dy[rows], x[rows])
         if place is not None:
-            return dx, mark_accumulated(ctx.weight, weight_request), None
+            mark_added(ctx.weight)
+            return dx, grad, None
         return dx, vector_gradient(into, ctx.weight, ctx.main_grad, weight_request), None
 
 

@@ -113,7 +113,7 @@ def row_gradients(
     first: int, V: int, place: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
-    if x.shape[1]:
+    if x.numel():
         for rows in _blocks(x):
             some = (None if t is None else t[rows] for t in incoming)
             part = None if entropy is None else entropy[rows]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.runtime.dispatch import needs_grad, under_functorch
+
 
 class NormOptions(NamedTuple):
     """What a norm takes besides tensors."""
@@ -55,4 +57,10 @@ def add_rounded(x: Tensor, residual: Tensor, stored: torch.dtype) -> Tensor:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide) + residual.to(wide)
-    return h + (h.to(stored).to(wide) - h).detach() if stored != wide else h
+    if stored == wide:
+        return h
+    rounded = h.detach().to(stored).to(wide)
+    if not (needs_grad(h) or under_functorch()):
+        return rounded
+    rest = rounded - h.detach()
+    return h + torch.where(rest.isnan() | (rest == 0), -0.0, rest)  # inf - inf is NaN; -0.0 changes nothing, not even 0's sign

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.vectors import VectorGrads
+from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
 from onepass.ops.norm.formula import NormOptions
@@ -63,16 +63,14 @@ backward = Registered(
 def backward_into(
     grads: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     *rest: Any, into_dy: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """`backward`, with dweight and dbias put where `grads` says, if anywhere."""
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, with dweight and dbias added to main_grads where `grads` can: to those that come first."""
     if grads is None:
-        return backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy)  # type: ignore[no-any-return]
+        return None, *backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy)
     into = grads.into(dy, dh, x, weight, bias)
     if into is None:
         weight, bias = grads.wide(weight, bias)
-    dx, dweight, dbias, y = backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy, into=into)
-    dweight, dbias = grads.autograd_grads(into, dweight, dbias)
-    return dx, dweight, dbias, y
+    return into, *backward(dy, dh, x, weight, bias, *rest, into_dy=into_dy, into=None if into is None else into.tensors)
 
 
 # ---- what can be said of a call ----

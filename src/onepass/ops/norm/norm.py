@@ -18,8 +18,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from onepass.gradients.main_grad import grad_requests
-from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
+from onepass.gradients.main_grad import grad_requests, name_written
+from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -89,24 +89,30 @@ class _NormFunction(torch.autograd.Function):
         x, weight, bias, stats = ctx.saved_tensors
         options, x_type, residual_type = ctx.call
         need_x, need_residual, need_dweight, need_dbias = ctx.needs_input_grad[:4]
+        grads = None
         if dy is None:
             dx, dweight, dbias = dh, None, None
         else:
             dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
-            needs, grads = (need_x or need_residual, need_dweight, need_dbias), None
+            needs = need_x or need_residual, need_dweight, need_dbias
             if ctx.vectors is not None:
                 given = True, residual_type is not None, weight is not None, bias is not None
                 vectors, main_grads = ctx.vectors
                 grads = VectorGrads(vectors, main_grads, grad_requests(ctx, *given)[2:])
                 needs = needs[0], *grads.needed()
-            dx, dweight, dbias, _ = kernels.backward_into(grads, dy, dh, x, weight, bias, stats, options, *needs, dx_type, False)
+            into, dx, dweight, dbias, _ = kernels.backward_into(
+                grads, dy, dh, x, weight, bias, stats, options, *needs, dx_type, False
+            )
+            if grads is not None:
+                dweight, dbias = grads.put(into, dweight, dbias)
         if residual_type is None:  # dx is None or of x's type: no need to ask
             return dx, None, dweight, dbias, None, None
-        return (
-            dx.to(x_type) if need_x and dx is not None else None,
-            dx.to(residual_type) if need_residual and dx is not None else None,
-            dweight, dbias, None, None,
-        )  # fmt: skip
+        with name_written([] if grads is None else grads.accumulated("weight", "bias")):
+            return (
+                dx.to(x_type) if need_x and dx is not None else None,
+                dx.to(residual_type) if need_residual and dx is not None else None,
+                dweight, dbias, None, None,
+            )  # fmt: skip
 
 
 _apply = fast_apply(_NormFunction)
@@ -141,7 +147,7 @@ def _norm(
         )  # fmt: skip
     if chosen == "torch" or x.numel() == 0:
         formula = partial(_native_formula, options=options)
-        return run_formula(formula, "input", x, shared=(with_fp32_grad(weight), with_fp32_grad(bias)), per_row=(residual,))
+        return run_formula(formula, "input", x, shared=with_fp32_grads(weight, bias), per_row=(residual,))
     weight, bias = contiguous_param(weight), contiguous_param(bias)
     if not needs_grad(x, residual, weight, bias):
         y, h, _ = kernels.forward(x, residual, weight, bias, options, False)

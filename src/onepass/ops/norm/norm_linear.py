@@ -16,6 +16,7 @@ Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +30,35 @@ from onepass.gradients.main_grad import (
     accumulates_elsewhere,
     grad_requests,
     main_grads_of,
-    vector_gradient,
-    weight_gradient,
+    name_written,
 )
-from onepass.gradients.product import describe_products, graph_break_if_deferred, is_deferred, linear_product
-from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
+from onepass.gradients.product import (
+    describe_products,
+    graph_break_if_deferred,
+    is_deferred,
+    linear_gradients,
+    linear_product,
+)
+from onepass.gradients.vectors import (
+    KernelTargets,
+    VectorGrads,
+    accumulates,
+    contiguous_param,
+    saved_vectors,
+    vector_grads,
+    with_fp32_grads,
+)
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_input_gradient, tp_layout
+from onepass.parallel.tensor_parallel import (
+    TPLayout,
+    column_sums,
+    rows_of,
+    start_gather,
+    start_input_gradient,
+    tp_layout,
+    writable,
+)
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
@@ -102,10 +124,13 @@ def _norm_forward(
 
 
 def _backward_by_formula(
-    sums: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    vectors: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     stats: Tensor | None, options: NormOptions, need_dx: bool, need_dweight: bool, need_dbias: bool,
     dx_type: torch.dtype, rebuild: bool, *, into_dy: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """As `kernels.backward_into`, which adds to no main_grad here."""
+    if vectors is not None:
+        weight, bias = vectors.wide(weight, bias)
     layer, eps, centered = options
     needs = need_dx, need_dweight, need_dbias
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -122,8 +147,8 @@ def _backward_by_formula(
     if dx is not None and dh is not None:
         dx += dh  # autograd made it for us
     types = (dx_type, *(None if t is None else t.dtype for t in (weight, bias)))
-    grads = (None if t is None else t.to(dtype) for t, dtype in zip((dx, dweight, dbias), types, strict=True))
-    return *grads, normed.detach().to(x.dtype)
+    dx, dweight, dbias = (None if t is None else t.to(dtype) for t, dtype in zip((dx, dweight, dbias), types, strict=True))
+    return None, dx, dweight, dbias, normed.detach().to(x.dtype)
 
 
 def _forward(
@@ -175,30 +200,22 @@ class _NormLinear(torch.autograd.Function):
         if returns[1] and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[5]):
             ctx.mark_non_differentiable(h)
         ctx.save_for_backward(h, norm_weight, norm_bias, weight, stats)
-        return _returned(y, normed if returns[0] else None, h if returns[1] else None)
+        return _returned(writable(y), normed if returns[0] else None, h if returns[1] else None)
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        x_type, residual_type = ctx.types
-        given = True, saved[1] is not None, saved[2] is not None, True, ctx.parameters[1] is not None, residual_type is not None
+        given = True, saved[1] is not None, saved[2] is not None, True, ctx.parameters[1] is not None, ctx.types[1] is not None
         requests = grad_requests(ctx, *given)
         incoming = dy, more[0] if ctx.returns[0] else None, more[-1] if ctx.returns[1] else None
-        dbias = None
-        if dy is not None and requests[4] is not GradRequest.SKIP:
-            dbias = vector_gradient(column_sums(dy), ctx.parameters[1], ctx.main_grads[1], requests[4])
         backward = _backward_single if ctx.layout is None or dy is None else _backward_parallel
-        dx, *grads = backward(ctx, saved, incoming, requests)
-        dresidual = None
-        if residual_type is not None and dx is not None:
-            dresidual = dx.to(residual_type) if requests[5] is not GradRequest.SKIP else None
-            dx = dx.to(x_type) if requests[0] is not GradRequest.SKIP else None
-        return dx, *grads, dbias, dresidual, None, None, None, None, None, None
+        sums = None if dy is None or requests[4] is GradRequest.SKIP else column_sums(dy)
+        return *backward(ctx, saved, incoming, requests, sums), None, None, None, None, None, None
 
 
 Incoming = tuple[Tensor | None, Tensor | None, Tensor | None]  # the gradients of y, norm(h) and h itself
-Grads = tuple[Tensor | None, ...]  # of h, the norm's weight, its bias, and the weight
+Grads = tuple[Tensor | None, ...]  # of x, the norm's weight, its bias, the weight, its bias and the residual
 
 
 def _needs(requests: list[GradRequest]) -> list[bool]:
@@ -208,66 +225,105 @@ def _needs(requests: list[GradRequest]) -> list[bool]:
 
 
 def _through_norm(
-    ctx: Any, saved: tuple[Any, ...], dnormed: Tensor, dh: Tensor | None, requests: list[GradRequest], rebuild: bool, ours: bool
-) -> Grads:  # fmt: skip
-    """The gradients of h and of the norm's parameters, and norm(h) where it is to be rebuilt. `ours`: dnormed may be written."""
+    ctx: Any, vectors: VectorGrads | None, saved: tuple[Any, ...], dnormed: Tensor, dh: Tensor | None,
+    requests: list[GradRequest], rebuild: bool, ours: bool,
+) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return what the kernel added to, the gradients of h and of the norm's parameters, and norm(h) where it is to be rebuilt.
+
+    `ours`: dnormed may be written.
+    """
     h, norm_weight, norm_bias, _, stats = saved
     x_type, residual_type = ctx.types
     dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
-    needs, sums = _needs(requests), vector_grads(ctx.vectors, requests[1:3])
-    backward: Callable[..., Grads] = kernels.backward_into if ctx.use_triton else _backward_by_formula
+    needs = _needs(requests)
+    backward: Callable[..., Any] = kernels.backward_into if ctx.use_triton else _backward_by_formula
     into_dy = ours and dx_type == ctx.product
     dh = dh if needs[0] else None
-    return backward(sums, dnormed, dh, h, norm_weight, norm_bias, stats, ctx.options, *needs, dx_type, rebuild, into_dy=into_dy)
+    return backward(  # type: ignore[no-any-return]
+        vectors, dnormed, dh, h, norm_weight, norm_bias, stats, ctx.options, *needs, dx_type, rebuild, into_dy=into_dy
+    )
 
 
-def _backward_single(ctx: Any, saved: tuple[Any, ...], incoming: Incoming, requests: list[GradRequest]) -> Grads:
-    """One kernel for the norm's gradients and norm(h), which the weight's gradient needs."""
+def _backward_single(
+    ctx: Any, saved: tuple[Any, ...], incoming: Incoming, requests: list[GradRequest], sums: Tensor | None
+) -> Grads:  # fmt: skip
+    """One kernel for the norm's gradients and norm(h), which the weight's gradient needs. `sums`: the bias's gradient."""
     h, norm_weight, norm_bias, weight, _ = saved
     dy, dnormed, dh = incoming
     needs = _needs(requests)
     need_dweight = requests[3] is not GradRequest.SKIP and dy is not None
     rows = None if dy is None else rows_of(dy)
-    grads: Grads = (dh if needs[0] else None, None, None)
-    normed = None
+    vectors, into = vector_grads(ctx.vectors, requests[1:3]), None
+    dh_whole, dnorm_weight, dnorm_bias, normed = dh if needs[0] else None, None, None, None
     if any(needs):
         dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, h)
     if dnormed is not None and (any(needs) or need_dweight):
-        found = _through_norm(ctx, saved, dnormed, dh, requests, need_dweight, ours=rows is not None)
-        grads, normed = found[:3], found[3]
+        into, dh_whole, dnorm_weight, dnorm_bias, normed = _through_norm(
+            ctx, vectors, saved, dnormed, dh, requests, need_dweight, ours=rows is not None
+        )
     elif need_dweight:
         normed = _rebuilt(ctx, h, norm_weight, norm_bias)
-    if not need_dweight:
-        return *grads, None
-    assert rows is not None and normed is not None
-    normed = normed.to(ctx.product)
-    if is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
-        return *grads, ctx.deferred.keep(rows, normed, ctx.parameters[0], ctx.main_grads[0], None)
-    return *grads, weight_gradient(rows, rows_of(normed), ctx.parameters[0], ctx.main_grads[0], requests[3])
+    pending = () if vectors is None else vectors.pending(into, dnorm_weight, dnorm_bias)
+    with name_written(_written_by_norm(vectors, into)):
+        dx, dresidual = _split(ctx, dh_whole, requests)
+        keep = operands = None
+        if need_dweight:
+            assert rows is not None and normed is not None
+            operands = rows, rows_of(normed.to(ctx.product))
+        if operands is not None and is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
+            keep = partial(ctx.deferred.keep, *operands, ctx.parameters[0], ctx.main_grads[0], None)
+        dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:5], sums, operands, keep, pending)
+    if vectors is not None:
+        dnorm_weight, dnorm_bias = vectors.autograd_grads(into, put)
+    return dx, dnorm_weight, dnorm_bias, dweight, dbias, dresidual
 
 
-def _backward_parallel(ctx: Any, saved: tuple[Any, ...], incoming: Incoming, requests: list[GradRequest]) -> Grads:
+def _backward_parallel(
+    ctx: Any, saved: tuple[Any, ...], incoming: Incoming, requests: list[GradRequest], sums: Tensor | None
+) -> Grads:  # fmt: skip
     """norm(h) comes from all ranks under the product for d norm(h), whose sum comes under the product for the weight."""
     h, norm_weight, norm_bias, weight, _ = saved
     dy, dnormed, dh = incoming
     assert dy is not None
-    need_dweight = requests[3] is not GradRequest.SKIP
-    gathering = summing = dweight = None
-    if need_dweight:
+    gathering = summing = keep = rows = None
+    if requests[3] is not GradRequest.SKIP:
         normed = _rebuilt(ctx, h, norm_weight, norm_bias)
         if is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
-            dweight = ctx.deferred.keep(dy, normed, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
+            keep = partial(ctx.deferred.keep, dy, normed, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
         else:
             gathering = start_gather(normed, ctx.layout)
     if any(_needs(requests)):
         summing = start_input_gradient(dy, weight.to(ctx.product), ctx.layout)
     if gathering is not None:
-        dweight = weight_gradient(rows_of(dy), rows_of(gathering.wait()), ctx.parameters[0], ctx.main_grads[0], requests[3])
+        rows = rows_of(dy), rows_of(gathering.wait())
+    dweight, dbias = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:5], sums, rows, keep)
     if summing is None:
-        return None, None, None, dweight
-    through = summing.wait()
-    dnormed = through if dnormed is None else through + dnormed
-    return *_through_norm(ctx, saved, dnormed, dh, requests, False, ours=True)[:3], dweight
+        return None, None, None, dweight, dbias, None
+    written = [name for name, *each in zip(("weight", "bias"), ctx.parameters, requests[3:5], strict=True) if accumulates(*each)]
+    vectors = vector_grads(ctx.vectors, requests[1:3])
+    with name_written(written):
+        through = summing.wait()
+        dnormed = through if dnormed is None else through + dnormed
+        into, dh, *grads, _ = _through_norm(ctx, vectors, saved, dnormed, dh, requests, False, ours=True)
+    with name_written([*written, *_written_by_norm(vectors, into)]):
+        dx, dresidual = _split(ctx, dh, requests)
+        if vectors is not None:
+            grads = vectors.put(into, *grads)
+    return dx, *grads, dweight, dbias, dresidual
+
+
+def _written_by_norm(vectors: VectorGrads | None, into: KernelTargets | None) -> list[str]:
+    """The names of the parameters whose main_grad the norm's kernel has written."""
+    return [] if vectors is None or into is None else vectors.accumulated("norm_weight", "norm_bias")
+
+
+def _split(ctx: Any, dh: Tensor | None, requests: list[GradRequest]) -> tuple[Tensor | None, Tensor | None]:
+    """x's gradient and the residual's."""
+    x_type, residual_type = ctx.types
+    if residual_type is None or dh is None:
+        return dh, None
+    dx = dh.to(x_type) if requests[0] is not GradRequest.SKIP else None
+    return dx, dh.to(residual_type) if requests[5] is not GradRequest.SKIP else None
 
 
 def _rebuilt(ctx: Any, h: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Tensor:
@@ -378,10 +434,13 @@ def norm_linear(
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0
-    prepared = contiguous_param if use_triton else with_fp32_grad
-    norm_weight, norm_bias = prepared(norm_weight), prepared(norm_bias)
+    traced = not use_triton and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
+    if traced:
+        norm_weight, norm_bias = with_fp32_grads(norm_weight, norm_bias)
+    else:
+        norm_weight, norm_bias = contiguous_param(norm_weight), contiguous_param(norm_bias)
     tensors = x, norm_weight, norm_bias, weight, bias, residual
-    if not use_triton and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
+    if traced:
         return _traced(*tensors, options, returns, layout, deferred)
     product = product_type(x)
     if not needs_grad(*tensors):

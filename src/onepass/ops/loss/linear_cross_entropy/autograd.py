@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,17 @@ from torch import Tensor
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.gradients.main_grad import (
     GradRequest,
+    VectorSums,
     accumulates_elsewhere,
+    accumulation_target,
     grad_requests,
     main_grads_of,
     mark_accumulated,
+    mark_added,
+    name_written,
+    placeholder,
     vector_gradient,
+    vector_gradients,
 )
 from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
@@ -53,14 +59,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
         )  # fmt: skip
-        loss, _ = reduce_rows(
-            losses, rows.labels, options.ignore_index, options.reduction, rows.token_weight, by_kernel, rows.scale
-        )
-        if options.reduction == "none":
-            loss = _shaped(loss, labels.shape)
+        added = options.grad_scale is not None and needs.need_weight and dweight is None
+        with name_written(["weight"] if added else []):
+            loss, _ = reduce_rows(
+                losses, rows.labels, options.ignore_index, options.reduction, rows.token_weight, by_kernel, rows.scale
+            )
+            if options.reduction == "none":
+                loss = _shaped(loss, labels.shape)
+            # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
+            kept = (lse.to(losses.dtype), log_prob, entropy, correct) if options.full else ()
+            stats = [_shaped(t.clone(), labels.shape) for t in kept]
         ctx.options, ctx.deferred, ctx.used = options, deferred, False
         ctx.promised = options.grad_scale is not None and any(needs)
-        ctx.added = ctx.promised and needs.need_weight and dweight is None
+        ctx.added = added
         # A graph's op returns an empty dbias for none. A rank without columns has no other: backward makes it again.
         ctx.made = dhidden is not None or dweight is not None or (dbias is not None and dbias.shape[0] > 0)
         ctx.held, ctx.main_grads = (_retained(weight), _retained(bias)), main_grads
@@ -72,8 +83,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )  # fmt: skip
         if not options.full:
             return loss
-        # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
-        stats = tuple(_shaped(t.clone(), labels.shape) for t in (lse.to(losses.dtype), log_prob, entropy, correct))
         ctx.mark_non_differentiable(stats[-1])
         return loss, *stats
 
@@ -84,6 +93,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
         requests = grad_requests(ctx, True, True, saved.bias is not None, saved.token_weight is not None)
         stats = [t for t in dstats if t is not None]
+        dtoken_weight = _token_weight_gradient(ctx, saved, dloss, requests[3])  # takes memory: before main_grad is written
+        grads: Grads
         if ctx.promised:
             grads = _promised_gradients(ctx, saved, dloss, stats, requests, fresh)
         elif dloss is None and not stats:
@@ -93,8 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _made_gradients(ctx, saved, dloss, requests)
         else:
             grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
-        dhidden = None if grads[0] is None else cast(grads[0], saved.hidden.dtype).view(saved.hidden.shape)
-        return dhidden, grads[1], grads[2], _token_weight_gradient(ctx, saved, dloss, requests[3]), None, None, None, None
+        return *grads, dtoken_weight, None, None, None, None
 
 
 class TokenRows(NamedTuple):
@@ -162,7 +172,7 @@ def _rows_of(
     return TokenRows(labels, weights, scale, place)
 
 
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden [N, D], the weight and the bias
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, the weight and the bias
 
 
 # ---- gradients that forward has made ----
@@ -172,21 +182,34 @@ def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradR
     """Multiply what forward made by the loss's incoming gradient; it is rounded once."""
     factor = dloss if saved.scale is None else dloss * saved.scale
     weight, bias = _parameters(ctx, saved)
-    hidden = dweight = dbias = None
+    hidden = of_bias = None
     if requests[0] is not GradRequest.SKIP and saved.hidden_made is not None:
-        hidden = _times(ctx.options, saved.hidden_made, factor, ctx.options.product)
-    if requests[1] is not GradRequest.SKIP:
+        hidden = _as_hidden(saved, _times(ctx.options, saved.hidden_made, factor, ctx.options.product))
+    if requests[2] is not GradRequest.SKIP and saved.bias_made is not None:
+        of_bias = saved.bias_made * factor, bias, ctx.main_grads[1], requests[2]
+
+    def put_weight() -> Tensor | None:
+        if requests[1] is GradRequest.SKIP:
+            return None
         if saved.weight_made is None:  # deferred, now or by an earlier pass
             only = [GradRequest.SKIP, requests[1], GradRequest.SKIP, GradRequest.SKIP]
-            dweight = _backward_gradients(ctx, saved, dloss, (), only, False)[1]
-        else:
-            moved = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
-            kind = saved.weight_made.dtype if moved else weight.dtype
-            sums = _times(ctx.options, saved.weight_made, factor, kind)
-            dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
-    if requests[2] is not GradRequest.SKIP and saved.bias_made is not None:
-        dbias = vector_gradient(saved.bias_made * factor, bias, ctx.main_grads[1], requests[2])
-    return hidden, dweight, dbias
+            return _backward_gradients(ctx, saved, dloss, (), only, False)[1]
+        moved = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
+        sums = _times(ctx.options, saved.weight_made, factor, saved.weight_made.dtype if moved else weight.dtype)
+        return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+
+    return hidden, *_put(put_weight, of_bias)
+
+
+def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
+    return cast(dhidden, saved.hidden.dtype).view(saved.hidden.shape)
+
+
+def _put(
+    put_weight: Callable[[], Tensor | None], of_bias: VectorSums | None
+) -> tuple[Tensor | None, Tensor | None]:
+    (dbias,), dweight = vector_gradients([of_bias], put_weight)
+    return dweight, dbias
 
 
 def _times(options: LossOptions, made: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -216,18 +239,21 @@ def _promised_gradients(
             "main_grad alone: leave grad_scale away for it"
         )
     truth = _true_scale(ctx, dloss, dstats)
-    hidden = None if saved.hidden_made is None else _times(ctx.options, saved.hidden_made, truth)
-    dweight = dbias = None
-    if ctx.added:
-        dweight = mark_accumulated(weight, requests[1])
-        if hidden is None:  # the NaN has to be somewhere
-            ensure_written(ctx.main_grads[0])[:1].mul_(truth)
-    elif saved.weight_made is not None:
-        sums = _times(ctx.options, saved.weight_made, truth)
-        dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
-    if saved.bias_made is not None:
-        dbias = vector_gradient(saved.bias_made * truth, bias, ctx.main_grads[1], requests[2])
-    return hidden, dweight, dbias
+    with name_written(["weight"] if ctx.added else []):
+        hidden = None if saved.hidden_made is None else _as_hidden(saved, _times(ctx.options, saved.hidden_made, truth))
+        of_bias = None
+        if saved.bias_made is not None:
+            of_bias = saved.bias_made * truth, bias, ctx.main_grads[1], requests[2]
+
+        def put_weight() -> Tensor | None:
+            if saved.weight_made is not None:
+                sums = _times(ctx.options, saved.weight_made, truth)
+                return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+            if ctx.added and hidden is None:  # the NaN has to be somewhere
+                ensure_written(ctx.main_grads[0])[:1].mul_(truth)
+            return mark_accumulated(weight, requests[1]) if ctx.added else None
+
+        return hidden, *_put(put_weight, of_bias)
 
 
 _AS_PROMISED = 1e-6  # relative: loss * 0.1 / 5 sends back 0.02 but for an fp32 rounding or two
@@ -258,27 +284,34 @@ def _backward_gradients(
     """Make gradients from the logits that waited, unless an earlier pass has used them; else from recomputed logits."""
     weight, bias = _parameters(ctx, saved)
     incoming = _incoming(saved, ctx.options, dloss, dstats)
-    dweight = dbias = hidden = None
-    if is_deferred(ctx.deferred, weight, requests[1]):
-        dweight = ctx.deferred.keep_work(_HeadWork(ctx, saved, incoming), weight, ctx.main_grads[0])
-        requests = [requests[0], GradRequest.SKIP, *requests[2:]]
+    hidden = sums = bias_sums = grad = None
+    main_grad, request = ctx.main_grads[0], requests[1]
+    later = is_deferred(ctx.deferred, weight, request)
     skip = GradRequest.SKIP
-    needs = Needs(requests[0] is not skip, requests[1] is not skip, requests[2] is not skip)
-    if not any(needs):
-        return None, dweight, None
-    separate_sum = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
-    hidden, sums, bias_sums = steps.backward(
-        saved.hidden, saved.weight, saved.bias, saved.labels, saved.place, saved.logsumexp, saved.entropy, *incoming,
-        ctx.options, needs, separate_sum,
-        accumulate=(weight, ctx.main_grads[0], requests[1]), logits=saved.logits if fresh else None,
-    )  # fmt: skip
-    if sums is not None:
-        dweight = vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
-    elif needs.need_weight:
-        dweight = mark_accumulated(weight, requests[1])
-    if needs.need_bias:
-        dbias = vector_gradient(bias_sums, bias, ctx.main_grads[1], requests[2])
-    return hidden, dweight, dbias
+    needs = Needs(requests[0] is not skip, request is not skip and not later, requests[2] is not skip)
+    if needs.need_weight and accumulation_target(weight, main_grad, request) is not None:
+        grad = placeholder(weight, request)  # before main_grad is written, part by part
+    if any(needs):
+        separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
+        hidden, sums, bias_sums = steps.backward(
+            saved.hidden, saved.weight, saved.bias, saved.labels, saved.place, saved.logsumexp, saved.entropy, *incoming,
+            ctx.options, needs, separate_sum,
+            accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
+        )  # fmt: skip
+
+    def put_weight() -> Tensor | None:
+        if later:
+            return ctx.deferred.keep_work(_HeadWork(ctx, saved, incoming), weight, main_grad)  # type: ignore[no-any-return]
+        if sums is not None:
+            return vector_gradient(sums, weight, main_grad, request)
+        if needs.need_weight:
+            mark_added(weight)
+        return grad
+
+    with name_written(["weight"] if needs.need_weight and sums is None else []):
+        hidden = None if hidden is None else _as_hidden(saved, hidden)
+        of_bias = None if bias_sums is None or not needs.need_bias else (bias_sums, bias, ctx.main_grads[1], requests[2])
+        return hidden, *_put(put_weight, of_bias)
 
 
 def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats: Sequence[Tensor | None]) -> RowGradients:

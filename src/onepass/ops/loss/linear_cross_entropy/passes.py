@@ -172,15 +172,15 @@ class _WeightSum:
         self.add_at_end = keep
 
     def add(self, d: Tensor, hidden: Tensor) -> None:
+        if self.bias is not None:  # before the weight's gradient, which may be main_grad: this one takes memory
+            sums = d.sum(0, dtype=self.bias.dtype)
+            self.bias.add_(sums) if self.begun else self.bias.copy_(sums)
         if self.sums is not None:
             keep = self.begun or self.keep
             if self.sums.dtype == d.dtype and not keep:
                 torch.mm(d.t(), hidden, out=self.sums)
             else:
                 add_gradient(self.sums, d, hidden, keep)
-        if self.bias is not None:
-            sums = d.sum(0, dtype=self.bias.dtype)
-            self.bias.add_(sums) if self.begun else self.bias.copy_(sums)
         self.begun = True
 
     def finish(self) -> None:
