@@ -18,7 +18,7 @@ class LabelCounter(TorchDispatchMode):
     """Count all labels of cross entropies in the block, and those that are ignore_index. Nothing waits for a GPU in it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._all = 0
         self._ignored: list[Tensor] = []
 
