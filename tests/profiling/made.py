@@ -68,9 +68,9 @@ class Made:
     def data(self):
         return {"deviceProperties": [{"id": 0, "name": "Some GPU"}], "traceEvents": self.events}
 
-    def profile(self, wall=100.0, host=90.0, ceilings=CEILINGS, peak=None):
+    def profile(self, wall=100.0, host=90.0, ceilings=CEILINGS, peak=None, ignored=0.0):
         """Return the profile of the trace. `wall` and `host` are the times without the profiler."""
-        return described(json.dumps(self.data()).encode(), Timing((wall,), (host,), peak), ceilings)
+        return described(json.dumps(self.data()).encode(), Timing((wall,), (host,), peak), ceilings, ignored)
 
 
 def launch_bound(steps=2, kernels=10):

@@ -13,7 +13,7 @@ def calls_of(profile):
     return [suggestion.call for suggestion in profile.suggestions]
 
 
-def queued(*ops, us=100.0, steps=2):
+def queued(*ops, us=100.0, steps=2, ignored=0.0):
     """Operators with a kernel each, of `us`, back to back on the GPU."""
     made = Made()
     made.steps(*((100_000.0 * i, 50_000.0) for i in range(steps)))
@@ -22,7 +22,7 @@ def queued(*ops, us=100.0, steps=2):
             at = 100_000.0 * i + 10 * j
             made.op(name, at, 8, *inputs)
             made.kernel(f"kernel of {name}", at + 2, 100_000.0 * i + 1000 + us * j, us)
-    return made.profile(wall=us * len(ops))
+    return made.profile(wall=us * len(ops), ignored=ignored)
 
 
 # ---- verdicts ----
@@ -206,6 +206,19 @@ def test_a_large_vocabulary():
     assert calls_of(found) == ["onepass.linear_cross_entropy(hidden, weight, labels)"]
     assert "the logits are 512 x 32,000, made by a matrix product" in found.suggestions[0].saw
     assert calls_of(queued(*LOSS)) == ["onepass.cross_entropy(logits, labels)"]
+
+
+def test_labels_without_a_loss_cost_their_share_of_the_loss_and_the_products():
+    dweight = ("aten::mm", tensor(VOCABULARY, 512), tensor(512, 1024))
+    other = ("aten::mm", tensor(512, 1024), tensor(1024, 1024))
+    found = queued(HEAD, *LOSS, dweight, other, ignored=0.5)
+    assert [(s.call.partition(",")[0], s.us) for s in found.suggestions] == [
+        ("onepass.linear_cross_entropy(hidden", 200.0),
+        ("onepass.linear_cross_entropy(hidden[kept]", 200.0),
+    ]
+    assert "50% of the labels" in found.suggestions[1].saw
+    assert len(queued(HEAD, *LOSS, ignored=0.05).suggestions) == 1
+    assert calls_of(queued(HEAD, ignored=0.5)) == []
 
 
 def test_losses_written_in_other_ways():

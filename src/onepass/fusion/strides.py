@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from onepass.fusion.graph import Emitter, aten, can_be_viewed, is_pointwise, is_random, is_view, size_key, value
+from onepass.fusion.graph import Emitter, arguments, aten, can_be_viewed, is_pointwise, is_random, is_view, size_key, value
 from onepass.fusion.rules import is_multiple, rule_of
 from onepass.ops.norm.ragged.ragged_norm import (
     columns_norm_backward,
@@ -123,17 +123,18 @@ class _Moved:
 
 def _order(tensor: Tensor) -> list[int]:
     """Return the dimensions of more than one element, from the outermost in memory to the innermost."""
-    strides = [s.node.hint if isinstance(s, SymInt) else s for s in tensor.stride()]
+    given: list[Any] = list(tensor.stride())
+    strides = [s.node.hint if isinstance(s, SymInt) else s for s in given]
     dims = [dim for dim, size in enumerate(tensor.shape) if size_key(size) != 1]
     return sorted(dims, key=strides.__getitem__, reverse=True)
 
 
 def _trace_again(node: Node) -> bool:
     """Compute the node's fake value from its inputs' present strides. Return False if those don't allow the operator."""
-    args, kwargs = map_arg((node.args, node.kwargs), value)
-    if node.target in (aten.view.default, aten._unsafe_view.default) and not can_be_viewed(args[0], list(value(node).shape)):
-        return False
+    args, kwargs = map_arg((arguments(node), node.kwargs), value)
     target: Any = node.target
+    if target in (aten.view.default, aten._unsafe_view.default) and not can_be_viewed(args[0], list(value(node).shape)):
+        return False
     try:
         with torch.no_grad():
             node.meta["val"] = target(*args, **kwargs)

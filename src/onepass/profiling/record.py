@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from onepass.profiling.figures import figures, rows
+from onepass.profiling.labels import LabelCounter
 from onepass.profiling.limits import limits_of
 from onepass.profiling.model import Gap, Profile
 from onepass.profiling.suggestions import suggestions
@@ -79,7 +80,9 @@ def profile(
         timing = timed(call, steps)
         tell(f"recording {steps} steps")
         with recording() as recorded:
-            call()  # the first call under the profiler pays for its start-up
+            labels = LabelCounter()
+            with labels.watch():
+                call()  # the first call under the profiler pays for its start-up
             synchronize()
             with record_function(WINDOW):
                 for _ in range(steps):
@@ -87,7 +90,7 @@ def profile(
                         call()
                 synchronize()
         tell("reading the trace, measuring the machine's ceilings")
-        return described(recorded.trace(), timing, ceilings)
+        return described(recorded.trace(), timing, ceilings, labels.ignored())
 
 
 def _whole_number(name: str, value: int, least: int) -> None:
@@ -202,7 +205,7 @@ def recording() -> Iterator[Recorded]:
 # ---- the profile ----
 
 
-def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = None) -> Profile:
+def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = None, ignored_labels: float = 0.0) -> Profile:
     """Build the profile from a trace. Without a timing the wall time is the trace's, and Profile.timed is False."""
     data = json.loads(trace)
     found = figures(read(data))
@@ -247,7 +250,7 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
         same_steps=found.same_steps,
         verdict=verdict,
         reasons=reasons,
-        suggestions=suggestions(found, verdict, idle_us, limits),
+        suggestions=suggestions(found, verdict, idle_us, limits, ignored_labels),
         bars=found.bars,
         packed_trace=gzip.compress(trace, compresslevel=1),
     )

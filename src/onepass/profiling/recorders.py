@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from onepass.profiling.labels import LabelCounter
 from onepass.profiling.model import Profile
 from onepass.profiling.record import Recorded, Timing, described, gpu_in_use, synchronize
 from onepass.profiling.trace import STEP, WINDOW
@@ -84,6 +85,7 @@ class CallRecorder:
         self._walls: list[float] = []
         self._hosts: list[float] = []
         self._peak: int | None = None
+        self._labels = LabelCounter()
         self._recorded: Recorded | None = None
         self._running = False
 
@@ -127,7 +129,8 @@ class CallRecorder:
             say(f"recording the next {self._steps} calls of {self._name}")
             self._recorded, self._running = Recorded(), True
             self._recorded.start()
-            return call()
+            with self._labels.watch():
+                return call()
         synchronize()
         with record_function(WINDOW):
             with record_function(STEP):
@@ -158,4 +161,5 @@ class CallRecorder:
             how = f"--skip {self._skip} --steps {self._steps} needs {needed}: calls that warm up, are timed and are recorded"
             raise CommandError(f"the script called {self._name} {self._calls} times; {how}")
         assert self._recorded is not None
-        return described(self._recorded.trace(), Timing(tuple(self._walls), tuple(self._hosts), self._peak))
+        timing = Timing(tuple(self._walls), tuple(self._hosts), self._peak)
+        return described(self._recorded.trace(), timing, ignored_labels=self._labels.ignored())

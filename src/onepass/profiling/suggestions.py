@@ -14,10 +14,13 @@ from onepass.profiling.verdict import counted, listed, number, time
 
 _LARGE_VOCABULARY, _LARGE_LOGITS = 8192, 1 << 24  # columns; elements, where columns are fewer
 _FAST = 0.9  # of the copy bandwidth
+_MANY_IGNORED = 0.1  # of the labels
 _WORTH = 0.01  # of the time: smaller suggestions are dropped
 
 
-def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) -> tuple[Suggestion, ...]:
+def suggestions(
+    figures: Figures, verdict: str, idle_us: float, limits: Limits, ignored_labels: float = 0.0
+) -> tuple[Suggestion, ...]:
     """Return suggestions sorted by time, the largest first. If the step is launch-bound, a CUDA graph precedes them."""
     calls, steps = [call for call in figures.calls if not _as_fast_as_it_gets(call, limits)], figures.steps
     total = sum(call.us for call in figures.calls) / steps
@@ -25,6 +28,7 @@ def suggestions(figures: Figures, verdict: str, idle_us: float, limits: Limits) 
         _losses, _norms, _activations, _accumulations, _optimizers,
     ]  # fmt: skip
     found = [suggestion for finder in finders for suggestion in finder(calls, steps)]
+    found += _prompts(calls, steps, ignored_labels)
     if not figures.on_gpu:
         found = [_on_cpu(suggestion) for suggestion in found]
     found += _equal(calls, steps, figures.on_gpu)
@@ -54,7 +58,7 @@ def _on_cpu(suggestion: Suggestion) -> Suggestion:
     """Add what differs on a CPU: onepass runs norms and activations as PyTorch operators, and splits the loss's product."""
     if "_norm" in suggestion.call or "activation" in suggestion.call:
         more = "faster on a GPU only"
-    elif "linear_cross_entropy" in suggestion.call:
+    elif suggestion.call == _HEAD:
         more = "on a CPU it saves the logits' memory, not time"
     else:
         return suggestion
@@ -136,7 +140,35 @@ def _gates(calls: Sequence[OperatorCall], activation: str) -> list[OperatorCall]
 _LOSSES = frozenset(f"aten::nll_loss{rank}_{way}" for rank in ("", "2d") for way in ("forward", "backward"))
 
 
+_HEAD = "onepass.linear_cross_entropy(hidden, weight, labels)"
+
+
 def _losses(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
+    softmaxes, seen = _cross_entropies(calls)
+    if not softmaxes:
+        return
+    shape, classes = _shape(softmaxes[0]), _classes(softmaxes[0])
+    assert shape
+    heads = [call for call in calls if call.cost.flops is not None and _inner(call) == classes]
+    size = " x ".join(f"{n:,}" for n in shape)
+    made = ", made by a matrix product" if heads else ""
+    yield _suggestion(_HEAD if heads else "onepass.cross_entropy(logits, labels)", seen, steps, f"; the logits are {size}{made}")
+
+
+def _prompts(calls: Sequence[OperatorCall], steps: int, ignored: float) -> Iterable[Suggestion]:
+    """Logits of tokens whose labels are ignored, as a prompt's are in fine-tuning."""
+    softmaxes, seen = _cross_entropies(calls)
+    if not softmaxes or ignored < _MANY_IGNORED:
+        return
+    classes = _classes(softmaxes[0])
+    products = [call for call in calls if call.cost.flops is not None and any(classes in shape for shape in _shapes(call))]
+    us = ignored * sum(call.us for call in [*seen, *products]) / steps
+    saw = f"{ignored:.0%} of the labels are ignore_index: their logits and gradients are computed for nothing, {time(us)}"
+    yield Suggestion("onepass.linear_cross_entropy(hidden[kept], weight, labels[kept]), kept = labels != -100", saw, us)
+
+
+def _cross_entropies(calls: Sequence[OperatorCall]) -> tuple[list[OperatorCall], list[OperatorCall]]:
+    """Return the softmaxes over large logits that losses follow, and all calls of these losses."""
     softmaxes = [
         call for call in _named(calls, "aten::_log_softmax")
         if _classes(call) >= _LARGE_VOCABULARY or prod(_shape(call) or ()) >= _LARGE_LOGITS
@@ -146,16 +178,9 @@ def _losses(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
         call for call in calls
         if call.name in _LOSSES or (call.name == "aten::gather" and _shape(call) in shapes)
     ]  # fmt: skip
-    if not softmaxes or not losses:
-        return
-    shape, classes = _shape(softmaxes[0]), _classes(softmaxes[0])
-    assert shape
-    seen = [*softmaxes, *_named(calls, "aten::_log_softmax_backward_data"), *losses]
-    heads = [call for call in calls if call.cost.flops is not None and _inner(call) == classes]
-    ours = "onepass.linear_cross_entropy(hidden, weight, labels)" if heads else "onepass.cross_entropy(logits, labels)"
-    size = " x ".join(f"{n:,}" for n in shape)
-    made = ", made by a matrix product" if heads else ""
-    yield _suggestion(ours, seen, steps, f"; the logits are {size}{made}")
+    if not losses:
+        return [], []
+    return softmaxes, [*softmaxes, *_named(calls, "aten::_log_softmax_backward_data"), *losses]
 
 
 def _classes(call: OperatorCall) -> int:
