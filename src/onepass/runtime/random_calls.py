@@ -34,12 +34,12 @@ class Draw:
     """
 
     def __init__(self, source: random.Random, given: Sequence[int] | None = None, roomy: bool = False) -> None:
-        self._source, self._given, self._roomy = source, given, roomy
+        self.source, self._given, self._roomy = source, given, roomy
         self.taken: list[int] = []
 
     def choose(self, values: Sequence[T], weights: Sequence[float] | None = None) -> T:
         if self._given is None:
-            index = self._source.choices(range(len(values)), weights)[0]
+            index = self.source.choices(range(len(values)), weights)[0]
         else:
             at = len(self.taken)
             index = min(self._given[at], len(values) - 1) if at < len(self._given) else 0

@@ -38,6 +38,7 @@ NUMBERS = ("normal", "zero", "1e-4", "1e4", "1e-4 to 1e4", "mean 100", "subnorma
 LAYOUTS = ("contiguous", "rows apart", "columns apart", "transposed", "expanded", "unaligned")
 _LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
 _REAL = ("number", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
+_ALIKE = 4  # on a GPU so many cases in turn have the same sizes, types and options: a compilation takes longer than a case
 _SHRINKS = 300  # runs of smaller cases
 
 
@@ -93,7 +94,8 @@ def run_case(
         without: numbers of NUMBERS that become normal ones.
     """
     device = torch.device("cpu") if device is None else device
-    draw = Draw(random.Random(f"{op.name} {seed}"), choices, device.type == "cuda")
+    alike = _ALIKE if device.type == "cuda" else 1
+    draw = Draw(random.Random(f"{op.name} {seed // alike}"), choices, roomy=device.type == "cuda")
     drawn = _draw_case(op, draw, seed, device, without)
     found = Outcome(op.name, seed, given=choices is not None)
     references: list[dict[str, Tensor]] | None = None
@@ -118,6 +120,7 @@ def run_case(
 
 def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
     call: RandomCall = op.samples.RANDOM_CALLS[op.name](draw)
+    draw.source = random.Random(f"{op.name} {seed} tensors")
     drawn = _Drawn(call, {}, set(), {}, [f"{name}={value}" for name, value in call.options.items() if value not in (None, False)])
     first = next(iter(call.tensors.values()))
     for i, (name, tensor) in enumerate(call.tensors.items()):
@@ -383,7 +386,12 @@ def run(args: Any) -> int:
         more = {} if args.choices is None else {"choices": args.choices, "shrinks": 0}
         tallies.append(fuzz(op, args.cases, args.seed, seen=_progress(args.cases), device=device, without=args.without, **more))
         for outcome in tallies[-1].failed[:10]:
-            print(f"{outcome.line}\n  {outcome.op}({outcome.what})", *(f"  {words}" for words in outcome.failures), sep="\n")
+            print(
+                f"{outcome.line}\n  {outcome.op}({outcome.what})",
+                *(f"  {words}" for words in outcome.failures),
+                sep="\n",
+                flush=True,
+            )
     print("\n".join(_table(tallies)))
     if not any(tally.ran["triton"] for tally in tallies):
         print("kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")

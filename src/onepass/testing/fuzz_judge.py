@@ -68,14 +68,15 @@ def _judge_one(
     size, error = torch.where(keep, exact, zero).abs(), torch.where(keep, (got - exact).abs(), zero)
     noise = torch.stack([torch.where(keep, (baseline - exact).abs(), zero) for baseline in rounded]).amax(0)
     floor = kind.tiny * (kind.eps if dtype is torch.float16 else 1.0)  # products may take what fp32 holds as subnormal for 0
-    factor *= 2.0 if exact.numel() < SMALL else 1.0
+    among = kind.eps * _rms(size) if factor > 1 else zero  # a row's operands are rounded, which meet in another row
+    factor *= 8.0 if exact.numel() < SMALL else 1.0
     slack = extra + (SLACK if exact.numel() >= SMALL else max(SLACK, 2 * kind.eps))
     measures = [
         ("relative RMS", _rms(error), factor * RMS * _rms(noise) + slack * _rms(size)),
         ("largest error", error.amax(), factor * LARGEST * noise.amax() + slack * size.amax()),
     ]
     if exact.dim() > 1 and exact.shape[-1] >= SMALL and not extra:
-        excess = _rms(error, -1) - factor * ROW * _rms(noise, -1) - (2 * slack) * _rms(size, -1)
+        excess = _rms(error, -1) - factor * ROW * _rms(noise, -1) - (2 * slack) * _rms(size, -1) - among
         worst = excess.argmax()
         measures.append(("worst row", _rms(error, -1).flatten()[worst], (_rms(error, -1) - excess).flatten()[worst]))
     for measure, is_, may in measures:
