@@ -19,7 +19,7 @@ from onepass.testing.fuzz_judge import judge
 from onepass.testing.mutants import mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CASES = dict.fromkeys(OPS, 15) | {"rms_norm": 30, "softmax": 30, "linear_cross_entropy": 8}  # about 20 s of CPU in all
+CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15}  # less than 20 s of CPU in all
 
 # Formula and kernels answer differently for inf and NaN in several ops, and a loss of zero rows moves its logits' version.
 WITHOUT = ("inf and NaN",)
@@ -28,7 +28,7 @@ KNOWN = {"cross_entropy": "logits was written in place"}
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_random_cases_are_within_the_budget(op):
-    tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE, without=WITHOUT, shrinks=1)
+    tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE, without=WITHOUT, shrinks=op not in KNOWN)
     failed = [f for f in tally.failed if not (op in KNOWN and all(KNOWN[op] in words for words in f.failures))]
     assert not failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in failed)
     assert tally.ran["torch"] == CASES[op]

@@ -56,7 +56,7 @@ def _random_dropout_add(draw: Draw) -> RandomCall:
 
     def formula(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
         added = x if bias is None else x + bias
-        return residual + (added * 0.0 if p and training else added)
+        return residual + (added.masked_fill(torch.ones_like(added, dtype=torch.bool), 0.0) if p and training else added)
 
     return RandomCall(tensors, {"p": p, "training": training}, formula)
 
