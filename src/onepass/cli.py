@@ -1,4 +1,4 @@
-"""The `onepass` command: train, bench, profile, explain, doctor. A subcommand imports its dependencies when it is used."""
+"""The `onepass` command: train, bench, profile, explain, fuzz, doctor. A subcommand imports its dependencies when it is used."""
 
 from __future__ import annotations
 
@@ -83,6 +83,12 @@ def _profile(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
     script.add_arguments(parser)
     parser.set_defaults(run=script.run)
+
+
+def _fuzz(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    from onepass.testing import fuzz
+
+    fuzz.add_arguments(parser)
 
 
 def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
@@ -221,6 +227,7 @@ _COMMANDS = {
     "bench": ("measure ops against their peers", _bench),
     "profile": ("run a script and say what it does with the machine, and what of onepass would apply", _profile),
     "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),
+    "fuzz": ("run random calls of every op against its formula in fp64", _fuzz),
     "doctor": ("look for what is broken or slow on this machine", _doctor),
 }
 

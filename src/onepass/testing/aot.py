@@ -91,14 +91,15 @@ def _specialisation(parameter: tuple[str, bool], value: Any) -> Any:
     return wide if name in launch.VARYING else (wide, value == 1, value % 16 == 0)
 
 
-def _modules() -> Iterator[Any]:
+def package_modules() -> Iterator[Any]:
+    """Yield the modules that kernels are in."""
     for package in (onepass.kernels, onepass.gradients, onepass.ops):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             yield importlib.import_module(module.name)
 
 
 def _sample_modules() -> list[Any]:
-    return [module for module in _modules() if module.__name__.endswith(".samples")]
+    return [module for module in package_modules() if module.__name__.endswith(".samples")]
 
 
 def launches(only: str = "", arch: int = 90) -> list[Launch]:
@@ -128,7 +129,7 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
-        for module in _modules():
+        for module in package_modules():
             # the meta device passes for a GPU, and cached tiles of other architectures are dropped
             for name, value in gpu.items():
                 if hasattr(module, name):
@@ -143,7 +144,7 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
 def uncovered(found: Iterable[Launch]) -> list[str]:
     """Return the kernels that no call launches."""
     launched = {each.kernel for each in found}
-    kernels = {value for module in _modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
+    kernels = {value for module in package_modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
     return sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from onepass.ops.activation.activation_linear import activation_linear, activati
 from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
 from onepass.runtime.samples import (
     LARGE,
     NARROW,
@@ -46,6 +48,44 @@ SHAPES_OF = {
     "bias_activation": {"token_weight": lambda x, given: x.shape[:-1]},
 }
 
+
+# ---- random calls ----
+
+_FP8_ERROR = 2.0  # of gradients at an x of three bits, where a clamp may turn the other way
+
+
+def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], dict[str, Any], torch.dtype, int]:
+    """Return x, the bias and the token weight, the options, x's type, and the width of the activation's result."""
+    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
+    activation = draw.choose(tuple(ACTIVATIONS))
+    act = ACTIVATIONS[activation]
+    tensors = {"x": RandomTensor((*lead, width * act.parts), dtype)}
+    if draw.flag():
+        tensors[bias] = RandomTensor((width * act.parts,), draw.beside(dtype), parameter=True)
+    if draw.flag(0.3):
+        tensors["token_weight"] = RandomTensor((*lead, 1) if draw.flag() else lead, draw.beside(dtype))
+    options: dict[str, Any] = {"activation": activation}
+    if act.gated:
+        options |= {"clamp": draw.choose((None, 7.0, 0.5)), "linear_offset": draw.choose((0.0, 1.0))}
+    return tensors, options, dtype, width
+
+
+def _random_bias_activation(draw: Draw) -> RandomCall:
+    tensors, options, _, _ = _random_activation("bias", draw)
+    save = draw.choose(("input", "fp8"), (4, 1))
+    formula = partial(bias_activation_reference, **options)
+    return RandomCall(tensors, {**options, "save": save}, formula, gradients=_FP8_ERROR * (save == "fp8"))
+
+
+def _random_activation_linear(draw: Draw) -> RandomCall:
+    tensors, options, dtype, width = _random_activation("activation_bias", draw)
+    tensors |= linear_tensors(draw, width, dtype)
+    save = draw.choose(("input", "fp8"), (4, 1))
+    formula = partial(activation_linear_reference, **options)
+    return RandomCall(tensors, {**options, "save": save}, formula, True, gradients=_FP8_ERROR * (save == "fp8"))
+
+
+RANDOM_CALLS = {"bias_activation": _random_bias_activation, "activation_linear": _random_activation_linear}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
 from onepass.ops.attention.rope import rope, rope_reference
+from onepass.runtime.random_calls import BF16, FP16, FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -41,6 +42,36 @@ def _table_shape(x: Tensor, given: dict[str, Any]) -> tuple[int, ...]:
 
 SHAPES_OF = {"attention": {"cos": _table_shape, "sin": _table_shape}}
 
+
+# ---- random calls ----
+
+
+def _random_attention(draw: Draw) -> RandomCall:
+    dtype, D = draw.choose((BF16, FP16, FP32), (4, 4, 1)), draw.choose((16, *SIZES[1:], 6), (8, *(1 for _ in SIZES[1:]), 1))
+    heads, groups = draw.choose(((1, 1), (2, 1), (4, 2), (3, 3)))
+    batch, tokens = draw.choose((1, 2, 0)), draw.choose((3, 1, 17, 64, 100, 0), (2, 2, 2, 1, 1, 1))
+    tensors = {"qkv": RandomTensor((batch, tokens, (heads + 2 * groups) * D), dtype, "tame")}
+    if draw.flag():
+        tables = (*((batch,) if draw.flag(0.3) else ()), tokens, draw.choose((D // 2, 1)))
+        tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
+    options: dict[str, Any] = {"heads": heads, "groups": groups, "interleaved": draw.flag(), "scale": draw.choose((None, 0.5))}
+    written = ("qkv",) if draw.flag(0.2) else ()
+    formula = partial(attention_reference, **options)
+    return RandomCall(tensors, {**options, "overwrite": bool(written)}, formula, True, written)
+
+
+def _random_rope(draw: Draw) -> RandomCall:
+    dtype, D = draw.dtype(), draw.choose((8, 2, 3, 22, 64, 129))
+    lead = tuple(size for size in draw.lead()[-2:]) or (1,)
+    q, k = draw.choose(((2, 1), (1, 1), (5, 2), (3, 3)))
+    tensors = {"q": RandomTensor((*lead, q, D), dtype), "k": RandomTensor((*lead, k, D), draw.beside(dtype))}
+    tables = (*lead[: -1 if draw.flag(0.3) else 0], lead[-1], draw.choose((D // 2, 1)))
+    tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
+    options: dict[str, Any] = {"interleaved": draw.flag()}
+    return RandomCall(tensors, options, partial(rope_reference, **options))
+
+
+RANDOM_CALLS = {"attention": _random_attention, "rope": _random_rope}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

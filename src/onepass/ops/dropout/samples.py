@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.dropout_add import dropout_add, dropout_add_reference
 from onepass.ops.dropout.formula import DropoutOptions
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     LARGE,
     NARROW,
@@ -41,6 +42,26 @@ SAMPLES = {
 
 SHAPES_OF: dict[str, dict[str, Any]] = {}
 
+
+# ---- random calls ----
+
+
+def _random_dropout_add(draw: Draw) -> RandomCall:
+    """Nothing is dropped, or everything: what is dropped between is random."""
+    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
+    tensors = {"x": RandomTensor((*lead, width), dtype), "residual": RandomTensor((*lead, width), draw.beside(dtype))}
+    if draw.flag():
+        tensors["bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    p, training = draw.choose((0.0, 1.0), (3, 1)), draw.flag(0.8)
+
+    def formula(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        added = x if bias is None else x + bias
+        return residual + (added.masked_fill(torch.ones_like(added, dtype=torch.bool), 0.0) if p and training else added)
+
+    return RandomCall(tensors, {"p": p, "training": training}, formula)
+
+
+RANDOM_CALLS = {"dropout_add": _random_dropout_add}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

@@ -6,12 +6,22 @@ from collections.abc import Iterator
 from functools import partial
 
 from onepass.ops.linear.linear import linear_reference
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
 from onepass.runtime.samples import CoveringCall, Sample, random_tensors
 
 SAMPLES = {"linear": Sample(partial(random_tensors, ((37, 203), (29, 203), (29,))), linear_reference)}
 
 
 SHAPES_OF = {"linear": {"bias": lambda x, given: given["weight"][:1]}}
+
+
+def _random_linear(draw: Draw) -> RandomCall:
+    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
+    tensors = {"x": RandomTensor((*lead, width), dtype)} | linear_tensors(draw, width, dtype)
+    return RandomCall(tensors, {}, linear_reference, True)
+
+
+RANDOM_CALLS = {"linear": _random_linear}
 
 
 def covering_calls() -> Iterator[CoveringCall]:

@@ -13,6 +13,7 @@ from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from onepass.ops.loss.formula import LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -46,6 +47,57 @@ SHAPES_OF = {
     "linear_cross_entropy": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]}
 }
 
+
+# ---- random calls ----
+
+
+def _random_loss(draw: Draw) -> tuple[dict[str, Any], tuple[int, ...], int, RandomTensor]:
+    """Return the options that both losses have, the labels' shape, the vocabulary, and the labels."""
+    vocabulary, lead = draw.width(), draw.lead()
+    options: dict[str, Any] = {
+        "reduction": draw.choose(("mean", "sum", "none")),
+        "ignore_index": draw.choose((-100, 0)),
+        "label_smoothing": draw.choose((0.0, 0.1 if vocabulary > 1 else 0.0)),  # of one label, all that is left is 0.9 + 0.1 - 1
+        "z_loss": draw.choose((0.0, 1e-3)),
+    }
+    return options, lead, vocabulary, RandomTensor(lead, torch.int64, "labels", False, vocabulary, options["ignore_index"])
+
+
+def _random_cross_entropy(draw: Draw) -> RandomCall:
+    options, lead, vocabulary, labels = _random_loss(draw)
+    tensors = {"logits": RandomTensor((*lead, vocabulary), draw.dtype()), "labels": labels}
+    over = draw.flag(0.2)
+    formula = partial(cross_entropy_reference, **options)
+    return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=("logits",) if over else ())
+
+
+def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
+    options, lead, vocabulary, labels = _random_loss(draw)
+    dtype, width = draw.dtype(), draw.choose((8, 1, 17, 64, 100))
+    tensors = {
+        "hidden": RandomTensor((*lead, width), dtype, "tame"),
+        "weight": RandomTensor((vocabulary, width), dtype, "tame weight", True, width),
+        "labels": labels,
+    }
+    if draw.flag(0.3):
+        tensors["bias"] = RandomTensor((vocabulary,), dtype, "tame", True)
+    if draw.flag(0.3):
+        tensors["token_weight"] = RandomTensor(lead, FP32, "positive")
+    options |= {
+        "softcap": draw.choose((None, 5.0)),
+        "logit_scale": draw.choose((1.0, 0.25)),
+        "return_stats": draw.flag(0.3),
+    }
+
+    def formula(**given: Any) -> Any:
+        found = linear_cross_entropy_reference(**given, **options)
+        return (found[0], *found[1]) if options["return_stats"] else found
+
+    more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, FP32))}
+    return RandomCall(tensors, {**options, **more}, formula, True)
+
+
+RANDOM_CALLS = {"cross_entropy": _random_cross_entropy, "linear_cross_entropy": _random_linear_cross_entropy}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

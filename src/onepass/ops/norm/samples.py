@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -47,6 +48,55 @@ SHAPES_OF = {
     "norm_linear": {"residual": lambda x, given: x.shape, "bias": lambda x, given: given["weight"][:1]},
 }
 
+
+# ---- random calls ----
+
+
+def _random_norm(layer: bool, draw: Draw) -> RandomCall:
+    dtype, lead = draw.dtype(), draw.lead()
+    width = max(1 + layer, draw.width())  # of one number, a layer norm is 0 plus its mean's rounding times 1 / sqrt(eps)
+    tensors = {"x": RandomTensor((*lead, width), dtype)}
+    if draw.flag(0.8):
+        tensors["weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    if layer and draw.flag():
+        tensors["bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    if draw.flag(0.3):
+        tensors["residual"] = RandomTensor((*lead, width), draw.beside(dtype))
+    options: dict[str, Any] = {"eps": draw.choose((1e-5, 1e-12, 0.1))}
+    options["zero_centered_gamma"] = "weight" in tensors and draw.flag(0.3)
+    reference: Callable[..., Any] = layer_norm_reference if layer else rms_norm_reference
+    formula = partial(reference, stored=dtype, **options)
+    return RandomCall(tensors, {**options, "memory_efficient": draw.flag(0.2)}, formula)
+
+
+def _random_norm_linear(draw: Draw) -> RandomCall:
+    dtype, lead, norm = draw.dtype(), draw.lead(), draw.choose(tuple(NORMS))
+    width = max(1 + (norm == "layer_norm"), draw.width())
+    tensors: dict[str, RandomTensor] = {"x": RandomTensor((*lead, width), dtype)}
+    if draw.flag(0.8):
+        tensors["norm_weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    tensors |= linear_tensors(draw, width, dtype)
+    if norm == "layer_norm" and draw.flag():
+        tensors["norm_bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    if draw.flag(0.3):
+        tensors["residual"] = RandomTensor((*lead, width), draw.beside(dtype))
+    options: dict[str, Any] = {
+        "norm": norm,
+        "eps": draw.choose((1e-5, 1e-12, 0.1)),
+        "zero_centered_gamma": "norm_weight" in tensors and draw.flag(0.3),
+        "return_norm_output": draw.flag(0.3),
+        "return_input": draw.flag(0.2),
+    }
+    missing: dict[str, Any] = {} if "norm_weight" in tensors else {"norm_weight": None}
+    formula = partial(norm_linear_reference, stored=dtype, **missing, **options)
+    return RandomCall(tensors, {**missing, **options}, formula, products=True)
+
+
+RANDOM_CALLS = {
+    "layer_norm": partial(_random_norm, True),
+    "rms_norm": partial(_random_norm, False),
+    "norm_linear": _random_norm_linear,
+}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.ops.softmax.softmax import softmax, softmax_reference
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import CoveringCall, Sample, meta, random_tensors
 
 
@@ -33,6 +35,44 @@ SAMPLES = {
 SHAPES_OF = {"softmax": {"mask": lambda x, given: x.shape}}
 TYPES_OF = {"mask": torch.bool}
 
+
+# ---- random calls ----
+
+
+class _RoundedSoftmax(torch.autograd.Function):
+    """The formula with y rounded to a type before its gradient is made of it, which is what the op keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+        y = softmax_reference(x, mask, **options)
+        there = softmax_reference(torch.zeros_like(x), mask, **options) > 0
+        ctx.save_for_backward(y.to(dtype).to(y.dtype) if x.dtype is torch.float32 else y, there)
+        ctx.scale = options["scale"]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, there = ctx.saved_tensors
+        dx = ctx.scale * y * (dy - (y * dy).sum(-1, keepdim=True))
+        return torch.where(there, dx, 0.0), None, None, None
+
+
+def _random_softmax(draw: Draw) -> RandomCall:
+    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
+    tensors = {"x": RandomTensor((*lead, width), dtype)}
+    if draw.flag(0.4):
+        shape = tuple(draw.choose((size, 1), (3, 1)) for size in (*lead, width))
+        tensors["mask"] = RandomTensor(shape[draw.choose((0, 1), (3, 1)) :], torch.bool, "mask")
+    options = {"scale": draw.choose((1.0, 0.125, -2.0)), "causal": bool(lead) and draw.flag(0.4)}
+
+    def formula(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = _RoundedSoftmax.apply(x, mask, dtype, options)
+        return y
+
+    return RandomCall(tensors, options, formula)
+
+
+RANDOM_CALLS = {"softmax": _random_softmax}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

@@ -1,0 +1,118 @@
+"""What fuzzing draws of an op: a random call, described without its numbers.
+
+Each family's `samples.py` has `RANDOM_CALLS`: for each op a function from a `Draw` to a `RandomCall`. Only tools import these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Sizes are few, as a kernel is compiled for each width; rows are run-time arguments. In order of simplicity.
+_WIDTHS = (8, 1, 2, 3, 17, 33, 64, 100, 129, 257)
+_LARGE_WIDTHS = (1000, 1025, 4096, 5000)
+_LEADS = ((3,), (1,), (2, 3), (37,), (), (5, 7), (2, 3, 5), (0,), (2, 0), (1, 1), (65,))
+_LARGE_LEADS = ((257,), (4, 129))
+_ON_A_GPU = ((4097,), (3, 1025), (20_000,))
+
+
+class Draw:
+    """The choices of one random call. Each is recorded by its index, and index 0 is the simplest, which shrinking relies on.
+
+    Args:
+        source: makes the choices.
+        given: indices to take instead. Where they end, the simplest follows.
+        roomy: whether sizes may be as large as a GPU likes them.
+    """
+
+    def __init__(self, source: random.Random, given: Sequence[int] | None = None, roomy: bool = False) -> None:
+        self.source, self._given, self._roomy = source, given, roomy
+        self.taken: list[int] = []
+
+    def choose(self, values: Sequence[T], weights: Sequence[float] | None = None) -> T:
+        if self._given is None:
+            index = self.source.choices(range(len(values)), weights)[0]
+        else:
+            at = len(self.taken)
+            index = min(self._given[at], len(values) - 1) if at < len(self._given) else 0
+        self.taken.append(index)
+        return values[index]
+
+    def flag(self, likely: float = 0.5) -> bool:
+        return self.choose((False, True), (1 - likely, likely))
+
+    def width(self, rare: float = 0.1) -> int:
+        """Return the size of a last dimension, at least 1. Large ones are rare."""
+        large = self.flag(0.3 if self._roomy else rare)
+        return self.choose(_LARGE_WIDTHS if large else _WIDTHS)
+
+    def lead(self) -> tuple[int, ...]:
+        """Return the dimensions before the last."""
+        if self._roomy and self.flag(0.2):
+            return self.choose(_ON_A_GPU)
+        return self.choose(_LARGE_LEADS if self.flag(0.05) else _LEADS)
+
+    def dtype(self) -> torch.dtype:
+        return self.choose((FP32, BF16, FP16))
+
+    def beside(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of a tensor that may have another type than x."""
+        return self.choose((dtype, FP32, BF16, FP16), (6, 2, 1, 1))
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """One tensor of a random call.
+
+    Args:
+        kind: what its numbers are: "number" (of any size), "tame" (of size 1 or less), "weight" (so that a product of such rows
+            keeps the size), "tame weight", "positive", "labels", "mask", "cos" or "sin".
+        parameter: whether it may carry main_grad.
+        top: the number of labels, or the columns of a weight.
+        ignore_index: of labels.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str = "number"
+    parameter: bool = False
+    top: int = 1
+    ignore_index: int = -100
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """One call of an op.
+
+    Args:
+        tensors: by the names of the op's parameters.
+        options: the op's other options.
+        formula: takes the tensors by their names, in any type, and returns what the op returns.
+        products: whether operands of products inside are rounded to the storage type.
+        written: tensors that the call writes by design. They are given as results of an operator.
+        gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
+    """
+
+    tensors: dict[str, RandomTensor]
+    options: dict[str, Any]
+    formula: Callable[..., Any]
+    products: bool = False
+    written: tuple[str, ...] = ()
+    gradients: float = 0.0
+
+
+def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:
+    """Return the weight of a product with rows of `width` numbers, and a bias or none."""
+    columns = draw.choose((8, 1, 5, 64, 33))
+    found = {name: RandomTensor((columns, width), dtype, "weight", True, width)}
+    if draw.flag():
+        found["bias"] = RandomTensor((columns,), dtype, parameter=True)
+    return found

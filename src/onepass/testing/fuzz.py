@@ -1,0 +1,419 @@
+"""Random cases for every op: formula and kernels against the formula in fp64.
+
+    onepass fuzz                                     # 100 cases an op, on a GPU where there is one
+    onepass fuzz rms_norm --cases 10000 --seed 0     # cases of seeds 0 to 9999
+    TRITON_INTERPRET=1 onepass fuzz softmax          # kernels on a CPU
+    onepass fuzz rms_norm --seed 17 --cases 1 --choices 0,3,0,1    # one shrunk case, as a failure prints it
+
+`RANDOM_CALLS` in an op's `samples.py` draws its sizes, types and options. Here memory layouts, numbers, frozen inputs and
+main_grad are drawn for all ops alike. A case is a list of choices, of which 0 is the simplest: shrinking tries smaller ones.
+Numbers come from the device's own generator, so a case repeats on the same kind of device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.runtime.op import OPS, Op
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
+from onepass.testing.fuzz_judge import PRODUCTS, judge
+from onepass.testing.poison import poisoned, unchanged
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import onepass.testing.interpreter  # noqa: F401
+
+BACKENDS = ("torch", "triton")
+NUMBERS = ("normal", "zero", "1e-4", "1e4", "1e-4 to 1e4", "mean 100", "subnormal", "inf and NaN")
+LAYOUTS = ("contiguous", "rows apart", "columns apart", "transposed", "expanded", "unaligned")
+_LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
+_REAL = ("number", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
+_ALIKE = 4  # on a GPU so many cases in turn have the same sizes, types and options: a compilation takes longer than a case
+_SHRINKS = 300  # runs of smaller cases
+
+
+@dataclass
+class Outcome:
+    """What one case showed."""
+
+    op: str
+    seed: int
+    choices: tuple[int, ...] = ()
+    given: bool = False  # whether the choices were given
+    what: str = ""  # the call in words
+    ran: list[str] = field(default_factory=list)  # backends
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        """The command that repeats this case."""
+        choices = f" --choices {','.join(map(str, self.choices))}" if self.given else ""
+        return f"onepass fuzz {self.op} --seed {self.seed} --cases 1{choices}"
+
+
+@dataclass
+class _Drawn:
+    """A call with its numbers."""
+
+    call: RandomCall
+    tensors: dict[str, Tensor]
+    asking: set[str]  # who gets a gradient
+    main_grads: dict[str, Tensor]
+    words: list[str]
+    dys: list[Tensor | None] | None = None
+
+
+# ---- a case ----
+
+
+def run_case(
+    op: Op,
+    seed: int,
+    choices: Sequence[int] | None = None,
+    *,
+    device: torch.device | None = None,
+    function: Callable[..., Any] | None = None,
+    without: Sequence[str] = (),
+    backends: Sequence[str] = BACKENDS,
+) -> Outcome:
+    """Run one case by each backend that takes it.
+
+    Args:
+        choices: what to take in place of the seed's own choices; numbers still come from the seed.
+        function: runs in the op's place, such as a mutant's.
+        without: numbers of NUMBERS that become normal ones.
+    """
+    device = torch.device("cpu") if device is None else device
+    alike = _ALIKE if device.type == "cuda" else 1
+    draw = Draw(random.Random(f"{op.name} {seed // alike}"), choices, roomy=device.type == "cuda")
+    drawn = _draw_case(op, draw, seed, device, without)
+    found = Outcome(op.name, seed, given=choices is not None)
+    references: list[dict[str, Tensor]] | None = None
+    for backend in backends:
+        if backend == "triton" and op.unsupported(op.call(**drawn.tensors, **drawn.call.options)) is not None:
+            continue
+        found.ran.append(backend)
+        try:
+            ours = _ours(function or op.function, drawn, backend, draw, seed)
+        except Exception as error:
+            found.failures.append(f"{backend}: {type(error).__name__}: {error}")
+            continue
+        references = references or _references(drawn)
+        types = {f"d{name}": drawn.main_grads.get(name, drawn.tensors[name]).dtype for name in drawn.asking}
+        factor = PRODUCTS if drawn.call.products else 1.0
+        bad = judge(ours, references, types, drawn.call.gradients, factor)
+        found.failures += [f"{backend}: {words}" for words in bad]
+    found.choices = tuple(draw.taken)
+    found.what = ", ".join(drawn.words)
+    return found
+
+
+def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
+    call: RandomCall = op.samples.RANDOM_CALLS[op.name](draw)
+    draw.source = random.Random(f"{op.name} {seed} tensors")
+    drawn = _Drawn(call, {}, set(), {}, [f"{name}={value}" for name, value in call.options.items() if value not in (None, False)])
+    first = next(iter(call.tensors.values()))
+    for i, (name, tensor) in enumerate(call.tensors.items()):
+        numbers = draw.choose(NUMBERS, _LIKELY) if tensor.kind in _REAL else "normal"
+        tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
+        lossy = call.gradients > 0 and numbers == NUMBERS[-1]  # what is kept has one scale for several numbers
+        numbers = "normal" if numbers in without or (tame and numbers in NUMBERS[3:6]) or lossy else numbers
+        layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
+        values = _values(tensor, numbers, _generator(device, seed, i), device)
+        drawn.tensors[name] = _laid_out(values, layout)
+        words = [f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"]
+        words += [word for word in (numbers, layout) if word not in ("normal", "contiguous")]
+        if tensor.kind in (*_REAL, "positive"):
+            if draw.flag(0.8):
+                drawn.asking.add(name)
+                if tensor.parameter and draw.flag(0.2):
+                    like = torch.randn(tensor.shape, generator=_generator(device, seed, 100 + i), device=device)
+                    drawn.main_grads[name] = like.to(draw.choose((torch.float32, tensor.dtype)))
+                    words.append("main_grad")
+            else:
+                words.append("frozen")
+        drawn.words.append(" ".join(words))
+    return drawn
+
+
+def _generator(device: torch.device, seed: int, of: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed * 1009 + of)
+
+
+def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, device: torch.device) -> Tensor:
+    shape = tensor.shape
+    on: dict[str, Any] = {"generator": generator, "device": device}
+
+    def uniform() -> Tensor:
+        return torch.rand(shape, **on)
+
+    if tensor.kind == "labels":
+        labels = torch.randint(tensor.top, shape, **on)
+        return torch.where(uniform() < 0.2, tensor.ignore_index, labels)
+    if tensor.kind == "mask":
+        return uniform() < 0.3
+    if tensor.kind == "positive":
+        return (uniform() + 0.25).to(tensor.dtype)
+    x: Tensor = torch.randn(shape, **on)
+    if tensor.kind in ("cos", "sin"):
+        return (x.cos() if tensor.kind == "cos" else x.sin()).to(tensor.dtype)
+    if "weight" in tensor.kind:
+        x = x / max(tensor.top, 1) ** 0.5
+    if numbers == "zero":
+        x = x * 0
+    elif numbers in ("1e-4", "1e4"):
+        x = x * float(numbers)
+    elif numbers == "1e-4 to 1e4":
+        x = x * 10 ** (8 * uniform() - 4)
+    elif numbers == "mean 100":
+        x = x + 100
+    elif numbers == "subnormal":
+        x = x * torch.finfo(tensor.dtype).tiny / 4
+    elif numbers == "inf and NaN":
+        pick = uniform()
+        for i, value in enumerate((float("inf"), float("-inf"), float("nan"))):
+            x = torch.where((pick >= i * 0.01) & (pick < (i + 1) * 0.01), value, x)
+    return x.to(tensor.dtype)
+
+
+def _laid_out(t: Tensor, layout: str) -> Tensor:
+    """Return the values in another memory layout; expanded, in all of the first dimension those of its first entry."""
+    if layout == "contiguous" or not t.dim() or not t.numel():
+        return t
+    if layout == "rows apart":
+        wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), 7)
+        return wide[..., 1:-2].copy_(t)
+    if layout == "columns apart":
+        return t.new_full((*t.shape, 2), 7)[..., 0].copy_(t)
+    if layout == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded":
+        return t[:1].expand(t.shape)
+    return t.new_full((t.numel() + 1,), 7)[1:].view(t.shape).copy_(t)
+
+
+# ---- the computations ----
+
+
+def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw, seed: int) -> dict[str, Tensor]:
+    """Run the op in poisoned memory. Inputs, incoming gradients, and the memory around them must stay as they are."""
+    leaves = {name: t.detach().requires_grad_(name in drawn.asking) for name, t in drawn.tensors.items()}
+    given = {name: t * 1 if name in drawn.call.written else t for name, t in leaves.items()}
+    for name, main_grad in drawn.main_grads.items():
+        leaves[name].main_grad = main_grad.clone()  # type: ignore[attr-defined]
+    with unchanged(**drawn.tensors), poisoned():
+        outputs = _outputs(function(**given, **drawn.call.options, backend=backend))
+        if drawn.dys is None:
+            drawn.dys = [_incoming(y, i, draw, seed) for i, y in enumerate(outputs)]
+        with unchanged(**{f"dy{i}": dy for i, dy in enumerate(drawn.dys)}):
+            results = _results(outputs, drawn.dys)
+    for name in drawn.asking:
+        grad = leaves[name].main_grad if name in drawn.main_grads else leaves[name].grad  # type: ignore[attr-defined]
+        results[f"d{name}"] = torch.zeros_like(leaves[name]) if grad is None else grad
+    frozen = [name for name, t in leaves.items() if name not in drawn.asking and t.grad is not None]
+    if frozen:
+        raise AssertionError(f"a gradient for {', '.join(frozen)}, which asked for none")
+    return results
+
+
+def _outputs(returned: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a result, which may be nested."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    return [tensor for each in returned for tensor in _outputs(each)]
+
+
+def _incoming(y: Tensor, i: int, draw: Draw, seed: int) -> Tensor | None:
+    """Return a gradient to come back to y, in some memory layout, or None."""
+    if not y.requires_grad or (i and draw.flag(0.2)):
+        return None
+    layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
+    dy: Tensor = torch.randn(y.shape, generator=_generator(y.device, seed, 50 + i), device=y.device)
+    return _laid_out(dy.to(y.dtype), layout)
+
+
+def _results(outputs: list[Tensor], dys: list[Tensor | None]) -> dict[str, Tensor]:
+    pairs = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if dy is not None and y.requires_grad]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [dy.to(y.dtype) for y, dy in pairs])
+    return {f"y{i}": y.detach() for i, y in enumerate(outputs)}
+
+
+def _references(drawn: _Drawn) -> list[dict[str, Tensor]]:
+    """Return the results in fp64, in fp32, and twice in fp32 of inputs a rounding away, subnormal ones taken for 0.
+
+    Those show how far the problem itself amplifies an error, as where a difference cancels. The rounding is fp32's, or the
+    storage type's where operands of products inside have that type.
+    """
+    first = next(iter(drawn.tensors.values()))
+    jitter = torch.finfo(first.dtype if drawn.call.products else torch.float32).eps
+    found = [_formula(drawn, torch.float64), _formula(drawn, torch.float32)]
+    return found + [_formula(drawn, torch.float32, jitter, seed) for seed in (1, 2)]
+
+
+def _formula(drawn: _Drawn, dtype: torch.dtype, jitter: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
+    def converted(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        tiny = torch.finfo(t.dtype).tiny
+        t = t.detach().to(dtype, copy=True)
+        if jitter:
+            step = torch.rand(t.shape, generator=_generator(t.device, seed, 0), device=t.device) - 0.5
+            t = torch.where(t.abs() < tiny, 0.0, t * (1 + step * 2 * jitter))
+        return t
+
+    leaves = {name: converted(t).requires_grad_(name in drawn.asking) for name, t in drawn.tensors.items()}
+    assert drawn.dys is not None
+    dys = [None if dy is None else converted(dy) for dy in drawn.dys]
+    results = _results(_outputs(drawn.call.formula(**leaves)), dys)
+    for name in drawn.asking:
+        grad = leaves[name].grad
+        grad = torch.zeros_like(leaves[name]) if grad is None else grad
+        main_grad = drawn.main_grads.get(name)
+        results[f"d{name}"] = grad if main_grad is None else grad + main_grad.to(grad.dtype)
+    return results
+
+
+# ---- many cases, and smaller ones ----
+
+
+def shrink(fails: Callable[[Sequence[int]], Outcome], outcome: Outcome) -> Outcome:
+    """Return the simplest failing case that can be reached by making one choice smaller at a time."""
+    best, runs = outcome, 0
+    improved = True
+    while improved and runs < _SHRINKS:
+        improved = False
+        for i, choice in enumerate(best.choices):
+            for smaller in sorted({0, choice // 2, choice - 1} & set(range(choice))):
+                runs += 1
+                tried = fails([*best.choices[:i], smaller, *best.choices[i + 1 :]])
+                if tried.failures and sum(tried.choices) < sum(best.choices):
+                    best, improved = tried, True
+                    break
+            if improved:
+                break
+    return best
+
+
+@dataclass
+class Tally:
+    """What the cases of one op showed."""
+
+    op: str
+    cases: int = 0
+    ran: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BACKENDS, 0))
+    failed: list[Outcome] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def fuzz(
+    op: Op, cases: int, seed: int = 0, *, shrinks: int = 3, seen: Callable[[Tally], None] = lambda tally: None, **how: Any
+) -> Tally:
+    """Run the cases of seeds `seed` to `seed + cases - 1`. The first `shrinks` failing ones are shrunk."""
+    tally, start = Tally(op.name), time.perf_counter()
+    with _whole_sums(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the formula's own, of degrees of freedom and the like
+        for at in range(seed, seed + cases):
+            outcome = run_case(op, at, **how)
+            tally.cases += 1
+            for backend in outcome.ran:
+                tally.ran[backend] += 1
+            if outcome.failures:
+                if len(tally.failed) < shrinks:
+                    outcome = shrink(lambda choices, at=at: run_case(op, at, choices, **how), outcome)  # type: ignore[misc]
+                tally.failed.append(outcome)
+            tally.seconds = time.perf_counter() - start
+            seen(tally)
+    return tally
+
+
+@contextlib.contextmanager
+def _whole_sums() -> Iterator[None]:
+    """Forbid reduced-precision sums: cuBLAS may split a product and add the parts in 16 bits."""
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
+
+
+# ---- the command ----
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument(
+        "op", nargs="?", metavar="OP", choices=sorted(OPS), help=f"one of {', '.join(sorted(OPS))} (default: all)"
+    )
+    parser.add_argument("--cases", type=int, default=100, help="of each op (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next (%(default)s)")
+    parser.add_argument("--choices", type=_choices, help="of one case, as a failure prints them")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=NUMBERS, help="numbers to leave out, such as 'inf and NaN'"
+    )
+    parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda where there is one, else cpu)")
+    parser.set_defaults(run=run)
+
+
+def _choices(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+_choices.__name__ = "choices"  # argparse prints this name in error messages
+
+
+def run(args: Any) -> int:
+    from onepass.bench.options import find_device
+    from onepass.runtime.errors import CommandError
+
+    if args.choices is not None and (args.op is None or args.cases != 1):
+        raise CommandError("--choices needs OP and --cases 1")
+    if args.cases < 1:
+        raise CommandError(f"--cases must be at least 1, but is {args.cases}")
+    device = find_device(args.device)
+    tallies = []
+    for op in [OPS[args.op]] if args.op else [OPS[name] for name in sorted(OPS)]:
+        more = {} if args.choices is None else {"choices": args.choices, "shrinks": 0}
+        tallies.append(fuzz(op, args.cases, args.seed, seen=_progress(args.cases), device=device, without=args.without, **more))
+        for outcome in tallies[-1].failed[:10]:
+            print(
+                f"{outcome.line}\n  {outcome.op}({outcome.what})",
+                *(f"  {words}" for words in outcome.failures),
+                sep="\n",
+                flush=True,
+            )
+    print("\n".join(_table(tallies)))
+    if not any(tally.ran["triton"] for tally in tallies):
+        print("kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")
+    return int(any(tally.failed for tally in tallies))
+
+
+def _progress(cases: int) -> Callable[[Tally], None]:
+    last = [0.0]
+
+    def seen(tally: Tally) -> None:
+        now = time.perf_counter()
+        if sys.stderr.isatty() and (now - last[0] > 0.2 or tally.cases == cases):
+            last[0] = now
+            words = f"{tally.op} {tally.cases}/{cases}, {len(tally.failed)} failed, {tally.seconds:.0f} s"
+            print(f"\r{words:79}", end="\r" if tally.cases == cases else "", file=sys.stderr, flush=True)
+
+    return seen
+
+
+def _table(tallies: list[Tally]) -> Iterator[str]:
+    yield f"{'op':22} {'cases':>7} {'formula':>8} {'kernels':>8} {'failed':>7} {'seconds':>8}"
+    for tally in tallies:
+        ran = f"{tally.ran['torch']:8} {tally.ran['triton']:8}"
+        yield f"{tally.op:22} {tally.cases:7} {ran} {len(tally.failed):7} {tally.seconds:8.1f}"

@@ -1,0 +1,90 @@
+"""The error budget of one random case, of any size and any numbers.
+
+`budget` judges chosen cases, with spread enough to compare. Here an output may have one element, cancel, or lie where its type
+ends. So the error allowed is a multiple of the largest of several baselines: the formula in fp32, and the same of inputs a
+rounding away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+RMS, LARGEST, ROW = 3.0, 4.0, 4.0  # times the baselines'
+PRODUCTS = 3.0  # times those, where operands inside are rounded: a baseline rounds inputs only
+SLACK = 1e-6
+SMALL = 32  # outputs and rows of fewer elements have too little spread
+
+Results = Mapping[str, Tensor]
+
+
+def judge(
+    ours: Results, references: Sequence[Results], types: Mapping[str, torch.dtype], gradients: float = 0.0, factor: float = 1.0
+) -> list[str]:
+    """Return what is wrong with our results, in words.
+
+    Args:
+        references: the exact results, then the baselines.
+        types: the dtypes that results must have.
+        gradients: a relative error that gradients may have beside.
+        factor: multiplies what the baselines allow.
+    """
+    exact, *baselines = references
+    if ours.keys() != exact.keys():
+        return [f"results {', '.join(ours)}, but must be {', '.join(exact)}"]
+    found = []
+    for name, result in ours.items():
+        wide = [baseline[name] for baseline in baselines]
+        extra = gradients if name.startswith("d") else 0.0
+        found += [
+            f"{name} {words}" for words in _judge_one(result, exact[name], wide, types.get(name, result.dtype), extra, factor)
+        ]
+    return found
+
+
+def _judge_one(
+    ours: Tensor, exact: Tensor, baselines: list[Tensor], dtype: torch.dtype, extra: float, factor: float
+) -> Iterator[str]:
+    if ours.shape != exact.shape or ours.dtype != dtype:
+        yield f"is {ours.dtype}{list(ours.shape)}, but must be {dtype}{list(exact.shape)}"
+        return
+    if not exact.numel():
+        return
+    kind = torch.finfo(dtype)
+    got, exact, rounded = ours.double(), exact.double(), [b.to(dtype).double() for b in baselines]
+    infinite = ~exact.isfinite() & ((rounded[0] == exact) | (rounded[0].isnan() & exact.isnan()))
+    other = infinite & (got != exact) & ~(got.isnan() & exact.isnan())
+    if count := int(other.sum()):
+        yield f"NaN and infinities: {count} of {exact.numel()} are others"
+    keep = exact.isfinite() & (exact.abs() < kind.max / 2)
+    for baseline in rounded:
+        keep = keep & baseline.isfinite()
+    if count := int((keep & ~got.isfinite()).sum()):
+        yield f"{count} of {exact.numel()} are NaN or infinite, but must be finite"
+        return
+    zero = exact.new_zeros(())
+    size, error = torch.where(keep, exact, zero).abs(), torch.where(keep, (got - exact).abs(), zero)
+    noise = torch.stack([torch.where(keep, (baseline - exact).abs(), zero) for baseline in rounded]).amax(0)
+    floor = kind.tiny * (kind.eps if dtype is torch.float16 else 1.0)  # products may take what fp32 holds as subnormal for 0
+    among = kind.eps * _rms(size) if factor > 1 else zero  # a row's operands are rounded, which meet in another row
+    factor *= 8.0 if exact.numel() < SMALL else 1.0
+    slack = extra + (SLACK if exact.numel() >= SMALL else max(SLACK, 2 * kind.eps))
+    measures = [
+        ("relative RMS", _rms(error), factor * RMS * _rms(noise) + slack * _rms(size)),
+        ("largest error", error.amax(), factor * LARGEST * noise.amax() + slack * size.amax()),
+    ]
+    if exact.dim() > 1 and exact.shape[-1] >= SMALL and not extra:
+        excess = _rms(error, -1) - factor * ROW * _rms(noise, -1) - (2 * slack) * _rms(size, -1) - among
+        worst = excess.argmax()
+        measures.append(("worst row", _rms(error, -1).flatten()[worst], (_rms(error, -1) - excess).flatten()[worst]))
+    for measure, is_, may in measures:
+        if not float(is_) <= float(may) + 2 * floor:
+            yield f"{measure} {float(is_):.3g}, but must be at most {float(may):.3g} (values of {float(_rms(size)):.3g})"
+
+
+def _rms(t: Tensor, *dim: int) -> Tensor:
+    """Return the root of the mean square, scaled so that squares neither overflow nor vanish."""
+    top = t.amax().clamp_min(1e-300)
+    return (t / top).square().mean(*dim).sqrt() * top

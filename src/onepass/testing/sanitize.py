@@ -1,0 +1,295 @@
+"""Run every kernel under NVIDIA's compute-sanitizer: memory errors, races, uninitialised reads, wrong barriers.
+
+    python -m onepass.testing.sanitize                   # all four tools, each in a process of its own
+    python -m onepass.testing.sanitize --tool racecheck --only norm
+
+The calls are the samples of all ops, forward and backward, in the types that kernels take, and a step of AdamW. Each tensor has
+memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that an access past its end is seen. A first run, without a tool, fills
+Triton's cache. Reports about kernels that are not
+ours are left out: racecheck accuses those of cuBLAS. Exit status: 0 clean, 1 findings, 2 no compute-sanitizer or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from onepass.bench.options import short
+from onepass.gradients.adamw import AdamW
+from onepass.kernels.launch import Bound, Kernel
+from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.dropout.dropout_add import dropout_add
+from onepass.ops.loss.cross_entropy import cross_entropy
+from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm.norm import layer_norm, rms_norm
+from onepass.ops.norm.ragged import kernels as ragged_kernels
+from onepass.parallel import MainGrads
+from onepass.testing.aot import package_modules
+from onepass.testing.contract import subjects
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+COMPILE = "(compile)"  # the run before, without a tool
+_OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # PyTorch asks the driver questions whose answer is an error
+_SECONDS = 600  # that a tool may take
+_CALL = "onepass call: "  # printed before each call, so that a report can be told its call
+
+_LINE = re.compile(r"^=========(?: (?P<text>.*))?$")
+_KERNEL = re.compile(
+    r"\bat (?:void )?(?P<kernel>[\w:<>,~ ]+?)(?:\(.*?\))?\+0x[0-9a-f]+|"  # at _rows_kernel+0x40 in backward.py:77
+    r"\bat 0x[0-9a-f]+ in (?:\S+:\d+:)?(?:void )?(?P<older>[\w:<>,~ ]+)"  # at 0x40 in backward.py:77:_rows_kernel
+)
+_NOT_REPORTS = re.compile(
+    r"^(COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target application|Program hit|No attachable|"
+    r"Internal Sanitizer|Error: (?!Race|Potential)|Warning: (?!Race|Potential))"
+)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One report of a tool."""
+
+    what: str  # its first line
+    kernel: str  # "" where the report names none
+    call: str  # the last call that was announced before it
+
+
+@dataclass
+class ToolReport:
+    """What one tool found."""
+
+    tool: str
+    calls: int = 0
+    findings: list[Violation] = field(default_factory=list)
+    foreign: Counter[str] = field(default_factory=Counter)  # reports about kernels that are not ours, by kernel
+    failure: str = ""
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings and not self.failure
+
+
+# ---- reading compute-sanitizer's output ----
+
+
+def parse(lines: Iterable[str]) -> Iterator[Violation]:
+    """Yield the reports in the output of compute-sanitizer and of the program under it.
+
+    A report is a line without indentation and the indented lines after it. Its kernel is the first that an address is in.
+    """
+    call, head, kernel = "", "", ""
+    for line in lines:
+        match = _LINE.match(line.rstrip())
+        text = "" if match is None else match["text"] or ""
+        inside = match is not None and text.startswith(" ")
+        if head and not inside:
+            yield Violation(head, kernel, call)
+            head = ""
+        if match is None:
+            call = line.strip().removeprefix(_CALL) if line.startswith(_CALL) else call
+        elif text and not inside and not _NOT_REPORTS.match(text):
+            head, kernel = text, _kernel_in(text)
+        elif inside and head and not kernel:
+            kernel = _kernel_in(text)
+    if head:
+        yield Violation(head, kernel, call)
+
+
+def _kernel_in(text: str) -> str:
+    found = _KERNEL.search(text)
+    return (found["kernel"] or found["older"]).strip() if found else ""
+
+
+def sort_findings(tool: str, lines: Iterable[str], ours: frozenset[str]) -> ToolReport:
+    """Return a tool's report. A finding in a kernel that is not one of `ours` is only counted. One without a kernel stays."""
+    report = ToolReport(tool)
+    lines = list(lines)
+    report.calls = sum(line.startswith(_CALL) for line in lines)
+    for finding in parse(lines):
+        if finding.kernel and finding.kernel not in ours:
+            report.foreign[finding.kernel] += 1
+        else:
+            report.findings.append(finding)
+    return report
+
+
+# ---- the calls ----
+
+
+def our_kernels() -> frozenset[str]:
+    """Return the names that our kernels have on a GPU."""
+    return frozenset(v.jit.fn.__name__ for module in package_modules() for v in vars(module).values() if isinstance(v, Kernel))
+
+
+def run_calls(device: torch.device, only: str = "") -> None:
+    """Run all calls whose name contains `only`, by our kernels. Print each call's name first."""
+    for name, call in (*_samples(device), *_more_calls(device)):
+        if only in name:
+            print(f"{_CALL}{name}", flush=True)
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+def _samples(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the samples of all ops, in each of two types that the kernels take."""
+    for name, subject in subjects("triton", device).items():
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = subject.tensors(dtype)
+            if subject.op.unsupported(subject.sample.call(subject.op.call, *tensors)) is None:
+                yield f"{name} {short(dtype)}", partial(subject.gradients, tensors)
+
+
+def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield calls of the kernels that the samples are too small for, or that an option runs."""
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+    def backward(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        y = function(*args, **options, backend="triton")
+        ys = y if isinstance(y, tuple) else (y,)
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+
+    for width in (1025, 5001, 12301, 70001):
+        for dtype in (torch.bfloat16, torch.float32):
+            for function, vectors in ((rms_norm, 1), (layer_norm, 2)):
+                x, residual, *some = (draw(*shape, dtype=dtype) for shape in ((5, width), (5, width), *((width,),) * vectors))
+                name = f"{function.__name__} 5x{width} {short(dtype)} residual"
+                yield name, partial(backward, function, x, *some, residual=residual)
+    yield "dropout_add p", partial(backward, dropout_add, draw(37, 203), draw(37, 203), p=0.3, bias=draw(203))
+    for activation in ("gelu", "swiglu"):
+        more = {"token_weight": draw(37, dtype=torch.float32), "dropout": 0.1, "save": "fp8"}
+        yield (
+            f"bias_activation {activation} all",
+            partial(backward, bias_activation, draw(37, 406), draw(406), activation, **more),
+        )
+    wide = draw(300, 2050), draw(2050), "swiglu"  # so wide that a token weight's gradient is summed over programs
+    yield "bias_activation token_weight", partial(backward, bias_activation, *wide, token_weight=draw(300))
+    labels = torch.arange(37, device=device).mul(135).remainder(5003)
+    yield "cross_entropy 37x5003", partial(backward, cross_entropy, draw(37, 5003), labels)
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"chunk_bytes": 1 << 16},
+        {"grad_scale": 1.0},
+        {"softcap": 5.0, "label_smoothing": 0.1},
+    )
+    for columns in (8, 61):  # of few, gradients are made in forward
+        for more in ways:
+            name = f"linear_cross_entropy 37x{columns}x5003 {' '.join(more)}"
+            yield name, partial(backward, linear_cross_entropy, draw(37, columns), draw(5003, columns), labels, **more)
+    yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
+    yield "adamw", partial(_adamw_step, device)
+
+
+def _ragged_norm(xs: list[Tensor]) -> None:
+    weights = [x[0].contiguous() for x in xs]
+    _, mean, rstd = ragged_kernels.ragged_forward(xs, weights, weights, True, 1e-5, True)
+    ragged_kernels.ragged_backward(xs, xs, weights, mean, rstd, True, True, True, True)
+
+
+@contextlib.contextmanager
+def _launched() -> Iterator[set[str]]:
+    """Collect the names of the kernels that are launched in the block."""
+    names: set[str] = set()
+    stock = Bound.__call__
+
+    def launch(bound: Bound, grid: Any, *args: Any) -> None:
+        names.add(bound.kernel.jit.fn.__name__)
+        stock(bound, grid, *args)
+
+    with mock.patch.object(Bound, "__call__", launch):
+        yield names
+
+
+def _adamw_step(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.randn(37, 29, device=device).to(dtype))
+        main_grads = MainGrads([weight])
+        main_grads.zero_()
+        weight.square().sum().backward()
+        main_grads.finish()
+        AdamW(main_grads).step(max_norm=1.0)
+
+
+# ---- the command ----
+
+
+def _run_tool(tool: str, sanitizer: str, only: str) -> ToolReport:
+    """Run the calls under one tool, in a process of its own. Without a tool they are run to be compiled."""
+    command = [sys.executable, "-m", "onepass.testing.sanitize", "--calls", "--only", only]
+    if tool != COMPILE:
+        command = [sanitizer, "--tool", tool, "--print-limit", "10000", *_OPTIONS.get(tool, ()), *command]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return ToolReport(tool, failure=f"did not end in {_SECONDS} s", seconds=time.monotonic() - start)
+    lines = done.stdout.splitlines()
+    report = sort_findings(tool, lines, our_kernels())
+    report.seconds = time.monotonic() - start
+    if done.returncode or not report.calls:
+        last = next((line for line in reversed(lines) if line.strip() and not line.startswith("=========")), "nothing was run")
+        report.failure = f"exit status {done.returncode}: {last.strip()}"
+    return report
+
+
+def table(reports: list[ToolReport]) -> Iterator[str]:
+    yield f"{'tool':10} {'calls':>6} {'findings':>9} {'others':>7} {'seconds':>8}"
+    for report in reports:
+        counts = f"{report.calls:6} {len(report.findings):9} {report.foreign.total():7}"
+        yield f"{report.tool:10} {counts} {report.seconds:8.0f}{'  ' * bool(report.failure)}{report.failure}"
+    for report in reports:
+        for (what, kernel, call), count in Counter((f.what, f.kernel, f.call) for f in report.findings).items():
+            yield f"{report.tool}: {call}: {kernel or 'no kernel named'}: {what}{f' ({count} times)' if count > 1 else ''}"
+        for kernel, count in report.foreign.items():
+            yield f"{report.tool}: left out {count} of {kernel}, which is not ours"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m onepass.testing.sanitize", description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="may be given several times (default: all)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="samples whose name contains this")
+    parser.add_argument("--calls", action="store_true", help="run the calls themselves, without a sanitizer")
+    args = parser.parse_args(argv)
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    missing = "compute-sanitizer is not on the PATH" if sanitizer is None and not args.calls else ""
+    missing = "there is no GPU" if not torch.cuda.is_available() else missing
+    if missing:
+        print(f"onepass.testing.sanitize: {missing}, so nothing was checked", file=sys.stderr)
+        return 2
+    if args.calls:
+        with _launched() as names:
+            run_calls(torch.device("cuda"), args.only)
+        rest = our_kernels() - names
+        if rest and not args.only:
+            print(f"no call launches {', '.join(sorted(rest))}")
+        return int(bool(rest) and not args.only)
+    assert sanitizer is not None
+    reports = [_run_tool(COMPILE, sanitizer, args.only)]
+    if reports[0].clean:
+        reports += [_run_tool(tool, sanitizer, args.only) for tool in args.tool or TOOLS]
+    print("\n".join(table(reports)))
+    return int(not all(report.clean for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Random cases of every op, and that fuzzing finds what is broken."""
+
+import re
+
+import pytest
+import torch
+
+from onepass.cli import main
+from onepass.kernels import rows
+from onepass.kernels.language import triton
+from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import forward as norm_forward
+from onepass.ops.norm import norm
+from onepass.ops.softmax import kernels as softmax_kernels
+from onepass.ops.softmax import softmax
+from onepass.runtime.op import OPS
+from onepass.testing import fuzz
+from onepass.testing.fuzz_judge import judge
+from onepass.testing.mutants import mutate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15}  # less than 20 s of CPU in all
+
+# Formula and kernels answer differently for inf and NaN in several ops, and a loss of zero rows moves its logits' version.
+WITHOUT = ("inf and NaN",)
+KNOWN = {"cross_entropy": "logits was written in place"}
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_random_cases_are_within_the_budget(op):
+    tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE, without=WITHOUT, shrinks=op not in KNOWN)
+    failed = [f for f in tally.failed if not (op in KNOWN and all(KNOWN[op] in words for words in f.failures))]
+    assert not failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in failed)
+    assert tally.ran["torch"] == CASES[op]
+    assert triton is None or tally.ran["triton"] > CASES[op] // 2
+
+
+SHORT, SOFTMAX = (norm_forward, "_short_kernel"), (softmax_kernels, "_softmax_rows")
+MUTANTS = {
+    "eps inside out": (norm, *SHORT, "tl.sqrt(tl.sum(x * x, 1) / H + eps)", "(tl.sqrt(tl.sum(x * x, 1) / H) + eps)"),
+    "weight rounded to bf16": (norm, rows, "load_scale", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
+    "last block of rows lost": (norm, norm_backward, "norm_backward", "ceil_div(blocks, programs)", "(blocks // programs)"),
+    "a store one row too far": (norm, *SHORT, "rows < M", "rows <= M"),
+    "one right of the diagonal": (softmax, *SOFTMAX, "last[:, None]", "last[:, None] + 1"),
+    "a fully masked row is NaN": (softmax, *SOFTMAX, "(nan.to(tl.int32), 0) > 0", "(nan.to(tl.int32), 0) > 1"),
+}
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    entry, module, function, old, new = MUTANTS[name]
+    op = "softmax" if entry is softmax else "rms_norm"
+    mutant = getattr(mutate(module, function, old, new, entry=entry), op)
+    for seed in range(CASES[op]):
+        how = {"device": DEVICE, "function": mutant, "without": WITHOUT, "backends": ("triton",)}
+        if fuzz.run_case(OPS[op], seed, **how).failures:
+            return
+    raise AssertionError(f"not found in {CASES[op]} cases")
+
+
+# ---- a failing case ----
+
+
+def _wrong_when_wide(x, **options):
+    """A softmax that is wrong in rows of more than 20 columns."""
+    y = OPS["softmax"].function(x, **options)
+    return y * 1.01 if x.shape[-1] > 20 else y
+
+
+def test_a_failing_case_shrinks_and_repeats(monkeypatch):
+    tally = fuzz.fuzz(OPS["softmax"], 12, function=_wrong_when_wide, backends=("torch",), shrinks=1)
+    first, second = tally.failed[:2]
+    assert first.given and not second.given
+    assert "x float32[3, 33]" in first.what  # the smallest width that is wrong, and nothing else drawn
+    assert sum(map(bool, first.choices)) == 1
+    assert re.fullmatch(r"onepass fuzz softmax --seed \d+ --cases 1 --choices [\d,]+", first.line)
+    assert re.fullmatch(r"onepass fuzz softmax --seed \d+ --cases 1", second.line)
+    monkeypatch.setattr(OPS["softmax"], "function", _wrong_when_wide)
+    monkeypatch.setitem(vars(OPS["softmax"]), "_signature", OPS["softmax"]._signature)
+    for outcome in (first, second):
+        assert main(outcome.line.split()[1:]) == 1
+    monkeypatch.undo()
+    for outcome in (first, second):
+        assert main(outcome.line.split()[1:]) == 0
+
+
+def test_the_command_prints_a_table(capsys):
+    assert main(["fuzz", "dropout_add", "--cases", "3", "--seed", "5", "--device", "cpu"]) == 0
+    heading, row, *rest = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["op", "cases", "formula", "kernels", "failed", "seconds"]
+    assert row.split()[:3] == ["dropout_add", "3", "3"]
+    assert bool(rest) is (row.split()[3] == "0")  # says why no kernel ran
+
+
+def test_choices_need_one_case(capsys):
+    assert main(["fuzz", "softmax", "--choices", "0,1"]) == 2
+    assert "--choices needs OP and --cases 1" in capsys.readouterr().err
+
+
+# ---- the judge ----
+
+
+def _judged(change, exact):
+    exact = {"y": exact.double()}
+    ours = {"y": change(exact["y"].float())}
+    return judge(ours, [exact, {"y": exact["y"].float()}], {"y": torch.float32})
+
+
+@pytest.mark.parametrize("shape", ((1,), (3, 7), (5, 64)))
+def test_the_judge_sees_an_error_an_infinity_and_a_type(shape):
+    exact = torch.linspace(0.5, 2, torch.Size(shape).numel()).view(shape)
+    assert not _judged(lambda y: y, exact)
+    assert _judged(lambda y: y * (1 + 1e-5), exact)
+    assert "NaN or infinite" in _judged(lambda y: y.where(y != y.max(), torch.inf), exact)[0]
+    assert "must be torch.float32" in _judged(lambda y: y.bfloat16(), exact)[0]
+    infinite = exact.where(exact != exact.max(), torch.inf)
+    assert not _judged(lambda y: y, infinite)
+    assert "are others" in _judged(lambda y: y.nan_to_num(posinf=torch.nan), infinite)[0]
+
+
+def test_the_judge_sees_one_wrong_row():
+    exact = torch.cat([torch.full((40, 64), 1e4), torch.full((1, 64), 1e-4)])
+    (words,) = _judged(lambda y: torch.cat([y[:40], y[40:] * 1.01]), exact)
+    assert words.startswith("y worst row")
