@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
+from onepass.profiling.verdict import counted
 from onepass.runtime.errors import CommandError
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
@@ -24,6 +26,7 @@ from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
 from onepass.train.samples import TextSample
 from onepass.train.table import compare, each_off, table, table_of_fusions
+from onepass.train.threads import CpuThreads
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
@@ -33,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU two to three minutes. "
         "Each fusion has a flag; at the end tables say what they brought, together and each alone."
     )
+    parser.usage = "%(prog)s [OPTION ...]"  # all of them would fill a screen, and stand below
     parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, as a run's config.yaml has them")
     parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
@@ -175,7 +179,10 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
     console = Console(highlight=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118)
     folder = _folder(args.folder, layout, resume)
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
-    run = TrainRun(config, options, layout, folder, console, resume=resume)
+    threads = CpuThreads(partial(console.print, soft_wrap=True)) if layout.device.type == "cpu" else None
+    if threads is not None:
+        threads.choose()
+    run = TrainRun(config, options, layout, folder, console, resume=resume, threads=threads)
     lines = run.train()
     curves = {"onepass": lines}
     if not run.stopped:
@@ -183,12 +190,19 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
         run.let_go()
         if args.compare:
             curves["PyTorch"] = _compared(run, folder, console)
+        if threads is not None:
+            threads.choose()
         if options.table:
             _show_table(run, console)
         if options.fusion_table:
             _show_fusions(run, console)
     _say_where(folder, lines, curves, console, layout)
     return 0
+
+
+def _held_out(lines: list[Line]) -> str:
+    found = [line.eval_loss for line in lines if line.eval_loss is not None]
+    return f"; on held-out text it is {found[-1]:.3f}" if found else ""
 
 
 def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> Path:
@@ -205,13 +219,14 @@ def _folder(named: Path | None, layout: ParallelLayout, resume: Path | None) -> 
 
 def _introduction(config: Config, options: Options, layout: ParallelLayout, folder: Path) -> str:
     on_gpu = layout.device.type == "cuda"
-    device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU with {counted(torch.get_num_threads(), 'thread')}"
     size = stages.sequences(config, options, layout.data.size)
     sizes = f"tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}"
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
     return (
-        f"{config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype}, {options.train_iters} steps of "
-        f"{size} x {options.seq_length} tokens, on {device}{ranks}; into {folder}"
+        f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
+        f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
+        f"Its files are in {folder}."
     )
 
 
@@ -226,12 +241,14 @@ def _compared(run: TrainRun, folder: Path, console: Console) -> list[Line]:
     if run.layout.first:
         other.mkdir(exist_ok=True)
     run.layout.wait_for_all()
-    console.print("\nthe same by PyTorch's operators")
-    return TrainRun(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True).train()
+    console.print("\nThe same run with PyTorch's operators:")
+    return TrainRun(
+        run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True, threads=run.threads
+    ).train()
 
 
 def _show_table(run: TrainRun, console: Console) -> None:
-    with console.status("measuring this run, fused and by PyTorch's operators"):
+    with console.status("measuring this run with onepass and with PyTorch's operators"):
         fused, plain = compare(run.config, run.options, run.layout, run.batches())
     console.print()
     console.print(table(fused, plain, run.layout.device.type == "cuda"))
@@ -251,10 +268,10 @@ def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], c
         draw(folder / "loss.png", curves)
         ours, theirs = ({line.step: line.loss for line in curve} for curve in curves.values())
         apart = max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys())  # either may have stopped early
-        console.print(f"the two losses are at most {apart:.2g} apart", soft_wrap=True)
+        console.print(f"The two losses are at most {apart:.2g} apart.", soft_wrap=True)
     first, last = lines[0], lines[-1]
     console.print(
-        f"\nloss {first.loss:.3f} -> {last.loss:.3f} ({last.loss / first.loss:.0%}) in {last.seconds:.0f} s; "
+        f"\nThe loss went from {first.loss:.3f} to {last.loss:.3f} in {last.seconds:.0f} s{_held_out(lines)}. "
         f"{folder} has log.csv, loss.png, samples.txt and the checkpoints",
         soft_wrap=True,
     )

@@ -23,10 +23,11 @@ from onepass.train.batches import Batches
 from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
-from onepass.train.peak import matrix_peak
+from onepass.train.peak import MatrixPeak
 from onepass.train.record import Line, Record
 from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
+from onepass.train.threads import CpuThreads
 from onepass.train.updates import learning_rate
 
 
@@ -51,14 +52,16 @@ class TrainRun:
         tokens: the folder of tokenised text, which several runs may share; by default in `folder`.
         plain: train with PyTorch operators, as in `onepass.train.setup.make`.
         resume: a checkpoint to continue from.
+        threads: adjusts the number of CPU threads during the run.
     """
 
     def __init__(
         self, config: Config, options: Options, layout: ParallelLayout, folder: Path, console: Console, *,
         tokens: Path | None = None, plain: bool = False, resume: Path | None = None,
+        threads: CpuThreads | None = None,
     ) -> None:  # fmt: skip
         self.config, self.options, self.layout, self.folder, self.console = config, options, layout, folder, console
-        self.plain, self.resume = plain, resume
+        self.plain, self.resume, self.threads = plain, resume, threads
         self.size = stages.sequences(config, options, layout.data.size)
         self._tokens = tokens or folder / "tokens"
         self.stopped = self._asked_to_stop = False
@@ -68,7 +71,7 @@ class TrainRun:
     def train(self) -> list[Line]:
         """Train, and return the logged steps. SIGTERM ends the run early, with a checkpoint."""
         layout, options = self.layout, self.options
-        peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
+        peak = MatrixPeak(layout.device, self.config.dtype) if layout.first else None
         flops = self.config.flops_per_token(options.seq_length)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             self.tokens = self._text()
@@ -151,6 +154,8 @@ class TrainRun:
         ended, self._untold = self._untold, None
         line = self._line(*ended)
         self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
+        if self.threads is not None:
+            self.threads.watch(line.tokens_per_s)
         self._wind(ended.step + 1)
 
     def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Line:
