@@ -45,6 +45,7 @@ SAMPLES = {
 SHAPES_OF = {
     "linear_cross_entropy": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]}
 }
+TYPES_OF = {"labels": torch.int64}
 
 
 # ---- calls that launch every kernel, in every form that is shipped ----
