@@ -109,6 +109,7 @@ def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
     shown = re.findall(r"step (\d)/6  loss \S+  held-out loss (\S+)", said)
     assert shown == [("3", f"{held_out[0]:.3f}"), ("6", f"{held_out[1]:.3f}")]
     assert re.search(rf"The loss went from \S+ to \S+ in \d+ s; on held-out text it is {held_out[1]:.3f}\.", said)
+    assert "The model continues held-out texts." in said and said.count("|||") == 3
     assert not re.search(r"of that|other text|\b1 \w+s\b", said)  # half sentences, and "1 threads"
     assert len((folder / "samples.txt").read_text().split("|||")) == 3
     settings = read_yaml(folder / "config.yaml")

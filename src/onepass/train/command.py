@@ -231,8 +231,10 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
 
 
 def _show_samples(samples: list[TextSample], console: Console) -> None:
+    if samples:
+        console.print("\nThe model continues held-out texts. What it wrote begins at |||.", soft_wrap=True)
     for sample in samples:
-        console.print(Text.assemble("\n", (sample.prompt, "dim"), sample.written), soft_wrap=True)
+        console.print(Text.assemble("\n", (f"{sample.prompt}|||", "dim"), sample.written), soft_wrap=True)
 
 
 def _compared(run: TrainRun, folder: Path, console: Console) -> list[Line]:
