@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "onepass"
 _BELOW_GPT = {"nn", "ops", "gradients", "parallel", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
-    "": {*_BELOW_GPT, "integrations", "fusion", "profiling"},
+    "": {*_BELOW_GPT, "gpt", "integrations", "fusion", "profiling"},
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
     "parallel": {"parallel", "kernels", "runtime"},
@@ -266,6 +266,12 @@ def test_names_that_are_loaded_at_first_use_are_public():
     assert all(callable(getattr(onepass, name)) for name in ("fuse", "profile", "compare"))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = onepass.nothing
+
+
+def test_the_model_is_there_at_first_use():
+    code = "import sys, onepass; loaded = 'onepass.gpt' in sys.modules; print(loaded, onepass.gpt.Config().num_layers)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False 4\n", done.stderr
 
 
 def test_module_paths_of_the_release_before_answer():

@@ -1,10 +1,13 @@
 """The command as it is typed: what it prints, on which stream, and its exit status."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from onepass import cli
 from onepass.runtime import backend
 from onepass.runtime import op as op_records
+from onepass.testing import aot
 
 
 def _run(capsys, *argv):
@@ -43,11 +47,26 @@ def test_help_loads_no_command():
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize("command", ["bench", "profile", "explain", "doctor"])
-def test_each_command_has_help(command, capsys):
+@pytest.mark.parametrize(
+    ("command", "begins"),
+    [
+        ("train", "Train a GPT on text files"),
+        ("bench", "Measure ops against their peers"),
+        ("profile", "Run a script and say what it does"),
+        ("explain", "Say which backend and kernels"),
+        ("doctor", "Look for what is broken or slow"),
+    ],
+)
+def test_each_command_has_help_that_begins_with_what_it_does(command, begins, capsys):
     status, out, _ = _run(capsys, command, "--help")
     assert status == 0
-    assert f"usage: onepass {command}" in out
+    assert out.startswith(begins)
+    assert f"\nusage: onepass {command}" in out
+    assert out.index("\nusage") < out.index("\noptions:") < out.index("usage") + 900  # not a screen of flags
+
+
+def test_help_begins_with_what_the_package_does(capsys):
+    assert _run(capsys, "--help")[1].startswith("Fused training kernels for PyTorch")
 
 
 def test_explain_on_a_cpu(capsys):
@@ -84,10 +103,100 @@ def test_explain_for_a_gpu_that_is_not_here():
     assert "no GPU here" in done.stdout
 
 
+_EVERY_OP_ON_A_GPU = """
+import sys
+sys.modules["triton"] = None  # as where PyTorch's CPU build is installed
+from onepass.cli import main
+for line in sys.stdin:
+    status = main(["explain", *line.split(), "--device", "cuda"])
+    assert status == 0, line
+"""
+
+
+@pytest.mark.skipif("torch.cuda.is_available()")
+def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
+    calls = {
+        "activation_linear": "--shape 16,64 --weight 8,32",
+        "attention": "--shape 4,1024,6144 --heads 16 --cos --sin",
+        "bias_activation": "--shape 16,32 --bias --dropout 0.1",
+        "cross_entropy": "--shape 32,1000 --labels 32",
+        "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
+        "layer_norm": "--shape 16,32 --weight --bias",
+        "linear": "--shape 16,32 --weight 8,32",
+        "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192",
+        "norm_linear": "--shape 16,32 --norm-weight 32 --weight 8,32",
+        "rms_norm": "--shape 16,32 --weight --residual",
+        "rope": "--shape 1,16,2,64 --k 1,16,2,64 --cos 16,32 --sin 16,32",
+        "softmax": "--shape 4,2,64,64 --mask",
+    }
+    assert calls.keys() == op_records.OPS.keys()
+    unset = ("TRITON_INTERPRET", "ONEPASS_BACKEND")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    given = "\n".join(f"{op} {options}" for op, options in calls.items())
+    done = subprocess.run(
+        [sys.executable, "-c", _EVERY_OP_ON_A_GPU], input=given, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for op in calls:
+        assert f"{op}: triton (chosen by auto)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("explain", "linear_cross_entropy"), "--shape, --weight, --labels"),
+        (("explain", "attention", "--shape", "4,8,96"), "--heads"),
+        (("profile",), "SCRIPT"),
+        ((), "COMMAND"),
+    ],
+)
+def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, capsys):
+    status, _, err = _run(capsys, *argv)
+    assert status == 2
+    assert f"the following arguments are required: {named} (see" in err
+
+
+# The files of messages, whose command they belong to, and flags of other programs that they name.
+_MESSAGES = {"bench": "bench", "doctor.py": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
+_OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
+
+
+def _flags_named(path):
+    """The flags in a file's strings, of which docstrings are none."""
+    tree = ast.parse(path.read_text())
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    said = (string.value for string in strings if id(string) not in statements)
+    return {flag for text in said for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text)}
+
+
+def _flags_of(command):
+    parser = cli._parser([command])
+    (commands,) = (action for action in parser._actions if action.choices)
+    return set(commands.choices[command]._option_string_actions)
+
+
+def test_flags_in_messages_are_flags_that_exist(capsys):
+    package = Path(cli.__file__).parent
+    known = {command: _flags_of(command) for command in cli._COMMANDS}
+    with pytest.raises(SystemExit):
+        aot._arguments(["--help"])
+    known["testing"] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    named = 0
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        ours = known["testing"] if place.parts[0] == "testing" else known.get(_MESSAGES.get(place.parts[0], ""))
+        flags = _flags_named(path) - _OTHERS.get(str(place), set()) - {"--help", "--version"}
+        named += len(flags)
+        assert flags <= (set().union(*known.values()) if ours is None else ours), place
+    assert named > 50
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("", "required: OP, --shape"),
+        ("nope", "op must be one of activation_linear"),
         ("nope --shape 3", "op must be one of activation_linear, attention, bias_activation"),
         ("bias_activation --shape 3,a", "invalid shape value: '3,a'"),
         ("bias_activation --shape 3,-1", "invalid shape value"),

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import doctor
 from onepass.kernels import language as lang
@@ -68,7 +69,7 @@ def test_as_people_read_it(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "found [this]" in out  # not taken for markup
     assert "do: mend it" in out
-    assert "1 broken" in out
+    assert "1 broken, 0 warnings" in out
 
 
 @pytest.mark.usefixtures("gpu")
@@ -84,6 +85,21 @@ def test_triton_missing_on_a_cpu(monkeypatch):
     monkeypatch.setattr(doctor, "triton", None)
     assert _only(doctor._triton_version).verdict == doctor.OK
     assert not list(doctor._triton_cache())
+
+
+@pytest.mark.parametrize(("device", "advised"), [("cpu", False), ("cuda", True)])
+def test_triton_is_advised_where_it_could_run_only(device, advised, monkeypatch):
+    monkeypatch.setattr(lang, "triton", None)
+    with FakeTensorMode():
+        reason = lang.triton_unsupported(torch.empty(4, device=device))
+    assert ("pip install" in reason) is advised, reason
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_nothing_of_a_machine_without_a_gpu_is_advised_to_be_installed(monkeypatch):
+    monkeypatch.setattr(lang, "triton", None)
+    reasons = [reason for op in doctor._backends([torch.device("cpu")], []).values() for reason in op["cpu"].values() if reason]
+    assert reasons and not [reason for reason in reasons if "install" in reason]
 
 
 @pytest.mark.parametrize(

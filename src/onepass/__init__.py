@@ -24,6 +24,7 @@ from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.validation import validate
 
 if TYPE_CHECKING:
+    from onepass import gpt
     from onepass.fusion.fused import fuse
     from onepass.profiling.model import compare
     from onepass.profiling.record import profile
@@ -45,6 +46,7 @@ __all__ = [
     "dropout_add",
     "explain",
     "fuse",
+    "gpt",
     "graphed",
     "layer_norm",
     "linear",
@@ -62,14 +64,15 @@ __all__ = [
     "validate",
 ]
 
-_AT_FIRST_USE = {"compare": "profiling.model", "fuse": "fusion.fused", "profile": "profiling.record"}
+_AT_FIRST_USE = {"compare": "profiling.model", "fuse": "fusion.fused", "gpt": "gpt", "profile": "profiling.record"}
 
 
 def __getattr__(name: str) -> Any:
     """Import names that are not ops at their first use: they take longer to load than all ops."""
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(_import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
+    module = _import_module(f"{__name__}.{_AT_FIRST_USE[name]}")
+    found = globals()[name] = module if name == _AT_FIRST_USE[name] else getattr(module, name)
     return found
 
 

@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from inspect import Parameter, signature
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from unittest import mock
 from onepass.runtime.errors import CommandError
 
 if typing.TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from onepass.runtime.backend import Explanation
@@ -26,6 +28,16 @@ if typing.TYPE_CHECKING:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # one line; --help prints the usage
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def format_help(self) -> str:
+        """Begin with what the command does, and not with its usage."""
+        description, self.description = self.description, None
+        formatter = self._get_formatter()
+        formatter.add_text(description)
+        try:
+            return f"{formatter.format_help()}\n{super().format_help()}"
+        finally:
+            self.description = description
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +120,8 @@ def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     from onepass.bench.options import DTYPES
     from onepass.runtime.op import OPS
 
-    parser.add_argument("op", metavar="OP", help=f"one of {', '.join(sorted(OPS))}; its own options: onepass explain OP --help")
+    ops = ", ".join(sorted(OPS))
+    parser.add_argument("op", metavar="OP", type=_op, help=f"one of {ops}; its own options: onepass explain OP --help")
     parser.add_argument("--shape", type=_shape, required=True, help="of the op's first tensor, such as 16384,28672")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of all tensors (%(default)s)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; a GPU need not be here (default: cuda where there is one, else cpu)")
@@ -116,6 +129,15 @@ def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     if op is not None:
         _add_options(parser.add_argument_group(f"options of {op}"), OPS[op].function)
     parser.set_defaults(run=_run_explain)
+
+
+def _op(text: str) -> str:
+    from onepass.runtime.backend import find_op
+
+    try:
+        return find_op(text).name
+    except ValueError as error:  # argparse says ArgumentTypeErrors' words only
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -154,7 +176,8 @@ def _add_options(group: Any, function: Callable[..., Any]) -> None:
             group.add_argument(option, type=_shape, required=True, metavar="SHAPE", help="its shape")
         elif _is_tensor(kind) or kind is bool:
             default = bool(parameter.default)
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="whether it is given")
+            about = "whether it is given" if _is_tensor(kind) else f"default: {'yes' if default else 'no'}"
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=about)
         else:
             value = None if required else parameter.default
             shown = "" if value is None else f"default: {value}"
@@ -183,15 +206,11 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     known = find_op(args.op)
     device = find_device(args.device, pretend=True)
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-    dtype = DTYPES[args.dtype]
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
-        x = torch.empty(args.shape, dtype=dtype, device=device)
-        options = {
-            parameter.name: _fake(x, known, parameter.name, value, vars(args)) if _is_tensor(kind) else value
-            for parameter, kind in _options(known.function)
-            for value in [getattr(args, parameter.name)]
-        }
+        call = partial(_call, args, known, DTYPES[args.dtype])
+        x, options = call(torch.device("meta") if elsewhere else device)  # a CPU build of PyTorch can't index GPU tensors
         known.function(x, **options | {"backend": "torch"})  # raises what the call itself would raise
+        x, options = call(device)
         explanation = explain(args.op, x, **options)
     if not elsewhere:
         return explanation, []
@@ -201,24 +220,47 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     ]
 
 
+def _call(args: argparse.Namespace, op: Op, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Return the first tensor of the call that the command line describes, and its other arguments."""
+    import torch
+
+    x = torch.empty(args.shape, dtype=dtype, device=device)
+    options = {
+        parameter.name: _fake(x, op, parameter.name, value, vars(args)) if _is_tensor(kind) else value
+        for parameter, kind in _options(op.function)
+        for value in [getattr(args, parameter.name)]
+    }
+    return x, options
+
+
 def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return an optional tensor, or None. The op's samples give its shape and dtype, by default x's last dimension and dtype."""
+    """Return a tensor, or None. The op's samples give its dtype, by default x's, and a shape, by default x's last dimension."""
+    dtype = getattr(op.samples, "TYPES_OF", {}).get(name, x.dtype)
     if isinstance(value, tuple):
-        return x.new_empty(value)
+        return x.new_empty(value, dtype=dtype)
     if not value:
         return None
     shape = op.samples.SHAPES_OF.get(op.name, {}).get(name)
-    dtype = getattr(op.samples, "TYPES_OF", {}).get(name, x.dtype)
     return x.new_empty(x.shape[-1:] if shape is None else shape(x, given), dtype=dtype)
 
 
 @contextlib.contextmanager
 def _pretended_gpu() -> Iterator[None]:
-    """Report the properties of an H200, the GPU of our measurements, on a machine without a GPU: tiles depend on them."""
+    """Report the properties of an H200, the GPU of our measurements, on a machine without a GPU: tiles depend on them.
+
+    Triton counts as installed, because PyTorch's builds for GPUs bring it.
+    """
+    from onepass.kernels import language
+
     properties = types.SimpleNamespace(
-        multi_processor_count=_H200_PROCESSORS, shared_memory_per_block_optin=232448, major=9, minor=0
+        multi_processor_count=_H200_PROCESSORS, shared_memory_per_block_optin=232448, total_memory=139 << 30, major=9, minor=0
     )
-    with mock.patch("torch.cuda.get_device_properties", return_value=properties):
+    installed = language.triton or types.SimpleNamespace()
+    with (
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch.object(language, "triton", installed),
+        mock.patch.object(language, "INTERPRETED", False),
+    ):
         yield
 
 

@@ -389,4 +389,4 @@ def _show(found: Diagnosis) -> None:
         console.print()
         console.print(table)
     counts = {verdict: sum(check.verdict == verdict for check in found.checks) for verdict in (WARNING, BROKEN)}
-    console.print(f"\n{counts[BROKEN]} broken, {counts[WARNING]} to mind")
+    console.print(f"\n{counts[BROKEN]} broken, {counts[WARNING]} warning{'' if counts[WARNING] == 1 else 's'}")

@@ -295,11 +295,20 @@ def test_tensors_on_a_cpu_are_refused(given, name, op, monkeypatch):
 @pytest.mark.parametrize(("name", "install"), [(p.name, p.install) for p in norm_backends.PACKAGES])
 @pytest.mark.parametrize("op", OPS)
 def test_a_missing_package_is_named_with_what_to_install(name, install, op, monkeypatch):
+    monkeypatch.setattr(norm_backends, "_on_gpu", lambda x: True)
     for module in PACKAGES[name].modules:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RuntimeError, match=f"backend '{name}' can't take this call of {op}: .* is not installed") as error:
         getattr(onepass, op)(x, weight, backend=name)
     assert install in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_is_told_to_install_what_cannot_run_here(name, monkeypatch):
+    for module in PACKAGES[name].modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    reason = onepass.explain("rms_norm", x, weight).reasons[name]
+    assert reason == f"x is on cpu, and {PACKAGES[name].title} needs a CUDA device"
 
 
 def test_an_apex_without_its_extensions_is_not_enough(given, monkeypatch):

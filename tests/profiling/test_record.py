@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -275,3 +277,21 @@ def test_compare_wants_profiles():
     found = launch_bound().profile()
     with pytest.raises(TypeError, match=r"after must be a Profile, as onepass.profile returns it, but is a int"):
         onepass.compare(found, 3)
+
+
+_OLDER_MEMORY = """
+import torch
+from onepass.profiling import record
+older = torch.ones(1000)
+with record.recording():
+    del older
+    torch.ones(10)
+assert record._set_log_level(1) == 1, "PyTorch's log is not as it was"
+"""
+
+
+@pytest.mark.skipif("torch.cuda.is_available()")  # where memory is not the profiler's
+def test_memory_older_than_the_recording_is_no_warning():
+    """It is PyTorch's, of C++, to the process's own stderr, and once in a process."""
+    done = subprocess.run([sys.executable, "-c", _OLDER_MEMORY], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

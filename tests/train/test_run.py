@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -100,10 +101,16 @@ def test_a_run_leaves_what_it_says(tmp_path, corpus, capsys):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     said = capsys.readouterr().out
-    for words in ("step 6/6", "a step, ms", "memory of the loss, MiB", "operators of a step", "at most"):
+    for words in ("step 6/6", "a step, ms", "memory of the loss, MiB", "operators in a step", "at most"):
         assert words in said
-    for words in ("what each fusion brings", "as it was", "--no-attention-fusion", "--no-gradient-accumulation-fusion"):
+    for words in ("What each fusion brings", "with all of them", "--no-attention-fusion", "--no-gradient-accumulation-fusion"):
         assert words in said
+    held_out = [float(row["eval_loss"]) for row in rows if row["eval_loss"]]
+    shown = re.findall(r"step (\d)/6  loss \S+  held-out loss (\S+)", said)
+    assert shown == [("3", f"{held_out[0]:.3f}"), ("6", f"{held_out[1]:.3f}")]
+    assert re.search(rf"The loss went from \S+ to \S+ in \d+ s; on held-out text it is {held_out[1]:.3f}\.", said)
+    assert "The model continues held-out texts." in said and said.count("|||") == 3
+    assert not re.search(r"of that|other text|\b1 \w+s\b", said)  # half sentences, and "1 threads"
     assert len((folder / "samples.txt").read_text().split("|||")) == 3
     settings = read_yaml(folder / "config.yaml")
     assert settings["hidden_size"] == 32 and settings["data"] == [str(corpus)]
@@ -148,14 +155,14 @@ def test_both_curves(tmp_path, corpus, capsys):
     assert train(corpus, "--run-dir", tmp_path / "run", "--compare", "--no-table", "--no-fusion-table", "--samples", 0) == 0
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "run" / "reference")
     assert [float(a) for a in ours] == pytest.approx([float(b) for b in theirs], abs=1e-4)
-    assert "the two losses are at most" in capsys.readouterr().out
+    assert "The two losses are at most" in capsys.readouterr().out
 
 
 def test_a_curve_that_was_stopped_is_compared_as_far_as_it_goes(tmp_path, capsys):
     lines = [Line(step, 4.0 - step, 0.1, 1.0, 10.0, 1.0) for step in range(4)]
     other = [replace(line, loss=line.loss + 0.25) for line in lines[:2]]
     _say_where(tmp_path, lines, {"onepass": lines, "PyTorch": other}, Console(), ParallelLayout(torch.device("cpu")))
-    assert "the two losses are at most 0.25 apart" in capsys.readouterr().out
+    assert "The two losses are at most 0.25 apart" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path, corpus, capsys):

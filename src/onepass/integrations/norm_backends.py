@@ -75,11 +75,11 @@ def _layer_call(
 
 def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any, **options: Any) -> Reason:
     call = make(*args, **options)
+    if not _on_gpu(call.x):
+        return f"x is on {call.x.device.type}, and {package.title} needs a CUDA device"
     missing = next((module for module in package.modules if not _installed(module)), None)
     if missing is not None:
         return f"{package.title} is not installed: there is no module {missing} ({package.install})"
-    if not _on_gpu(call.x):
-        return f"x is on {call.x.device.type}, and {package.title} needs a CUDA device"
     if call.x.dtype not in _TYPES:
         return f"x is {call.x.dtype}"
     if type(call.x) is not Tensor and type(call.x).__name__ == "DTensor":

@@ -70,7 +70,7 @@ def _modules_of(function: FunctionType) -> list[dict[str, Any]]:
 def triton_unsupported(x: Tensor) -> str | None:
     """Return why Triton can't run on x, or None. The interpreter takes CPU tensors."""
     if triton is None:
-        return f"triton is not installed ({install_hint('triton')})"
+        return f"triton is not installed ({install_hint('triton')})" if x.is_cuda else f"x is on {x.device.type}"
     if INTERPRETED:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     if not x.is_cuda:

@@ -179,5 +179,5 @@ def grid_of(across: int, down: int) -> Grid:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorate a Triton kernel. Without Triton it returns None."""
-    return Kernel(function) if triton else None
+    """Decorate a Triton kernel. Without Triton it can be bound, for `explain`, and not launched."""
+    return Kernel(function)

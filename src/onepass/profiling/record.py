@@ -5,6 +5,7 @@ The profiler slows the CPU, so the wall time comes from runs without it. GPU tim
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import os
@@ -37,6 +38,7 @@ _RUNS = (3, 15)  # the least and the most timing runs, without the profiler
 _RUN_US = 20e3  # a run calls a short function until it takes about this long, at most _MOST_CALLS times
 _MOST_CALLS = 200
 _SLOWED = 4.0  # warn above this slowdown by the profiler; small operators are slowed by two or three
+_LOG_ERRORS = 2  # of PyTorch's C++ log: warnings are 1
 _TIMING_US = 2e6  # stop timing after this long in all, once the least number of runs is done
 
 
@@ -175,11 +177,14 @@ class Recorded:
         self._profiler = torch_profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
 
     def start(self) -> None:
+        self._log_level = _set_log_level(_LOG_ERRORS)
         self._profiler.start()
 
     def stop(self) -> None:
         synchronize()
         self._profiler.stop()
+        if self._log_level is not None:
+            _set_log_level(self._log_level)
 
     def trace(self) -> bytes:
         descriptor, path = tempfile.mkstemp(suffix=".json")
@@ -190,6 +195,19 @@ class Recorded:
                 return file.read()
         finally:
             os.unlink(path)
+
+
+def _set_log_level(level: int) -> int | None:
+    """Set the least level that PyTorch's C++ code logs, and return the level before: it warns of memory older than the recording.
+
+    TORCH_CPP_LOG_LEVEL, which sets the same variable, is read as PyTorch is imported. Returns None where the variable is missing.
+    """
+    try:
+        variable = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another platform, or another PyTorch: the warning is shown
+        return None
+    before, variable.value = variable.value, level
+    return before
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Run a script and say what it does with the machine. Options stand before the script; what follows it is the script's."
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, run as python would")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    rest.required = False  # argparse would name it where SCRIPT is missing
     parser.add_argument(
         "--function", metavar="NAME",
         help="only calls of this function of the script's, such as train_step or Trainer.step; the script ends after the last",

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
+from onepass.profiling.verdict import counted
 from onepass.runtime.errors import CommandError
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
@@ -26,6 +28,7 @@ from onepass.train.options import TRAINING, Options
 from onepass.train.record import Line, draw
 from onepass.train.samples import TextSample
 from onepass.train.table import compare, each_off, table, table_of_fusions
+from onepass.train.threads import CpuThreads
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU two to three minutes. "
         "Each fusion has a flag; at the end tables say what they brought, together and each alone."
     )
+    parser.usage = "%(prog)s [OPTION ...]"  # all of them would fill a screen, and stand below
     parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, as a run's config.yaml has them")
     parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
@@ -217,7 +221,10 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
     )  # fmt: skip
     folder = layout.on_first(lambda: _folder(args.folder, resume))
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
-    run = TrainRun(config, options, layout, folder, console, resume=resume)
+    threads = CpuThreads(partial(console.print, soft_wrap=True)) if layout.device.type == "cpu" else None
+    if threads is not None:
+        threads.choose()
+    run = TrainRun(config, options, layout, folder, console, resume=resume, threads=threads)
     lines = run.train()
     curves = {"onepass": lines}
     if not run.stopped:
@@ -227,12 +234,19 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
             run = _plain(run, folder, console)
             curves["PyTorch"] = run.train()
             run.let_go()
+        if threads is not None and not run.stopped:
+            threads.choose()
         if options.table and not run.stopped:
             _show_table(run, console)
         if options.fusion_table and not run.stopped:
             _show_fusions(run, console)
     _say_where(folder, lines, curves, console, layout)
     return 130 if run.signal == signal.SIGINT else 0
+
+
+def _held_out(lines: list[Line]) -> str:
+    found = [line.eval_loss for line in lines if line.eval_loss is not None]
+    return f"; on held-out text it is {found[-1]:.3f}" if found else ""
 
 
 def _folder(named: Path | None, resume: Path | None) -> Path:
@@ -246,31 +260,36 @@ def _folder(named: Path | None, resume: Path | None) -> Path:
 
 def _introduction(config: Config, options: Options, layout: ParallelLayout, folder: Path) -> str:
     on_gpu = layout.device.type == "cuda"
-    device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU with {counted(torch.get_num_threads(), 'thread')}"
     size = stages.sequences(config, options, layout.data.size)
     sizes = f"tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}"
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
     return (
-        f"{config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype}, {options.train_iters} steps of "
-        f"{size} x {options.seq_length} tokens, on {device}{ranks}; into {folder}"
+        f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
+        f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
+        f"Its files are in {folder}."
     )
 
 
 def _show_samples(samples: list[TextSample], console: Console) -> None:
+    if samples:
+        console.print("\nThe model continues held-out texts. What it wrote begins at |||.", soft_wrap=True)
     for sample in samples:
-        console.print(Text.assemble("\n", (sample.prompt, "dim"), sample.written), soft_wrap=True)
+        console.print(Text.assemble("\n", (f"{sample.prompt}|||", "dim"), sample.written), soft_wrap=True)
 
 
 def _plain(run: TrainRun, folder: Path, console: Console) -> TrainRun:
     """Return the same run with PyTorch operators, in the subfolder `reference`."""
     other = folder / "reference"
     run.layout.on_first(lambda: other.mkdir(exist_ok=True))
-    console.print("\nthe same by PyTorch's operators")
-    return TrainRun(run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True)
+    console.print("\nThe same run with PyTorch's operators:")
+    return TrainRun(
+        run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True, threads=run.threads
+    )
 
 
 def _show_table(run: TrainRun, console: Console) -> None:
-    with console.status("measuring this run, fused and by PyTorch's operators"):
+    with console.status("measuring this run with onepass and with PyTorch's operators"):
         fused, plain = compare(run.config, run.options, run.layout, run.batches())
     console.print()
     console.print(table(fused, plain, run.layout.device.type == "cuda"))
@@ -291,11 +310,11 @@ def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], c
         ours, theirs = ({line.step: line.loss for line in curve} for curve in curves.values())
         apart = [abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()]  # either may have stopped early
         if apart:
-            console.print(f"the two losses are at most {max(apart):.2g} apart", soft_wrap=True)
+            console.print(f"The two losses are at most {max(apart):.2g} apart.", soft_wrap=True)
     first, last = lines[0], lines[-1]
     files = [name for name in ("log.csv", "loss.png", "samples.txt") if (folder / name).exists()]
     console.print(
-        f"\nloss {first.loss:.3f} -> {last.loss:.3f} ({last.loss / first.loss:.0%}) in {last.seconds:.0f} s; "
+        f"\nThe loss went from {first.loss:.3f} to {last.loss:.3f} in {last.seconds:.0f} s{_held_out(lines)}. "
         f"{folder} has {', '.join(files)} and the checkpoints",
         soft_wrap=True,
     )

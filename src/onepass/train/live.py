@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from onepass.train.peak import MatrixPeak
 from onepass.train.record import Line
 
 _EVERY_S = 10.0  # between printed lines without a terminal
@@ -16,11 +17,11 @@ class Live:
     """Shows a progress bar for training, and one for each task before it.
 
     Args:
-        peak: FLOPs per second of a large matrix product on this machine, or None if unknown.
+        peak: the machine's matrix-product throughput, or None if unknown.
         flops: FLOPs of a token in forward and backward.
     """
 
-    def __init__(self, console: Console, steps: int, flops: float, peak: float | None) -> None:
+    def __init__(self, console: Console, steps: int, flops: float, peak: MatrixPeak | None) -> None:
         self.console, self.steps, self.flops, self.peak = console, steps, flops, peak
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -45,10 +46,13 @@ class Live:
             self.say(what)
 
     def step(self, line: Line) -> None:
-        said = self.words(line)
+        said, evaluated = self.words(line), line.eval_loss is not None
         if self.console.is_terminal:
             self._move("training", line.step + 1, self.steps, said)
-        elif time.monotonic() - self._last > _EVERY_S or line.step + 1 == self.steps:
+            due = evaluated  # above the bar, where it stays
+        else:
+            due = evaluated or time.monotonic() - self._last > _EVERY_S or line.step + 1 == self.steps
+        if due:
             self._last = time.monotonic()
             self.say(f"step {line.step + 1}/{self.steps}  {said}")
 
@@ -56,9 +60,13 @@ class Live:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def words(self, line: Line) -> str:
-        parts = [f"loss {line.loss:.3f}", f"{line.tokens_per_s:,.0f} tokens/s"]
-        if self.peak:
-            parts.append(f"{line.tokens_per_s * self.flops / self.peak:.0%} of peak")
+        parts = [f"loss {line.loss:.3f}"]
+        if line.eval_loss is not None:
+            parts.append(f"held-out loss {line.eval_loss:.3f}")
+        parts.append(f"{line.tokens_per_s:,.0f} tokens/s")
+        share = self.peak.share(line.tokens_per_s * self.flops) if self.peak else None
+        if share is not None:
+            parts.append(f"{share:.0%} of matmul peak")
         if line.memory_gib is not None:
             parts.append(f"{line.memory_gib:.1f} GiB")
         return "  ".join(parts)

@@ -25,10 +25,11 @@ from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
-from onepass.train.peak import matrix_peak
+from onepass.train.peak import MatrixPeak
 from onepass.train.record import Line, Record, read_log
 from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
+from onepass.train.threads import CpuThreads
 from onepass.train.updates import learning_rate
 
 _SAVING = 20  # a run that saves by time trains at least so many times as long as a save takes
@@ -55,6 +56,7 @@ class TrainRun:
         tokens: the folder of tokenised text, which several runs may share; by default in `folder`.
         plain: train with PyTorch operators, as in `onepass.train.setup.make`.
         resume: a checkpoint to continue from.
+        threads: adjusts the number of CPU threads during the run.
 
     Attributes:
         stopped: whether a signal ended the run early.
@@ -64,9 +66,10 @@ class TrainRun:
     def __init__(
         self, config: Config, options: Options, layout: ParallelLayout, folder: Path, console: Console, *,
         tokens: Path | None = None, plain: bool = False, resume: Path | None = None,
+        threads: CpuThreads | None = None,
     ) -> None:  # fmt: skip
         self.config, self.options, self.layout, self.folder, self.console = config, options, layout, folder, console
-        self.plain, self.resume = plain, resume
+        self.plain, self.resume, self.threads = plain, resume, threads
         self.size = stages.sequences(config, options, layout.data.size)
         self._tokens = tokens or folder / "tokens"
         self.stopped = self._stepping = False
@@ -81,7 +84,7 @@ class TrainRun:
         Log and settings of a run are written last: a resume that is refused leaves them.
         """
         layout, options = self.layout, self.options
-        peak = matrix_peak(layout.device, self.config.dtype) if layout.first else None
+        peak = MatrixPeak(layout.device, self.config.dtype) if layout.first else None
         flops = self.config.flops_per_token(options.seq_length)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
@@ -185,6 +188,8 @@ class TrainRun:
         ended, self._untold = self._untold, None
         line = self._line(*ended)
         self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
+        if self.threads is not None:
+            self.threads.watch(line.tokens_per_s)
         self._wind(ended.step + 1)
 
     def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Line:

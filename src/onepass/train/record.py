@@ -137,7 +137,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Line]]) -> None:
         )
         evaluated = [line for line in lines if line.eval_loss is not None]
         if evaluated:
-            label = f"{name}, other text".lstrip(", ")
+            label = f"{name}, held-out text".lstrip(", ")
             axes.plot(
                 [line.step for line in evaluated], [line.eval_loss or 0.0 for line in evaluated], "o--",
                 color=drawn.get_color(), markersize=4, linewidth=0.8, label=label,

@@ -164,13 +164,14 @@ def without(config: Config, names: list[str]) -> Config:
 
 
 def table_of_fusions(runs: list[Without]) -> Table:
-    made = Table("", "a step, ms", "", title="what each fusion brings: the run without it", title_justify="left")
+    title = "What each fusion brings: this run without it"
+    made = Table("", "time of a step, ms", "difference", title=title, title_justify="left")
     if runs[0].memory_gib is not None:
-        made.add_column("memory at most, GiB")
-        made.add_column("")
+        made.add_column("peak memory, GiB")
+        made.add_column("difference")
     whole = min(runs[0], runs[-1], key=lambda each: each.step_ms)
     for each in [whole, *runs[1:-1]]:
-        row = [" ".join(each.flags) or "as it was", f"{each.step_ms:,.1f}", _than(each.step_ms, whole.step_ms)]
+        row = [" ".join(each.flags) or "with all of them", f"{each.step_ms:,.1f}", _than(each.step_ms, whole.step_ms)]
         if each.memory_gib is not None and whole.memory_gib is not None:
             row += [f"{each.memory_gib:,.2f}", _than(each.memory_gib, whole.memory_gib)]
         made.add_row(*row)
@@ -214,17 +215,18 @@ def _loss_mib(config: Config, options: Options, layout: ParallelLayout, plain: b
 
 
 def table(fused: Side, plain: Side, on_gpu: bool) -> Table:
-    made = Table("", "onepass", "PyTorch", "", title="this run, fused and by PyTorch's operators", title_justify="left")
-    made.add_row("a step, ms", f"{fused.step_ms:,.1f}", f"{plain.step_ms:,.1f}", _faster(fused.step_ms, plain.step_ms))
-    rows = [("memory of the loss, MiB", fused.loss_mib, plain.loss_mib, 1)]
+    title = "This run with onepass, and with PyTorch's operators"
+    made = Table("", "onepass", "PyTorch", "difference", title=title, title_justify="left")
+    made.add_row("time of a step, ms", f"{fused.step_ms:,.1f}", f"{plain.step_ms:,.1f}", _faster(fused.step_ms, plain.step_ms))
+    rows = [("peak memory of the loss, MiB", fused.loss_mib, plain.loss_mib, 1)]
     if fused.memory_gib is not None and plain.memory_gib is not None:
-        rows.append(("memory at most, GiB", fused.memory_gib, plain.memory_gib, 2))
-    rows.append((f"{'kernels' if on_gpu else 'operators'} of a step", fused.launches, plain.launches, 0))
+        rows.append(("peak memory of the run, GiB", fused.memory_gib, plain.memory_gib, 2))
+    rows.append((f"{'kernels' if on_gpu else 'operators'} in a step", fused.launches, plain.launches, 0))
     for name, ours, theirs, digits in rows:
-        made.add_row(name, f"{ours:,.{digits}f}", f"{theirs:,.{digits}f}", f"{ours / theirs:.2f} of that")
+        made.add_row(name, f"{ours:,.{digits}f}", f"{theirs:,.{digits}f}", _less(ours, theirs))
     apart = max(abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=True))
     steps = len(fused.losses)
-    made.add_row(f"loss, {steps} steps", f"{fused.losses[-1]:.4f}", f"{plain.losses[-1]:.4f}", f"at most {apart:.1e} apart")
+    made.add_row(f"loss after {steps} steps", f"{fused.losses[-1]:.4f}", f"{plain.losses[-1]:.4f}", f"at most {apart:.1e}")
     made.caption = _unrest([fused, plain])
     return made
 
@@ -234,6 +236,12 @@ def _unrest(timed: Iterable[Side | Without]) -> str | None:
     if most < _RESTLESS:
         return None
     return f"The machine was busy: times of the same step differ by up to {most:.1f} x, and ratios may be as far off."
+
+
+def _less(ours: float, theirs: float) -> str:
+    if not theirs or ours == theirs:
+        return "as much" if ours == theirs else "more"
+    return f"{abs(ours / theirs - 1):.0%} {'less' if ours < theirs else 'more'}"
 
 
 def _faster(ours: float, theirs: float) -> str:

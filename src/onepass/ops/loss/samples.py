@@ -46,6 +46,7 @@ SAMPLES = {
 SHAPES_OF = {
     "linear_cross_entropy": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]}
 }
+TYPES_OF = {"labels": torch.int64}
 
 
 # ---- random calls ----

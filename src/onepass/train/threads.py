@@ -1,0 +1,96 @@
+"""The number of threads of PyTorch's CPU operators: fewer on a busy machine.
+
+OpenMP's threads spin while they wait for each other. Where another process needs a core, they spin away the time that the last
+of them waits for. Two threads on two cores beside one busy process then train a fifth to a thirtieth as fast as one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from onepass.profiling.verdict import counted
+
+_PROBE_S = 0.15
+_PATIENCE_S = 30.0  # between two choices
+_SLOWER = 1.5  # steps that are slower than the fastest by this factor are a reason to choose again
+_WORTH = 1.25  # fewer threads must be faster by this factor
+_ALL_OF_IT = 0.9  # threads that get this share of their cores' time are alone there
+
+
+class Probe(NamedTuple):
+    rate: float  # calls per second
+    share: float  # CPU time over the time that all threads have
+
+
+def probe(threads: int, most: int) -> Probe:
+    """Measure small operators, as a step has them, with `threads` threads. Their work is that of `most` threads."""
+    torch.set_num_threads(threads)
+    x, weight = torch.ones(256 * most, 128), torch.ones(128, 512)
+    F.gelu(x @ weight)  # starts the threads
+    calls, start, cpu = 0, time.perf_counter(), time.process_time()
+    while (elapsed := time.perf_counter() - start) < _PROBE_S or not calls:
+        F.gelu(x @ weight)
+        calls += 1
+    return Probe(calls / elapsed, (time.process_time() - cpu) / elapsed / threads)
+
+
+class CpuThreads:
+    """Chooses the number of threads by measurement: at the start, when steps become slow, and until all are in use again.
+
+    OMP_NUM_THREADS is the user's choice, which stays.
+
+    Args:
+        say: prints a sentence about a change.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        self.most = self.count = torch.get_num_threads()
+        self.fixed = self.most == 1 or "OMP_NUM_THREADS" in os.environ
+        self._fastest = self._next = 0.0
+
+    def choose(self) -> None:
+        """Measure, and set the number of threads."""
+        if self.fixed:
+            return
+        probes: dict[int, Probe] = {}
+        for threads in _candidates(self.most):
+            probes[threads] = found = probe(threads, self.most)
+            alone = threads == self.most and found.share >= _ALL_OF_IT
+            if alone or found.rate * _WORTH < max(each.rate for each in probes.values()):
+                break
+        best = max(each.rate for each in probes.values())
+        chosen = next(threads for threads, found in probes.items() if found.rate * _WORTH >= best)
+        torch.set_num_threads(chosen)
+        if chosen < self.count:
+            slower = probes[chosen].rate / probes[self.most].rate
+            self.say(
+                f"The machine is busy, so training uses {counted(chosen, 'thread')}: {self.most}, which wait for each "
+                f"other, are {slower:.1f} x slower. OMP_NUM_THREADS={self.most} keeps {self.most}."
+            )
+        elif chosen > self.count:
+            self.say(f"The machine is less busy: training uses {counted(chosen, 'thread')}.")
+        if chosen != self.count:
+            self._fastest = 0.0
+        self.count, self._next = chosen, time.monotonic() + _PATIENCE_S
+
+    def watch(self, tokens_per_s: float) -> None:
+        """Choose again if steps became slow, or if fewer threads than all are in use."""
+        self._fastest = max(self._fastest, tokens_per_s)
+        slow = tokens_per_s * _SLOWER < self._fastest
+        if (slow or self.count < self.most) and time.monotonic() >= self._next:
+            self.choose()
+
+
+def _candidates(most: int) -> list[int]:
+    """Return all threads, all but one, and then half as many until one."""
+    found = [most, most - 1]
+    while found[-1] > 1:
+        found.append(min(found[-1] - 1, most // 2 if len(found) == 2 else found[-1] // 2))
+    return found
