@@ -1,7 +1,5 @@
 """Faults in the middle of a step: what must last is as it was, and the next step works."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -27,16 +25,6 @@ from onepass.testing.faults import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SAMPLES = sorted(subjects("torch", DEVICE))
 MOST = 1 if INTERPRETED else None  # faults of a kind in an op's kernels
-# An op that allocates after it has added to one main_grad of several leaves it so.
-ADDS_BEFORE_IT_FAILS = (
-    "layer_norm",
-    "rms_norm",
-    "linear",
-    "norm_linear",
-    "activation_linear",
-    "linear_cross_entropy",
-    "dropout_add",
-)
 
 
 # In the interpreter, one sample of each op by its kernels.
@@ -48,7 +36,8 @@ CALLS += [(sample, "triton") for sample in SAMPLES if triton is not None and not
 def test_an_op_survives_faults(sample, backend):
     step = op_step(subjects(backend, DEVICE)[sample])
     most = MOST if backend == "triton" else 20
-    known = ("main_grad",) if sample.partition(":")[0] in ADDS_BEFORE_IT_FAILS else ()
+    # x and its residual get one gradient, which PyTorch copies for the second after the op's backward has ended
+    known = ("main_grad",) if (sample, backend) == ("norm_linear: all outputs", "torch") else ()
     report = inject(step, allocation_faults(step, most), known)
     assert report.happened
     assert not report.broken, "\n".join(report.broken)
@@ -129,9 +118,7 @@ def test_an_update_by_kernels_survives_faults():
         report = inject(step, allocation_faults(step, 4))
         assert report.happened
         assert not report.broken, "\n".join(report.broken)
-        # Options that have changed are taken for written before they are: an interrupt there loses them for good.
-        unchanged = replace(step, prepare=lambda: None)
-        report = inject(unchanged, interrupt_faults(unchanged, 6), exempt=("",))  # before or after a launch: it can't say
+        report = inject(step, interrupt_faults(step, 6), exempt=("",))  # before or after a launch: it can't say
         assert report.happened
         assert not report.broken, "\n".join(report.broken)
 

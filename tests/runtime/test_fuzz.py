@@ -21,16 +21,11 @@ from onepass.testing.mutants import mutate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15}  # less than 20 s of CPU in all
 
-# Formula and kernels answer differently for inf and NaN in several ops, and a loss of zero rows moves its logits' version.
-WITHOUT = ("inf and NaN",)
-KNOWN = {"cross_entropy": "logits was written in place"}
-
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_random_cases_are_within_the_budget(op):
-    tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE, without=WITHOUT, shrinks=op not in KNOWN)
-    failed = [f for f in tally.failed if not (op in KNOWN and all(KNOWN[op] in words for words in f.failures))]
-    assert not failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in failed)
+    tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE)
+    assert not tally.failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in tally.failed)
     assert tally.ran["torch"] == CASES[op]
     assert triton is None or tally.ran["triton"] > CASES[op] // 2
 
@@ -53,7 +48,7 @@ def test_a_mutant_is_found(name):
     op = "softmax" if entry is softmax else "rms_norm"
     mutant = getattr(mutate(module, function, old, new, entry=entry), op)
     for seed in range(CASES[op]):
-        how = {"device": DEVICE, "function": mutant, "without": WITHOUT, "backends": ("triton",)}
+        how = {"device": DEVICE, "function": mutant, "backends": ("triton",)}
         if fuzz.run_case(OPS[op], seed, **how).failures:
             return
     raise AssertionError(f"not found in {CASES[op]} cases")

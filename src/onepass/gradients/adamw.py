@@ -399,17 +399,19 @@ class _Stepper:
             math.inf if max_norm is None else max_norm,
         ]
         fixed = is_capturing(self.device)
-        changed = []
+        changed = {}
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 self.places[place].copy_(value)
                 self.known[place] = None
             elif fixed or self.known[place] != value:
-                changed.append((self.places[place], float(value)))
-                self.known[place] = None if fixed else float(value)
+                changed[place], self.known[place] = float(value), None
         if changed:
-            torch._foreach_zero_([place for place, _ in changed])
-            torch._foreach_add_([place for place, _ in changed], [value for _, value in changed])
+            places, numbers = [self.places[place] for place in changed], list(changed.values())
+            torch._foreach_zero_(places)
+            torch._foreach_add_(places, numbers)
+            for place, number in changed.items():  # not before they are written: that may fail
+                self.known[place] = None if fixed else number
 
 
 # ---- state and checks ----

@@ -99,6 +99,7 @@ class RandomCall:
         products: whether operands of products inside are rounded to the storage type.
         written: tensors that the call writes by design. They are given as results of an operator.
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
+        finite: draw no infinity and no NaN, where the formula isn't the contract for them.
     """
 
     tensors: dict[str, RandomTensor]
@@ -107,6 +108,7 @@ class RandomCall:
     products: bool = False
     written: tuple[str, ...] = ()
     gradients: float = 0.0
+    finite: bool = False
 
 
 def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:

@@ -126,7 +126,8 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
     for i, (name, tensor) in enumerate(call.tensors.items()):
         numbers = draw.choose(NUMBERS, _LIKELY) if tensor.kind in _REAL else "normal"
         tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
-        lossy = call.gradients > 0 and numbers == NUMBERS[-1]  # what is kept has one scale for several numbers
+        # what is kept may have one scale for several numbers
+        lossy = (call.finite or call.gradients > 0) and numbers == NUMBERS[-1]
         numbers = "normal" if numbers in without or (tame and numbers in NUMBERS[3:6]) or lossy else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
         values = _values(tensor, numbers, _generator(device, seed, i), device)
