@@ -15,7 +15,7 @@ import torch
 from onepass import cli
 from onepass.runtime import backend
 from onepass.runtime import op as op_records
-from onepass.testing import aot
+from onepass.testing import aot, sanitize
 
 
 def _run(capsys, *argv):
@@ -159,6 +159,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 # The files of messages, whose command they belong to, and flags of other programs that they name.
 _MESSAGES = {"bench": "bench", "doctor.py": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
+_OTHERS["testing/sanitize.py"] = {"--print-limit", "--report-api-errors"}
 
 
 def _flags_named(path):
@@ -179,9 +180,10 @@ def _flags_of(command):
 def test_flags_in_messages_are_flags_that_exist(capsys):
     package = Path(cli.__file__).parent
     known = {command: _flags_of(command) for command in cli._COMMANDS}
-    with pytest.raises(SystemExit):
-        aot._arguments(["--help"])
-    known["testing"] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for parse in (aot._arguments, sanitize.main):
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+    known["testing"] = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) | known["fuzz"]
     named = 0
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package)

@@ -27,6 +27,9 @@ SAMPLES = sorted(subjects("torch", DEVICE))
 MOST = 1 if INTERPRETED else None  # faults of a kind in an op's kernels
 
 
+# x and its residual get one gradient, which PyTorch copies for the second after the op's backward has ended.
+SHARES_A_GRADIENT = ("dropout_add", "dropout_add: bias", "layer_norm: residual", "rms_norm: residual", "norm_linear: all outputs")
+
 # In the interpreter, one sample of each op by its kernels.
 CALLS = [(sample, "torch") for sample in SAMPLES]
 CALLS += [(sample, "triton") for sample in SAMPLES if triton is not None and not (INTERPRETED and ":" in sample)]
@@ -36,8 +39,7 @@ CALLS += [(sample, "triton") for sample in SAMPLES if triton is not None and not
 def test_an_op_survives_faults(sample, backend):
     step = op_step(subjects(backend, DEVICE)[sample])
     most = MOST if backend == "triton" else 20
-    # x and its residual get one gradient, which PyTorch copies for the second after the op's backward has ended
-    known = ("main_grad",) if (sample, backend) == ("norm_linear: all outputs", "torch") else ()
+    known = ("main_grad",) if sample in SHARES_A_GRADIENT else ()
     report = inject(step, allocation_faults(step, most), known)
     assert report.happened
     assert not report.broken, "\n".join(report.broken)

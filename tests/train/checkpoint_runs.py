@@ -204,7 +204,7 @@ def full(folder, rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     said = refused(lambda: saved(folder, 2, trained, config, options, layout))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    layout.on_first(lambda: None)
+    layout.wait_for_all()
     left = sorted(each.name for each in (folder / "checkpoints").iterdir())
     return said, left, checkpoint.find(folder) == before
 
@@ -225,14 +225,14 @@ def damaged(folder, rank):
     before = [parameter.clone() for parameter in trained.model.parameters()]
     if rank == 0:
         flip(place, 4096 + 7)
-    layout.on_first(lambda: None)
+    layout.wait_for_all()
     with patch.object(checksums, "BLOCK", 4096):
         flipped = refused(lambda: checkpoint.load(place.parent, trained, config, layout))
     assert all(map(torch.equal, before, trained.model.parameters()))
-    layout.on_first(lambda: None)
+    layout.wait_for_all()
     if rank == 0:
         place.write_bytes(place.read_bytes()[:-4])
-    layout.on_first(lambda: None)
+    layout.wait_for_all()
     return gone, flipped, refused(lambda: checkpoint.load(place.parent, trained, config, layout))
 
 

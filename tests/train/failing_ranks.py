@@ -21,7 +21,7 @@ def run(rank, ranks, folder, backend):
     dist.init_process_group = lambda *args, **options: stock(*args, **options, init_method=store, rank=rank, world_size=ranks)
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
     layout._TURN_S = 0.0
-    loop.matrix_peak = lambda *args: None
+    loop.MatrixPeak = lambda *args: None
     (folder / "empty.txt").touch()
     arguments = ["--device", "cpu", "--data", str(folder / "empty.txt"), "--run-dir", str(folder / "run")]
     with onepass.use_backend("torch"), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

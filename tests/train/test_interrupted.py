@@ -31,7 +31,7 @@ SMALL = shlex.split(
 
 @pytest.fixture(autouse=True)
 def as_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(loop, "matrix_peak", lambda device, dtype: None)
+    monkeypatch.setattr(loop, "MatrixPeak", lambda device, dtype: None)
     with onepass.use_backend("torch"):
         yield
 

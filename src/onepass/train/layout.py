@@ -66,6 +66,10 @@ class ParallelLayout:
             raise done[1]
         return done[0]  # type: ignore[no-any-return]
 
+    def wait_for_all(self) -> None:
+        if self.ranks > 1:
+            dist.barrier()
+
 def ranks_there() -> int:
     """Return the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))

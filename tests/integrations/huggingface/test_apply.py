@@ -288,8 +288,13 @@ def test_threads_do_not_meet():
     for each in (model, before):
         each.eval()
     ids = [torch.randint(3, VOCABULARY, (2, 9)) for _ in range(12)]
+
+    def logits_of(x):
+        with onepass.use_backend("torch"), torch.no_grad():  # the fixture's block is the main thread's
+            return model(input_ids=x).logits
+
     with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: model(input_ids=x).logits, ids))
+        found = list(pool.map(logits_of, ids))
         for logits, x in zip(found, ids, strict=True):
             torch.testing.assert_close(logits, before(input_ids=x).logits)
 
