@@ -81,7 +81,7 @@ def writable(y: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not y._is_view():
         return y
-    return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
+    return y.data  # no view, and a tenth of the time of an operator
 
 
 def start_input_gradient(dy: Tensor, weight: Tensor, layout: TPLayout) -> Pending:
