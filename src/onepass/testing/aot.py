@@ -170,6 +170,7 @@ ALLOWED_SPILLS = {
     ("attention.backward dq", "attention 32/8x128", 80): 10,
     ("attention.backward dk_dv", "attention 32/8x128", 80): 18,
     ("attention.backward dq", "attention 8/8x128", 100): 10,
+    ("activation.kernels backward", "activation_linear gelu_exact 16384x8192", 100): 3,
 }
 
 
