@@ -11,6 +11,7 @@ from ops.calls import equal, relative
 import onepass
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.forward import has_cudnn
+from onepass.testing.fuzz import _laid_out
 
 module = importlib.import_module("onepass.ops.attention.attention")
 
@@ -37,6 +38,25 @@ def test_every_kind_of_heads_and_ends(D, heads, groups, S, dtype):
 def test_wherever_it_lies(case, layout):
     report = judge_case(module, Case(**vars(case) | {"layout": layout}))
     assert report, report
+
+
+@pytest.mark.parametrize("how", ("torch", "free"))
+@pytest.mark.parametrize("R", (0, 64), ids=("as it is", "turned"))
+@pytest.mark.parametrize("layout", ("rows apart", "unaligned"))
+def test_pytorch_reads_no_address_that_it_cannot(layout, R, how):
+    """Its kernels read 16 bytes at a time and don't look: a misaligned address ends the process's use of the GPU."""
+    case = Case(B=2, S=128, heads=4, groups=4, D=128, R=R)
+    qkv, cos, sin, dy = draw(case)
+    more = {"cos": cos, "sin": sin} if R else {}
+    found = []
+    for x, by in ((qkv, dy), (_laid_out(qkv, layout), _laid_out(dy, layout))):
+        x = x.detach().requires_grad_()
+        y = onepass.attention(x, 4, 4, **more, **({"backend": "torch"} if how == "torch" else {"deterministic": False}))
+        y.backward(by)
+        torch.cuda.synchronize()
+        found.append((y, x.grad))
+    for plain, strided in zip(*found, strict=True):
+        assert relative(strided, plain) < 1e-2
 
 
 def test_a_billion_parameters_sizes():

@@ -80,6 +80,40 @@ def test_a_failing_case_shrinks_and_repeats(monkeypatch):
         assert main(outcome.line.split()[1:]) == 0
 
 
+def _run_case_raising(error, at):
+    stock = fuzz.run_case
+
+    def run_case(op, seed, *args, **how):
+        if seed == at:
+            raise error
+        return stock(op, seed, *args, **how)
+
+    return run_case
+
+
+def test_ctrl_c_shows_what_ran_and_how_to_go_on(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "run_case", _run_case_raising(KeyboardInterrupt(), at=7))
+    assert main(["fuzz", "softmax", "--cases", "9", "--seed", "5", "--device", "cpu"]) == 1
+    said, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert said == "softmax ended after 2 cases, interrupted: --seed 7 goes on"
+    assert row.split()[:3] == ["softmax", "2", "2"]
+
+
+def test_a_case_that_loses_the_gpu_is_named_and_ends_the_run(monkeypatch, capsys):
+    """As after a misaligned address: whatever the process asks of the GPU from then on raises the same error."""
+    monkeypatch.setattr(OPS["softmax"], "function", _wrong_address)
+    monkeypatch.setattr(fuzz, "_is_lost", lambda device: True)
+    assert main(["fuzz", "softmax", "--cases", "4", "--seed", "5", "--device", "cpu"]) == 1
+    line, what, failure, ended, *_ = capsys.readouterr().out.splitlines()
+    assert line == "onepass fuzz softmax --seed 5 --cases 1"
+    assert what.startswith("  softmax(") and "misaligned address" in failure
+    assert ended.endswith("--seed 6 goes on after the case")
+
+
+def _wrong_address(x, **options):
+    raise RuntimeError("CUDA error: misaligned address")
+
+
 def test_the_command_prints_a_table(capsys):
     assert main(["fuzz", "dropout_add", "--cases", "3", "--seed", "5", "--device", "cpu"]) == 0
     heading, row, *rest = capsys.readouterr().out.splitlines()

@@ -86,14 +86,14 @@ def test_a_memory_error_has_its_kernel_and_call():
     report = sort_findings("memcheck", MEMCHECK.splitlines(), OURS)
     assert report.calls == 3
     assert report.findings == [Violation("Invalid __global__ write of size 4 bytes", "_short_kernel", "rms_norm bfloat16")]
-    ((foreign, count),) = report.foreign.items()
+    ((foreign, count),) = report.others.items()
     assert "reduce_kernel" in foreign and count == 1
 
 
 def test_races_of_other_kernels_are_left_out():
     report = sort_findings("racecheck", RACECHECK.splitlines(), OURS)
     assert [finding.kernel for finding in report.findings] == ["_rows_kernel", "_softmax_kernel"]
-    assert report.foreign == {"nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": 1}
+    assert report.others == {"nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT, which is not ours": 1}
     assert all(finding.call == "norm_linear bfloat16" for finding in report.findings)
 
 
@@ -101,7 +101,20 @@ def test_a_report_that_names_no_kernel_counts():
     report = sort_findings("initcheck", INITCHECK.splitlines(), OURS)
     assert [finding.kernel for finding in report.findings] == ["_short_kernel", ""]
     assert "cudaMemcpyAsync" in report.findings[1].what
-    assert report.foreign == {"nvjet_hsh_128x64": 1}
+    assert report.others == {"nvjet_hsh_128x64, which is not ours": 1}
+
+
+def test_what_is_allowed_is_counted_and_named(monkeypatch):
+    monkeypatch.setitem(sanitize.ALLOWED, ("initcheck", "_short_kernel"), "reads padding")
+    report = sort_findings("initcheck", INITCHECK.splitlines(), OURS)
+    assert [finding.kernel for finding in report.findings] == [""]
+    assert report.others["_short_kernel, which reads padding"] == 1
+    assert "_short_kernel" in {f.kernel for f in sort_findings("memcheck", INITCHECK.splitlines(), OURS).findings}
+
+
+def test_what_is_allowed_is_a_kernel_of_ours():
+    assert {tool for tool, _ in sanitize.ALLOWED} <= set(sanitize.TOOLS)
+    assert {kernel for _, kernel in sanitize.ALLOWED} <= sanitize.our_kernels()
 
 
 def test_a_wrong_barrier_is_a_finding():

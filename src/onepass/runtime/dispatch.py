@@ -39,6 +39,11 @@ def needs_dispatcher(*tensors: Tensor | None) -> bool:
     return False
 
 
+def has_address(x: Tensor) -> bool:
+    """Whether `x.data_ptr()` is where its values are: a compiler's tensors, fake ones and subclasses have none."""
+    return type(x) in _PLAIN and not torch.compiler.is_compiling()
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype), for what a Function returns: PyTorch 2.11's compiler loses its gradient where `to` passes x on."""
     return x if x.dtype == dtype else x.to(dtype)

@@ -100,6 +100,7 @@ class RandomCall:
         written: tensors that the call writes by design. They are given as results of an operator.
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
         finite: draw no infinity and no NaN, where the formula isn't the contract for them.
+        incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
     """
 
     tensors: dict[str, RandomTensor]
@@ -109,6 +110,7 @@ class RandomCall:
     written: tuple[str, ...] = ()
     gradients: float = 0.0
     finite: bool = False
+    incoming: float = 1.0
 
 
 def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:

@@ -38,8 +38,11 @@ NUMBERS = ("normal", "zero", "1e-4", "1e4", "1e-4 to 1e4", "mean 100", "subnorma
 LAYOUTS = ("contiguous", "rows apart", "columns apart", "transposed", "expanded", "unaligned")
 _LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
 _REAL = ("number", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
-_ALIKE = 4  # on a GPU so many cases in turn have the same sizes, types and options: a compilation takes longer than a case
+_CALLS = 160  # on a GPU so many sets of sizes, types and options, in turn: a compilation takes longer than a case
 _SHRINKS = 300  # runs of smaller cases
+_LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
+_SHOWN = 10  # failing cases that are printed
+_CACHED = 50  # cases until PyTorch's memory cache is emptied
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Outcome:
     what: str = ""  # the call in words
     ran: list[str] = field(default_factory=list)  # backends
     failures: list[str] = field(default_factory=list)
+    lost: bool = False  # the process can't use the GPU any more, as after an access to an address that isn't there
 
     @property
     def line(self) -> str:
@@ -94,8 +98,8 @@ def run_case(
         without: numbers of NUMBERS that become normal ones.
     """
     device = torch.device("cpu") if device is None else device
-    alike = _ALIKE if device.type == "cuda" else 1
-    draw = Draw(random.Random(f"{op.name} {seed // alike}"), choices, roomy=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    draw = Draw(random.Random(f"{op.name} {seed % _CALLS if on_gpu else seed}"), choices, roomy=on_gpu)
     drawn = _draw_case(op, draw, seed, device, without)
     found = Outcome(op.name, seed, given=choices is not None)
     references: list[dict[str, Tensor]] | None = None
@@ -107,6 +111,9 @@ def run_case(
             ours = _ours(function or op.function, drawn, backend, draw, seed)
         except Exception as error:
             found.failures.append(f"{backend}: {type(error).__name__}: {error}")
+            if _is_lost(device):
+                found.lost = True
+                break
             continue
         references = references or _references(drawn)
         types = {f"d{name}": drawn.main_grads.get(name, drawn.tensors[name]).dtype for name in drawn.asking}
@@ -116,6 +123,16 @@ def run_case(
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)
     return found
+
+
+def _is_lost(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
@@ -130,6 +147,8 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         lossy = (call.finite or call.gradients > 0) and numbers == NUMBERS[-1]
         numbers = "normal" if numbers in without or (tame and numbers in NUMBERS[3:6]) or lossy else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
+        if layout == "expanded" and call.products and "weight" in tensor.kind:
+            layout = "contiguous"  # of equal rows gradients cancel, down to the rounding of operands
         values = _values(tensor, numbers, _generator(device, seed, i), device)
         drawn.tensors[name] = _laid_out(values, layout)
         words = [f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"]
@@ -215,7 +234,7 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw,
     with unchanged(**drawn.tensors), poisoned():
         outputs = _outputs(function(**given, **drawn.call.options, backend=backend))
         if drawn.dys is None:
-            drawn.dys = [_incoming(y, i, draw, seed) for i, y in enumerate(outputs)]
+            drawn.dys = [_incoming(y, i, draw, seed, drawn.call.incoming) for i, y in enumerate(outputs)]
         with unchanged(**{f"dy{i}": dy for i, dy in enumerate(drawn.dys)}):
             results = _results(outputs, drawn.dys)
     for name in drawn.asking:
@@ -234,12 +253,12 @@ def _outputs(returned: Any) -> list[Tensor]:
     return [tensor for each in returned for tensor in _outputs(each)]
 
 
-def _incoming(y: Tensor, i: int, draw: Draw, seed: int) -> Tensor | None:
+def _incoming(y: Tensor, i: int, draw: Draw, seed: int, size: float) -> Tensor | None:
     """Return a gradient to come back to y, in some memory layout, or None."""
     if not y.requires_grad or (i and draw.flag(0.2)):
         return None
     layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
-    dy: Tensor = torch.randn(y.shape, generator=_generator(y.device, seed, 50 + i), device=y.device)
+    dy: Tensor = torch.randn(y.shape, generator=_generator(y.device, seed, 50 + i), device=y.device) * size
     return _laid_out(dy.to(y.dtype), layout)
 
 
@@ -315,26 +334,39 @@ class Tally:
     ran: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BACKENDS, 0))
     failed: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
+    ended: str = ""  # why it ended before its last case
 
 
 def fuzz(
     op: Op, cases: int, seed: int = 0, *, shrinks: int = 3, seen: Callable[[Tally], None] = lambda tally: None, **how: Any
 ) -> Tally:
-    """Run the cases of seeds `seed` to `seed + cases - 1`. The first `shrinks` failing ones are shrunk."""
+    """Run the cases of seeds `seed` to `seed + cases - 1`. The first `shrinks` failing ones are shrunk.
+
+    Ctrl-C ends it early, and so does a case after which the process can't use the GPU: `tally.ended` says so.
+    """
     tally, start = Tally(op.name), time.perf_counter()
     with _whole_sums(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the formula's own, of degrees of freedom and the like
         for at in range(seed, seed + cases):
-            outcome = run_case(op, at, **how)
+            try:
+                outcome = run_case(op, at, **how)
+                if outcome.failures and len(tally.failed) < shrinks and not outcome.lost:
+                    outcome = shrink(lambda choices, at=at: run_case(op, at, choices, **how), outcome)  # type: ignore[misc]
+            except KeyboardInterrupt:
+                tally.ended = f"interrupted: --seed {at} goes on"
+                break
+            if tally.cases % _CACHED == 0 and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # sizes differ from case to case, and other processes need memory too
             tally.cases += 1
             for backend in outcome.ran:
                 tally.ran[backend] += 1
             if outcome.failures:
-                if len(tally.failed) < shrinks:
-                    outcome = shrink(lambda choices, at=at: run_case(op, at, choices, **how), outcome)  # type: ignore[misc]
                 tally.failed.append(outcome)
             tally.seconds = time.perf_counter() - start
             seen(tally)
+            if outcome.lost:
+                tally.ended = f"this process can't use the GPU any more: --seed {at + 1} goes on after the case"
+                break
     return tally
 
 
@@ -386,29 +418,33 @@ def run(args: Any) -> int:
     tallies = []
     for op in [OPS[args.op]] if args.op else [OPS[name] for name in sorted(OPS)]:
         more = {} if args.choices is None else {"choices": args.choices, "shrinks": 0}
-        tallies.append(fuzz(op, args.cases, args.seed, seen=_progress(args.cases), device=device, without=args.without, **more))
-        for outcome in tallies[-1].failed[:10]:
-            print(
-                f"{outcome.line}\n  {outcome.op}({outcome.what})",
-                *(f"  {words}" for words in outcome.failures),
-                sep="\n",
-                flush=True,
-            )
+        tallies.append(fuzz(op, args.cases, args.seed, seen=_shown(args.cases), device=device, without=args.without, **more))
+        if tallies[-1].ended:
+            print(f"{tallies[-1].op} ended after {tallies[-1].cases} cases, {tallies[-1].ended}", flush=True)
+            break
     print("\n".join(_table(tallies)))
     if not any(tally.ran["triton"] for tally in tallies):
         print("kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")
-    return int(any(tally.failed for tally in tallies))
+    return int(any(tally.failed or tally.ended for tally in tallies))
 
 
-def _progress(cases: int) -> Callable[[Tally], None]:
-    last = [0.0]
+def _shown(cases: int) -> Callable[[Tally], None]:
+    """Return what shows progress, and each failing case as soon as it is there."""
+    last, said = [time.perf_counter()], [0]
 
     def seen(tally: Tally) -> None:
         now = time.perf_counter()
+        if said[0] < min(len(tally.failed), _SHOWN):
+            said[0], outcome = len(tally.failed), tally.failed[-1]
+            lines = (f"  {outcome.op}({outcome.what})", *(f"  {failure}" for failure in outcome.failures))
+            print(outcome.line, *lines, sep="\n", flush=True)
+        words = f"{tally.op} {tally.cases}/{cases}, {len(tally.failed)} failed, {tally.seconds:.0f} s"
         if sys.stderr.isatty() and (now - last[0] > 0.2 or tally.cases == cases):
             last[0] = now
-            words = f"{tally.op} {tally.cases}/{cases}, {len(tally.failed)} failed, {tally.seconds:.0f} s"
             print(f"\r{words:79}", end="\r" if tally.cases == cases else "", file=sys.stderr, flush=True)
+        elif not sys.stderr.isatty() and now - last[0] > _LINE_SECONDS:
+            last[0] = now
+            print(words, file=sys.stderr, flush=True)
 
     return seen
 

@@ -39,7 +39,15 @@ from onepass.ops.attention.rope_kernels import check_tables, rotate
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_number
-from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import (
+    cast,
+    fast_apply,
+    has_address,
+    needs_dispatcher,
+    needs_grad,
+    not_twice_differentiable,
+    under_functorch,
+)
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sizes import shared_memory
 
@@ -108,7 +116,7 @@ def _can_overwrite(qkv: Tensor, *tables: Tensor | None) -> bool:
 
 
 def _as_readable(x: Tensor) -> Tensor:
-    """Return x, or a copy where tensor descriptors can't read it: rows must be contiguous and begin at multiples of 16 bytes."""
+    """Return x, or a copy where 16 bytes at a time can't be read: rows must be contiguous and begin at multiples of 16 bytes."""
     *outer, last = x.stride()
     in_rows = last == 1 and not any(stride % 8 for stride in outer) and all(outer) and x.data_ptr() % 16 == 0
     return x if in_rows else x.clone(memory_format=torch.contiguous_format)
@@ -302,15 +310,25 @@ _apply, _apply_rotation = fast_apply(_AttentionFunction), fast_apply(_RotatedPar
 def _by_pytorch(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, overwrite: bool, by_kernel: bool
 ) -> Tensor:
-    """Return y by PyTorch's attention, which chooses what it saves, after our rotation; empty or transformed, by the formula."""
+    """Return y by PyTorch's attention, which chooses what it saves, after our rotation; empty or transformed, by the formula.
+
+    Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
+    """
     if under_functorch() or not qkv.numel():
         return attention_formula(qkv, cos, sin, options)
+    by_address = qkv.is_cuda and has_address(qkv)
+    if by_address:
+        qkv = _as_readable(qkv)
     # not whether an op is called: a compiler, or a mode that watches, sees the formula whole and chooses what to save
     by_formula = not by_kernel and needs_dispatcher(qkv, cos, sin)
     if cos is None or sin is None or by_formula:
-        return attention_by_pytorch(rotated_parts(qkv, cos, sin, options), options)
-    rotation = _apply_rotation if needs_grad(qkv) else _rotated
-    return attention_by_pytorch(rotation(qkv, cos, sin, options, overwrite, by_kernel), options)
+        parts = rotated_parts(qkv, cos, sin, options)
+    else:
+        parts = (_apply_rotation if needs_grad(qkv) else _rotated)(qkv, cos, sin, options, overwrite, by_kernel)
+    y = attention_by_pytorch(parts, options)
+    if by_address and y.requires_grad:
+        y.register_hook(_as_readable)
+    return y
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----

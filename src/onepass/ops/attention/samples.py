@@ -57,7 +57,8 @@ def _random_attention(draw: Draw) -> RandomCall:
     options: dict[str, Any] = {"heads": heads, "groups": groups, "interleaved": draw.flag(), "scale": draw.choose((None, 0.5))}
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
-    return RandomCall(tensors, {**options, "overwrite": bool(written)}, formula, True, written)
+    # an infinity or NaN may turn any row of its sequence into NaN
+    return RandomCall(tensors, {**options, "overwrite": bool(written)}, formula, True, written, finite=True)
 
 
 def _random_rope(draw: Draw) -> RandomCall:

@@ -66,10 +66,12 @@ def _random_loss(draw: Draw) -> tuple[dict[str, Any], tuple[int, ...], int, Rand
 
 def _random_cross_entropy(draw: Draw) -> RandomCall:
     options, lead, vocabulary, labels = _random_loss(draw)
-    tensors = {"logits": RandomTensor((*lead, vocabulary), draw.dtype()), "labels": labels}
-    over = draw.flag(0.2)
+    dtype, over = draw.dtype(), draw.flag(0.2)
+    tensors = {"logits": RandomTensor((*lead, vocabulary), dtype), "labels": labels}
     formula = partial(cross_entropy_reference, **options)
-    return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=("logits",) if over else (), finite=True)
+    # of 16-bit logits the logsumexp is kept in fp32: at 1e4 that is 1e-3 of a probability, of 1 too
+    gradients, written = 0.0 if dtype is FP32 else 2e-3, ("logits",) if over else ()
+    return RandomCall(tensors, {**options, "inplace_backward": over}, formula, False, written, gradients, finite=True)
 
 
 def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
@@ -96,7 +98,8 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
 
     more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, FP32))}
     # of an ignored row with NaN the formula makes 0 * NaN, the op 0; tests/ops/test_nonfinite.py has what both must say
-    return RandomCall(tensors, {**options, **more}, formula, True, finite=True)
+    scaled = (2.0**12 if options["reduction"] == "mean" else 2.0**3) if dtype is torch.float16 else 1.0
+    return RandomCall(tensors, {**options, **more}, formula, True, finite=True, incoming=scaled)
 
 
 RANDOM_CALLS = {"cross_entropy": _random_cross_entropy, "linear_cross_entropy": _random_linear_cross_entropy}
