@@ -5,12 +5,14 @@ Each family's `samples.py` has `RANDOM_CALLS`: for each op a function from a `Dr
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -22,6 +24,7 @@ _LARGE_WIDTHS = (1000, 1025, 4096, 5000)
 _LEADS = ((3,), (1,), (2, 3), (37,), (), (5, 7), (2, 3, 5), (0,), (2, 0), (1, 1), (65,))
 _LARGE_LEADS = ((257,), (4, 129))
 _ON_A_GPU = ((4097,), (3, 1025), (20_000,))
+_MOST = 1 << 22  # numbers of such a tensor
 
 
 class Draw:
@@ -36,6 +39,7 @@ class Draw:
     def __init__(self, source: random.Random, given: Sequence[int] | None = None, roomy: bool = False) -> None:
         self.source, self._given, self._roomy = source, given, roomy
         self.taken: list[int] = []
+        self._width = 1  # drawn last
 
     def choose(self, values: Sequence[T], weights: Sequence[float] | None = None) -> T:
         if self._given is None:
@@ -52,12 +56,13 @@ class Draw:
     def width(self, rare: float = 0.1) -> int:
         """Return the size of a last dimension, at least 1. Large ones are rare."""
         large = self.flag(0.3 if self._roomy else rare)
-        return self.choose(_LARGE_WIDTHS if large else _WIDTHS)
+        self._width = self.choose(_LARGE_WIDTHS if large else _WIDTHS)
+        return self._width
 
     def lead(self) -> tuple[int, ...]:
-        """Return the dimensions before the last."""
+        """Return the dimensions before the last, whose width is drawn before them."""
         if self._roomy and self.flag(0.2):
-            return self.choose(_ON_A_GPU)
+            return self.choose([lead for lead in _ON_A_GPU if math.prod(lead) * self._width <= _MOST] or _LARGE_LEADS)
         return self.choose(_LARGE_LEADS if self.flag(0.05) else _LEADS)
 
     def dtype(self) -> torch.dtype:
@@ -101,6 +106,7 @@ class RandomCall:
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
         finite: draw no infinity and no NaN, where the formula isn't the contract for them.
         incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
+        floors: takes the tensors, and returns absolute errors that results ("y0", "dweight") may have where terms cancel.
     """
 
     tensors: dict[str, RandomTensor]
@@ -111,6 +117,7 @@ class RandomCall:
     gradients: float = 0.0
     finite: bool = False
     incoming: float = 1.0
+    floors: Callable[[dict[str, Tensor]], dict[str, float]] = lambda tensors: {}
 
 
 def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:

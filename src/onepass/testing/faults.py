@@ -37,7 +37,7 @@ _ALLOCATIONS: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "cat")),
     (Tensor, "new_empty"),
 )
-_PRODUCTS: tuple[tuple[Any, str], ...] = (
+PRODUCTS: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("mm", "addmm", "matmul")),
     *((Tensor, name) for name in ("mm", "addmm_", "matmul", "__matmul__", "sum")),
     (torch.nn.functional, "linear"),
@@ -241,7 +241,7 @@ def count_operator_allocations(fail_at: int = -1) -> Iterator[AllocationCount]:
 @contextlib.contextmanager
 def count_products(fail_at: int = -1) -> Iterator[AllocationCount]:
     """Count matrix products that Python code calls, which allocate inside. The one numbered `fail_at` raises."""
-    with _counting(_PRODUCTS, fail_at) as found:
+    with _counting(PRODUCTS, fail_at) as found:
         yield found
 
 

@@ -118,7 +118,7 @@ def run_case(
         references = references or _references(drawn)
         types = {f"d{name}": drawn.main_grads.get(name, drawn.tensors[name]).dtype for name in drawn.asking}
         factor = PRODUCTS if drawn.call.products else 1.0
-        bad = judge(ours, references, types, drawn.call.gradients, factor)
+        bad = judge(ours, references, types, drawn.call.gradients, factor, drawn.call.floors(drawn.tensors))
         found.failures += [f"{backend}: {words}" for words in bad]
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)

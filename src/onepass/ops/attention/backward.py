@@ -55,7 +55,7 @@ def _dq_kernel(
     y = load_tokens(y_ptr + (sequence * S * HEADS + head) * D, first, HEADS * D, S, D, BLOCK_M, False)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     row = (sequence * HEADS + head) * row_size(S) + queries
-    tl.store(delta_ptr + row, delta, mask=queries < row_size(S))  # for the other kernel, whose copy engine reads whole rows
+    tl.store(delta_ptr + row, delta, mask=there)  # for the other kernel
     lse = tl.load(lse_ptr + row, mask=there, other=float("inf"))
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     for at in tl.range(0, first, BLOCK_N, num_stages=STAGES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -69,9 +70,31 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
     dtype, over = draw.dtype(), draw.flag(0.2)
     tensors = {"logits": RandomTensor((*lead, vocabulary), dtype), "labels": labels}
     formula = partial(cross_entropy_reference, **options)
-    # of 16-bit logits the logsumexp is kept in fp32: at 1e4 that is 1e-3 of a probability, of 1 too
-    gradients, written = 0.0 if dtype is FP32 else 2e-3, ("logits",) if over else ()
-    return RandomCall(tensors, {**options, "inplace_backward": over}, formula, False, written, gradients, finite=True)
+    written = ("logits",) if over else ()
+
+    def floors(given: dict[str, Tensor]) -> dict[str, float]:
+        logits = given["logits"]
+        # of 16-bit logits the logsumexp is kept in fp32, and a probability is off by its rounding
+        size = _size(logits) if dtype is not FP32 else 1.0
+        rows = logits.numel() // vocabulary
+        return {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
+
+    return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=written, finite=True, floors=floors)
+
+
+_ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the logarithm of the vocabulary are rounded to fp32
+
+
+def _size(t: Tensor) -> float:
+    return max(1.0, float(t.detach().float().nan_to_num(0, 0, 0).abs().amax())) if t.numel() else 1.0
+
+
+def _summed(rows: int, options: dict[str, Any]) -> float:
+    return float(max(1, rows)) if options["reduction"] == "sum" else 1.0
+
+
+def _averaged(rows: int, options: dict[str, Any]) -> float:
+    return float(max(1, rows)) if options["reduction"] == "mean" else 1.0
 
 
 def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
@@ -99,7 +122,15 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
     more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, FP32))}
     # of an ignored row with NaN the formula makes 0 * NaN, the op 0; tests/ops/test_nonfinite.py has what both must say
     scaled = (2.0**12 if options["reduction"] == "mean" else 2.0**3) if dtype is torch.float16 else 1.0
-    return RandomCall(tensors, {**options, **more}, formula, True, finite=True, incoming=scaled)
+
+    def floors(given: dict[str, Tensor]) -> dict[str, float]:
+        rows = math.prod(lead)
+        each = _ROUNDED * scaled / _averaged(rows, options)
+        over_rows = each * max(1, rows) / vocabulary
+        found = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
+        return found | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
+
+    return RandomCall(tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, floors=floors)
 
 
 RANDOM_CALLS = {"cross_entropy": _random_cross_entropy, "linear_cross_entropy": _random_linear_cross_entropy}

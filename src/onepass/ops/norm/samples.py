@@ -53,8 +53,9 @@ SHAPES_OF = {
 
 
 def _random_norm(layer: bool, draw: Draw) -> RandomCall:
-    dtype, lead = draw.dtype(), draw.lead()
+    dtype = draw.dtype()
     width = max(1 + layer, draw.width())  # of one number, a layer norm is 0 plus its mean's rounding times 1 / sqrt(eps)
+    lead = draw.lead()
     tensors = {"x": RandomTensor((*lead, width), dtype)}
     if draw.flag(0.8):
         tensors["weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
@@ -70,8 +71,9 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
 
 
 def _random_norm_linear(draw: Draw) -> RandomCall:
-    dtype, lead, norm = draw.dtype(), draw.lead(), draw.choose(tuple(NORMS))
+    dtype, norm = draw.dtype(), draw.choose(tuple(NORMS))
     width = max(1 + (norm == "layer_norm"), draw.width())
+    lead = draw.lead()
     tensors: dict[str, RandomTensor] = {"x": RandomTensor((*lead, width), dtype)}
     if draw.flag(0.8):
         tensors["norm_weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
