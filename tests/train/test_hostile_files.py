@@ -140,12 +140,20 @@ def chunk(at, value):
     return lambda index: index["tensors"][OURS]["chunks"][0].__setitem__(at, value)
 
 
+def overlapping(index):
+    """As many numbers as the tensor has, of which the last half comes from nowhere."""
+    chunks = index["tensors"][OURS]["chunks"]
+    ((offsets, (size,), file, start),) = chunks
+    chunks[:] = [[offsets, [size // 2], file, start], [offsets, [size - size // 2], file, start]]
+
+
 HOSTILE_INDICES = {
     "a place before the file": chunk(3, -4),
     "a place past any file": chunk(3, 1 << 80),
     "half a number": chunk(0, [0.5]),
     "a text for a range": chunk(1, ["16"]),
     "ranges of another rank": chunk(1, [1, 16]),
+    "parts that overlap": overlapping,
     "a link's name": chunk(2, "../../secret"),
     "an absolute name": chunk(2, "/etc/passwd"),
     "the folder itself": chunk(2, "."),

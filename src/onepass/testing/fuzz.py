@@ -37,7 +37,7 @@ BACKENDS = ("torch", "triton")
 NUMBERS = ("normal", "zero", "1e-4", "1e4", "1e-4 to 1e4", "mean 100", "subnormal", "inf and NaN")
 LAYOUTS = ("contiguous", "rows apart", "columns apart", "transposed", "expanded", "unaligned")
 _LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
-_REAL = ("number", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
+_REAL = ("number", "finite", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
 _CALLS = 160  # on a GPU so many sets of sizes, types and options, in turn: a compilation takes longer than a case
 _SHRINKS = 300  # runs of smaller cases
 _LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
@@ -144,8 +144,9 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         numbers = draw.choose(NUMBERS, _LIKELY) if tensor.kind in _REAL else "normal"
         tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
         # what is kept may have one scale for several numbers
-        lossy = (call.finite or call.gradients > 0) and numbers == NUMBERS[-1]
-        numbers = "normal" if numbers in without or (tame and numbers in NUMBERS[3:6]) or lossy else numbers
+        finite = call.finite or call.gradients > 0 or tensor.kind == "finite"
+        refused = (*without, *(NUMBERS[3:6] if tame else ()), *(NUMBERS[-1:] if finite else ()))
+        numbers = "normal" if numbers in refused else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
         if layout == "expanded" and call.products and "weight" in tensor.kind:
             layout = "contiguous"  # of equal rows gradients cancel, down to the rounding of operands

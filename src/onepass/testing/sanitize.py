@@ -6,8 +6,8 @@
 The calls are the samples of all ops, forward and backward, in the types that kernels take, and a step of AdamW. Each tensor has
 memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that an access past its end is seen. A first run, without a tool, fills
 Triton's cache. Reports about kernels that are not ours are left out, as racecheck accuses those of cuBLAS, and so are those of
-`ALLOWED`. Under initcheck products are written twice: it doesn't see what the copy engine writes for cuBLAS. Exit status: 0 clean,
-1 findings, 2 no compute-sanitizer or no GPU.
+`ALLOWED`. Under initcheck products are written twice: it does not see what the copy engine writes for cuBLAS. Exit status: 0
+clean, 1 findings, 2 no compute-sanitizer or no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Gradients that are added in fp32 where they are made, and their optimizer, against PyTorch's."""
 
 import copy
+import math
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from integrations.huggingface.families import batch, both, made
 
 import onepass
 from onepass.integrations import huggingface
+
+pytestmark = pytest.mark.filterwarnings("ignore:max_norm is None")  # Trainer is imported by some tests, and stays
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +127,23 @@ def test_trainer_resumes(tmp_path):
     whole, resumed = made("Llama").bfloat16(), made("Llama").bfloat16()
     stopped = copy.deepcopy(whole)
     kept = {each: huggingface.apply(each, main_grad=True) for each in (whole, stopped, resumed)}
-    optimizers = {each: applied.optimizer(lr=1e-2, weight_decay=0.1) for each, applied in kept.items()}
+    options = {"lr": 1e-2, "weight_decay": 0.1, "max_norm": math.inf}
+    optimizers = {each: applied.optimizer(**options) for each, applied in kept.items()}
     trained(whole, optimizers[whole], tmp_path / "whole")
     trained(stopped, optimizers[stopped], tmp_path / "run", steps=2, save_strategy="steps", save_steps=2)
     trained(resumed, optimizers[resumed], tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"))
     for (name, p), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert p.equal(other), name
+
+
+def test_an_optimizer_beside_trainer_says_that_it_clips_nothing(monkeypatch):
+    _, _, applied = both("Llama", main_grad=True)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", object())
+    with pytest.warns(UserWarning, match=r"max_norm is None.* Trainer's max_grad_norm .* infinity"):
+        applied.optimizer(lr=1e-2)
+    applied.optimizer(lr=1e-2, max_norm=math.inf)
+    monkeypatch.delitem(sys.modules, "transformers.trainer")
+    applied.optimizer(lr=1e-2)
 
 
 def test_trainers_own_optimizer_raises_at_the_first_step(tmp_path):

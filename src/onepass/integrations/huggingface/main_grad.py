@@ -12,6 +12,8 @@ masters of bf16 weights. It stores only the 16 bits of a master that its weight 
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -101,6 +103,12 @@ class MainGradAdamW(AdamW):
     ) -> None:
         super().__init__(main_grads, groups, **options)
         self.max_norm = max_norm
+        if max_norm is None and "transformers.trainer" in sys.modules:
+            warnings.warn(
+                "max_norm is None, so no gradient is clipped: Trainer's max_grad_norm clips .grad, which main_grad leaves None. "
+                "Give applied.optimizer(max_norm=...) the norm, or infinity to clip nothing",
+                stacklevel=3,
+            )
 
     def step(self, closure: Any = None) -> Tensor | None:  # type: ignore[override]
         """Step by the gradients and clear them. With `max_norm` return the gradient's norm before clipping."""

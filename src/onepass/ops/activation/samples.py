@@ -63,7 +63,7 @@ def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], 
     if draw.flag():
         tensors[bias] = RandomTensor((width * act.parts,), draw.beside(dtype), parameter=True)
     if draw.flag(0.3):
-        tensors["token_weight"] = RandomTensor((*lead, 1) if draw.flag() else lead, draw.beside(dtype))
+        tensors["token_weight"] = RandomTensor((*lead, 1) if draw.flag() else lead, draw.beside(dtype), "finite")
     options: dict[str, Any] = {"activation": activation}
     if act.gated:
         options |= {"clamp": draw.choose((None, 7.0, 0.5)), "linear_offset": draw.choose((0.0, 1.0))}

@@ -255,6 +255,8 @@ class _Reader(StorageReader):
                 raise ValueError(f"{name} has a part {[offsets, sizes, file, start]!r:.100}")
             self._places[MetadataIndex(name, offsets)] = _Place(file, start, tuple(sizes))
             stored.append(_stored(offsets, sizes))
+        if shape and not _are_apart(stored):
+            raise ValueError(f"{name} has parts that overlap")
         return TensorStorageMetadata(_PROPERTIES, torch.Size(shape), stored)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -291,6 +293,22 @@ class _Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _are_apart(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether no two chunks overlap. Each is compared only with earlier ones whose rows it may share."""
+    near: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[0]):
+        near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        if any(_overlap(chunk, other) for other in near):
+            return False
+        near.append(chunk)
+    return True
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in spans)
 
 
 def _id(file: BinaryIO) -> object:
