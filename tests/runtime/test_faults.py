@@ -112,9 +112,24 @@ def test_gradients_of_a_model_survive_faults(dtype):
             assert not report.broken, "\n".join(report.broken)
 
 
+def test_an_update_by_the_formula_says_where_it_broke_off():
+    """Its step number, then its moments, are written before all is allocated."""
+    _, _, step = model_steps(torch.bfloat16)
+    before, broken_off = {name: t.clone() for name, t in step.lasting().items()}, 0
+    with use_backend("torch"):
+        for fault in allocation_faults(step):
+            with pytest.raises(torch.OutOfMemoryError) as raised, fault.context():
+                step.run()
+            ahead = [name for name, t in step.lasting().items() if not t.equal(before[name])]
+            assert not ahead or "exp_avg_sq are ahead, and the step is counted. Load a checkpoint" in str(raised.value)
+            broken_off += bool(ahead)
+            for name, t in step.lasting().items():
+                t.data.copy_(before[name])
+    assert broken_off
+
+
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 def test_an_update_by_kernels_survives_faults():
-    """By the formula it does not: its step number, then its moments are written before all is allocated."""
     _, _, step = model_steps(torch.bfloat16)
     with use_backend("triton"):
         report = inject(step, allocation_faults(step, 4))

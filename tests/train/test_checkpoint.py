@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from train import checkpoint_killed, checkpoint_runs
 from train.checkpoint_runs import KIND, LAYOUTS, alone, configured, go, saved, started, whole
 
-import onepass
 from onepass.gpt import Model
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
@@ -24,12 +23,6 @@ from onepass.train.checkpoint import folders, storage
 from onepass.train.setup import make
 
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _by_pytorch():
-    with onepass.use_backend("torch"):
-        yield
 
 
 def same(path, other):

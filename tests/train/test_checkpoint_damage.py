@@ -10,7 +10,6 @@ import torch
 from train import checkpoint_killed
 from train.checkpoint_runs import alone, configured, flip, go, saved, started
 
-import onepass
 from onepass.cli import main
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint, checksums, text
@@ -21,12 +20,6 @@ SMALL = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 300 --seq-length 16 --micro-batch-size 2 --samples 0 "
     "--eval-iters 0 --lr-warmup-iters 1 --no-table --no-fusion-table --device cpu"
 )
-
-
-@pytest.fixture(autouse=True)
-def _by_pytorch():
-    with onepass.use_backend("torch"):
-        yield
 
 
 @pytest.fixture

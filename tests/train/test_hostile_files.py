@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from train.checkpoint_runs import alone, configured, started
 
-import onepass
 from onepass.cli import main
 from onepass.gpt import Config, Model
 from onepass.gpt.weights import load_huggingface, save_huggingface
@@ -23,12 +22,6 @@ SMALL = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 300 --seq-length 16 --micro-batch-size 2 --samples 1 "
     "--sample-tokens 2 --eval-iters 1 --lr-warmup-iters 1 --no-table --no-fusion-table --device cpu"
 )
-
-
-@pytest.fixture(autouse=True)
-def _by_pytorch():
-    with onepass.use_backend("torch"):
-        yield
 
 
 # ---- other people's weights ----
@@ -213,13 +206,6 @@ def test_a_header_is_refused(start, tmp_path):
 
 
 # ---- the command ----
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
-    return path
 
 
 def train(corpus, *more):

@@ -13,7 +13,6 @@ from parallel import worlds
 from rich.console import Console
 from train import failing_ranks
 
-import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
@@ -30,24 +29,14 @@ SMALL = shlex.split(
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_cpu(monkeypatch):
+def no_peak(monkeypatch):
     monkeypatch.setattr(loop, "MatrixPeak", lambda device, dtype: None)
-    with onepass.use_backend("torch"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
-    return path
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("ended") / "run"
-    with onepass.use_backend("torch"):
-        assert train(corpus, folder, "--save-interval", 4, "--keep-checkpoints", 0) == 0
+    assert train(corpus, folder, "--save-interval", 4, "--keep-checkpoints", 0) == 0
     return folder
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
@@ -35,20 +34,6 @@ SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
     "--micro-batch-size 4 --train-iters 6 --eval-interval 3 --eval-iters 2 --lr-warmup-iters 2 --samples 2 --sample-tokens 5"
 )
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_cpu():
-    """Not in the interpreter, in which these tests would take minutes."""
-    with onepass.use_backend("torch"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
-    return path
 
 
 def train(corpus, *more):

@@ -4,19 +4,12 @@ import pytest
 import torch
 from train.checkpoint_runs import KINDS, alone, batch, configured, go
 
-import onepass
 from onepass.gpt import Model
 from onepass.train.masters import drawn, narrow_type
 from onepass.train.setup import make
 
 SLOW = 1e-6  # a step of which no weight of .02 would show in bf16
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _by_pytorch():
-    with onepass.use_backend("torch"):
-        yield
 
 
 def masters(trained):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from train.checkpoint_runs import alone, batch, configured, go
 
-import onepass
 from onepass.gpt import Config
 from onepass.parallel import MasterWeights
 from onepass.train import updates
@@ -19,12 +18,6 @@ from onepass.train.updates import MainGradUpdate, adamw_options, parameter_group
 NARROW = [{}, {"params_dtype": "bf16"}]
 BOTH = pytest.mark.parametrize("settings", NARROW, ids=["fp32", "bf16"])
 RELEASED = {"release_main_grads": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _by_pytorch():
-    with onepass.use_backend("torch"):
-        yield
 
 
 class ByMasters(MainGradUpdate):

@@ -378,6 +378,15 @@ class _Stepper:
         factor = None if norm is None or max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if factor is not None and factor.device.type == "cpu" and factor == 1:  # reading it waits for nothing on a CPU
             factor = None
+        try:
+            self._run_formula(groups, factor, zero)
+        except RuntimeError as error:  # out of memory, most likely: kernels allocate nothing
+            raise type(error)(
+                f"{error}. AdamW's step broke off: some weights, exp_avg and exp_avg_sq are ahead, and the step is counted. Load "
+                "a checkpoint"
+            ) from error
+
+    def _run_formula(self, groups: list[dict[str, Any]], factor: Tensor | None, zero: bool) -> None:
         self.step += 1
         for place, group in enumerate(groups):
             options = {name: group[name] for name in ("lr", "weight_decay", "eps")}

@@ -78,8 +78,8 @@ class RandomTensor:
     """One tensor of a random call.
 
     Args:
-        kind: what its numbers are: "number" (of any size), "finite" (the same without infinities), "tame" (of size 1 or less), "weight" (so that a product of such rows
-            keeps the size), "tame weight", "positive", "labels", "mask", "cos" or "sin".
+        kind: what its numbers are: "number" (of any size), "finite" (no infinity), "tame" (of size 1 or less), "weight" (so that
+            a product of such rows keeps the size), "tame weight", "positive", "labels", "mask", "cos" or "sin".
         parameter: whether it may carry main_grad.
         top: the number of labels, or the columns of a weight.
         ignore_index: of labels.

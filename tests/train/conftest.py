@@ -1,0 +1,20 @@
+"""What tests of training share."""
+
+import pytest
+
+import onepass
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_pytorch():
+    """Not in the interpreter, in which training would take minutes."""
+    with onepass.use_backend("torch"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A text of 400 short functions."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
+    return path
