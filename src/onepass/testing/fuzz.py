@@ -148,8 +148,9 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         refused = (*without, *(NUMBERS[3:6] if tame else ()), *(NUMBERS[-1:] if finite else ()))
         numbers = "normal" if numbers in refused else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
-        if layout == "expanded" and call.products and "weight" in tensor.kind:
-            layout = "contiguous"  # of equal rows gradients cancel, down to the rounding of operands
+        alike = tensor is first and len(tensor.shape) == 1  # a row of one number has no variance
+        if layout == "expanded" and (alike or (call.products and "weight" in tensor.kind)):
+            layout = "contiguous"  # of equal rows of a weight gradients cancel, down to the rounding of operands
         values = _values(tensor, numbers, _generator(device, seed, i), device)
         drawn.tensors[name] = _laid_out(values, layout)
         words = [f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"]
