@@ -69,7 +69,8 @@ def _random_softmax(draw: Draw) -> RandomCall:
         y: Tensor = _RoundedSoftmax.apply(x, mask, dtype, options)
         return y
 
-    return RandomCall(tensors, options, formula)
+    floor = 1e-7 * abs(options["scale"])  # where one probability is 1, all gradients of the row cancel
+    return RandomCall(tensors, options, formula, floors=lambda given: {"dx": floor})
 
 
 RANDOM_CALLS = {"softmax": _random_softmax}
