@@ -5,7 +5,7 @@ runtime/saved.py has the scheme, and the PyTorch formula that these functions eq
 
 from __future__ import annotations
 
-from onepass.kernels.language import device_function, tl
+from onepass.kernels.language import PTX, device_function, tl
 
 
 @device_function
@@ -47,3 +47,47 @@ def fp8_decode(codes, exponents):
     size = tl.minimum(size, 3.4028234663852886e38)  # the type's largest numbers round up past it
     size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
     return tl.where(codes >= 128, -size, size)
+
+
+# ---- operands of products: one scale a row, or a tensor; runtime/fp8.py has the formula ----
+
+
+@device_function
+def scale_exponents(amax, E5M2: tl.constexpr):
+    """Return the biased exponents (int32) of the powers of two that bring these to the type's largest number; of 1 where 0."""
+    biased = (262 if not E5M2 else 269) - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
+    biased = tl.where(biased < 1, 1, tl.where(biased > 253, 253, biased))
+    return tl.where(amax == 0.0, 127, biased)
+
+
+@device_function
+def power_of_two(biased):
+    """Return the fp32 number with this biased exponent."""
+    return (biased << 23).to(tl.float32, bitcast=True)
+
+
+@device_function
+def operand_codes(x, scale, E5M2: tl.constexpr):
+    """Return the codes (uint8) of fp32 x times a scale. Finite values saturate; e4m3 has one NaN for NaN and infinities."""
+    scaled = x * scale
+    infinite: tl.constexpr = 0x7C if E5M2 else 0x7F
+    bits = scaled.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    if PTX:
+        codes = scaled.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(tl.abs(x) == float("inf"), sign.to(tl.uint8) | infinite, codes)
+    else:
+        size = bits & 0x7FFFFFFF
+        kept: tl.constexpr = 2 if E5M2 else 3  # bits of the mantissa
+        bias: tl.constexpr = 15 if E5M2 else 7
+        most: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344, 448
+        normal_from: tl.constexpr = 0x38800000 if E5M2 else 0x3C800000  # 2**-14, 2**-6
+        shifter: tl.constexpr = 128.0 if E5M2 else 16384.0  # its neighbours are as far apart as the type's subnormal numbers
+        shifter_bits: tl.constexpr = 0x43000000 if E5M2 else 0x46800000
+        held = tl.where(size > most, most, size)
+        shift: tl.constexpr = 23 - kept
+        normal = ((held + ((1 << (shift - 1)) - 1) + ((held >> shift) & 1)) >> shift) - ((127 - bias) << kept)
+        small = (tl.abs(scaled) + shifter).to(tl.int32, bitcast=True) - shifter_bits
+        code = tl.where(held < normal_from, small, normal)
+        code = tl.where(tl.abs(x) == float("inf"), infinite, code)
+        return (tl.where(x == x, code, 0x7F) | sign).to(tl.uint8)

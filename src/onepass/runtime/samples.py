@@ -43,6 +43,7 @@ class CoveringCall:
     label: str
     dtype: torch.dtype
     run: Callable[[], Tensor]
+    least_arch: int = 80  # the first architecture that has the instructions
 
 
 LARGE = (16384, 16384)

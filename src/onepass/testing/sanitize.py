@@ -32,6 +32,7 @@ from torch import Tensor
 
 from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
+from onepass.kernels import fp8_cast
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.dropout.dropout_add import dropout_add
@@ -40,6 +41,7 @@ from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
+from onepass.runtime.fp8 import FP8Target
 from onepass.testing.aot import package_modules
 from onepass.testing.contract import subjects
 from onepass.testing.faults import PRODUCTS
@@ -197,8 +199,17 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
         for more in ways:
             name = f"linear_cross_entropy 37x{columns}x5003 {' '.join(more)}"
             yield name, partial(backward, linear_cross_entropy, draw(37, columns), draw(5003, columns), labels, **more)
+    yield "fp8 cast", partial(_fp8_casts, draw(37, 208).detach(), draw(5, 12304).detach())
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
+
+
+def _fp8_casts(*xs: Tensor) -> None:
+    for x in xs:
+        noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+        fp8_cast.cast_rows(x)
+        target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+        fp8_cast.cast_tensor(x, target, turned=True)
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:

@@ -1,0 +1,143 @@
+"""Cast a matrix to operands of eight-bit products: by row with the row's own scale, or by one scale, with the transpose beside.
+
+By row    a row is read from memory once and scaled by the largest power of two that its largest number allows.
+By tensor a tile is read once and written twice, the second time turned. The scale is known before. The pass finds the largest
+          magnitude for the next scale and counts what saturates.
+Bytes     of 16-bit x, 3 a number by row, and 4 with the transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.layout import as_rows
+from onepass.kernels.rows import aligned, inside_row, known_align
+from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target
+from onepass.runtime.sizes import ceil_div
+from onepass.runtime.sizes import power_of_two as next_power_of_two
+
+HELD = 8192  # the longest row that a program holds in registers
+SLOTS = 64  # of the largest magnitudes and of counts: programs don't queue for one address
+TILE_M, TILE_H = 64, 64
+
+
+@device_function
+def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.constexpr):
+    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that are past MOST once scaled."""
+    sizes = tl.abs(x)
+    finite = sizes < float("inf")
+    sizes = tl.where(finite, sizes, 0.0)
+    slot = (tl.program_id(0) + tl.program_id(1) * 7) % SLOTS
+    most = tl.max(tl.max(sizes, 1), 0)
+    tl.atomic_max(amax_ptr + slot, most.to(tl.int32, bitcast=True))  # of numbers that aren't negative, bits are in their order
+    past = tl.sum(tl.sum((finite & (sizes * scale > MOST)).to(tl.int32), 1), 0)
+    if past > 0:
+        tl.atomic_add(saturated_ptr + slot, past)
+
+
+@kernel
+def _rows_kernel(
+    x_ptr, codes_ptr, inverse_ptr, M, X_ROW,
+    H: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    X_ROW = aligned(X_ROW, ALIGN)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = rows < M
+    lanes = tl.arange(0, BLOCK_H)
+    amax = tl.zeros([BLOCK_M], tl.float32)
+    x = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for first in range(0, H, BLOCK_H):
+        columns = first + lanes
+        inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        sizes = tl.abs(x)
+        amax = tl.maximum(amax, tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1))
+    biased = scale_exponents(amax, E5M2)
+    scale = power_of_two(biased)
+    tl.store(inverse_ptr + rows, power_of_two(254 - biased), mask=there)
+    for back in range(0, H, BLOCK_H):  # backwards: what was read last is still in registers or caches
+        columns = (H - 1) // BLOCK_H * BLOCK_H - back + lanes
+        inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
+        if H > BLOCK_H:
+            x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(codes_ptr + rows[:, None] * H + columns[None, :], operand_codes(x, scale[:, None], E5M2), mask=inside)
+
+
+@kernel
+def _tiles_kernel(
+    x_ptr, codes_ptr, turned_ptr, scale_ptr, amax_ptr, saturated_ptr, M, X_ROW, H,
+    ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    X_ROW, H = aligned(X_ROW, ALIGN), aligned(H, ALIGN)
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (rows < M)[:, None] & (columns < H)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr)
+    codes = operand_codes(x, scale, E5M2)
+    if codes_ptr is not None:
+        tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
+    if turned_ptr is not None:
+        long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE  # zeros after the last row
+        at = columns[:, None].to(tl.int64) * long + rows[None, :]
+        tl.store(turned_ptr + at, tl.trans(codes), mask=(columns < H)[:, None] & (rows < long)[None, :])
+    if amax_ptr is not None:
+        note_amax(amax_ptr, saturated_ptr, x, scale, 57344.0 if E5M2 else 448.0, SLOTS)
+
+
+@lru_cache(1024)
+def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
+    block_h = min(HELD // 2 if H > HELD else HELD, next_power_of_two(H))
+    block_m = max(1, 2048 // block_h)
+    bound: Bound = _rows_kernel.bind(
+        x_row, H, known_align(x_row), e5m2, block_m, block_h, num_warps=max(4, min(16, block_m * block_h // 512))
+    )
+    return block_m, bound
+
+
+@lru_cache(1024)
+def _tiles_plan(H: int, x_row: int, e5m2: bool) -> Bound:
+    bound: Bound = _tiles_kernel.bind(
+        x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, TILE_M, TILE_H, num_warps=4
+    )
+    return bound
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """Return x's codes, and the inverses of its rows' scales, fp32 [rows, 1]. Leading dimensions are rows."""
+    H, M = x.shape[-1], math.prod(x.shape[:-1])
+    codes, inverse = torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(M, 1, dtype=torch.float32)
+    if x.numel():
+        x, x_row = as_rows(x)
+        block_m, launch = _rows_plan(H, x_row, dtype is E5M2)
+        launch((ceil_div(M, block_m), 1, 1), x, codes.view(torch.uint8), inverse, M)
+    else:
+        inverse.fill_(1)
+    return codes, inverse
+
+
+def cast_tensor(
+    x: Tensor, target: FP8Target, *, codes: bool = True, turned: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return x's codes at the target's scale, and those of its transpose, [H, rows] with zeros up to a multiple of 16 rows.
+
+    `codes` and `turned` say which of the two to write.
+    """
+    H, M = x.shape[-1], math.prod(x.shape[:-1])
+    plain = torch.empty(x.shape, dtype=target.dtype, device=x.device) if codes else None
+    across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None
+    if x.numel():
+        x, x_row = as_rows(x)
+        grid = ceil_div(H, TILE_H), ceil_div(M, TILE_M), 1
+        given = (None if t is None else t.view(torch.uint8) for t in (plain, across))
+        launch = _tiles_plan(H, x_row, target.dtype is E5M2)
+        launch(grid, x, *given, target.scale, target.amax, target.saturated, M)
+    return plain, across

@@ -1,0 +1,95 @@
+"""Eight-bit floats as operands of products: scales, rounding by PyTorch, which kernels equal bit for bit, and the products.
+
+A tensor is kept as codes and a scale, its own or one a row: x is about codes / scale. Scales are powers of two: only codes round.
+A finite value past the format's largest saturates. NaN and infinities never become numbers: e4m3, which has no infinity, has NaN
+for both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of elements: rows of operands, and the dimension that is summed over
+_LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # 1.75 times a power of two, both
+_EXPONENT = {E4M3: 8, E5M2: 15}  # of that power
+
+
+class FP8Target(NamedTuple):
+    """What a pass writes its result for: an operand of an eight-bit product.
+
+    Args:
+        dtype: E4M3 or E5M2.
+        scale: fp32, of one element; None gives each row a scale of its own.
+        amax: int32 [kernels.fp8_cast.SLOTS], the bits of fp32 numbers, which are raised to the largest finite magnitude written.
+        saturated: int32, as many, to which the counts of finite numbers that saturate are added. Given with amax.
+    """
+
+    dtype: torch.dtype = E4M3
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    saturated: Tensor | None = None
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest finite number of an eight-bit type."""
+    return _LARGEST[dtype]
+
+
+def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest finite magnitude of x, in fp32: of all of it, or along a dimension, which stays."""
+    sizes = x.detach().float().abs().nan_to_num(0.0, 0.0, 0.0)
+    if not sizes.numel():
+        return sizes.new_zeros(() if dim is None else [1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+    return sizes.amax() if dim is None else sizes.amax(dim, keepdim=True)
+
+
+def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """Return the largest power of two that brings amax to at most the type's largest number over 2**margin; 1 for an amax of 0.
+
+    It is at most 2**126 and at least 2**-126, so that its inverse is a normal number too.
+    """
+    bits = amax.float().view(torch.int32)
+    # up to the next power of two where the mantissa is above 1.75
+    exponent = ((bits + 0x1FFFFF) >> 23) - 127
+    power = (_EXPONENT[dtype] - margin - exponent).clamp(-126, 126)
+    return torch.where(bits == 0, 1.0, ((power + 127) << 23).view(torch.float32))
+
+
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x * scale in an eight-bit type, rounded to nearest even as PyTorch's cast does, and saturated."""
+    wide, most = x.detach().float(), _LARGEST[dtype]
+    # of an infinity PyTorch's cast to e4m3 makes NaN in some versions, and the largest number in others
+    infinite = wide if dtype is E5M2 else torch.copysign(wide.new_tensor(torch.nan), wide)
+    return torch.where(wide.isinf(), infinite, (wide * scale).clamp(-most, most)).to(dtype)
+
+
+def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how many finite numbers of x are past what the type holds at this scale."""
+    wide = (x.detach().float() * scale).abs()
+    return ((wide > _LARGEST[dtype]) & x.isfinite()).sum(dtype=torch.int32)
+
+
+def dequantise(codes: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return codes times the inverse of their scale."""
+    return (codes.float() * inverse).to(dtype)
+
+
+def scaled_product(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """Return a @ b.T of codes a [M, K] and b [N, K], over their scales, in `dtype`.
+
+    Args:
+        a_inverse, b_inverse: the inverses of scales, of one element both, or [M, 1] and [N, 1].
+        fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
+    """
+    if not a.is_cuda:
+        return ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_inverse, scale_b=b_inverse.t() if b_inverse.dim() else b_inverse, out_dtype=dtype,
+        use_fast_accum=fast,
+    )  # fmt: skip

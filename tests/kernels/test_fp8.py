@@ -1,0 +1,187 @@
+"""Eight-bit operands: scales and rounding by PyTorch, kernels that equal them bit for bit, and products of codes."""
+
+import math
+
+import pytest
+import torch
+
+from onepass.kernels import fp8 as device_functions
+from onepass.kernels import fp8_cast
+from onepass.kernels.language import triton
+from onepass.runtime import fp8
+from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
+from onepass.testing.mutants import mutate
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+formats = pytest.mark.parametrize("dtype", (E4M3, E5M2), ids=("e4m3", "e5m2"))
+SHAPES = ((37, 203), (1, 1), (64, 64), (65, 16), (3, 5, 130), (0, 8), (4, 0), (2, 9000))
+
+
+def every_bf16():
+    return torch.arange(65536, device=DEVICE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+
+
+def bits(codes):
+    """The codes as numbers, with one NaN."""
+    return torch.where(codes.float().isnan(), 0x7F, codes.view(torch.uint8).int())
+
+
+def at(scale):
+    return torch.tensor(scale, device=DEVICE)
+
+
+# ---- the formula ----
+
+
+@formats
+def test_rounding_is_pytorchs_cast_where_that_is_finite(dtype):
+    x = every_bf16().float()
+    held = x.abs() <= fp8.largest(dtype)
+    assert bits(fp8.quantise(x, at(1.0), dtype))[held].equal(bits(x.to(dtype))[held])
+    doubled = fp8.quantise(x, at(0.5), dtype)
+    assert bits(doubled)[held].equal(bits((x * 0.5).to(dtype))[held])
+
+
+@formats
+def test_what_is_past_the_largest_saturates_and_no_nan_becomes_a_number(dtype):
+    most = fp8.largest(dtype)
+    x = torch.tensor([most, most * 1.5, -1e38, math.inf, -math.inf, math.nan, 0.0, -0.0], device=DEVICE)
+    codes = fp8.quantise(x, at(1.0), dtype)
+    infinity = math.inf if dtype is E5M2 else math.nan
+    torch.testing.assert_close(
+        codes.float(), torch.tensor([most, most, -most, infinity, -infinity, math.nan, 0.0, -0.0], device=DEVICE), equal_nan=True
+    )
+    assert codes.view(torch.uint8)[-1] == 0x80
+    assert fp8.quantise(at(3e38), at(2.0**100), dtype).float() == most  # the product is past fp32's largest, x is not
+    assert fp8.saturated(x, at(1.0), dtype) == 2
+
+
+@formats
+@pytest.mark.parametrize("margin", (0, 2))
+def test_a_scale_is_the_largest_power_of_two_that_fits(dtype, margin):
+    amax = torch.tensor([1.75, 1.7500001, 1.0, 448.0, 57344.0, 1e-20, 3e38], device=DEVICE)
+    scale, most = fp8.scale_for(amax, dtype, margin), fp8.largest(dtype) / 2**margin
+    assert scale.log2().frac().abs().sum() == 0
+    assert (amax.double() * scale <= most).all() and (amax.double() * scale * 2 > most).all()
+    assert fp8.scale_for(torch.tensor([0.0, 1e-45]), dtype).tolist() == [1.0, 2.0**126]
+
+
+def test_amax_leaves_out_what_is_not_finite():
+    x = torch.tensor([[1.0, -3.0], [math.inf, 2.0], [math.nan, -math.inf]])
+    assert fp8.finite_amax(x) == 3
+    assert fp8.finite_amax(x, -1).flatten().tolist() == [3, 2, 0]
+    assert fp8.finite_amax(x[:0]) == 0 and fp8.finite_amax(x[:, :0], -1).shape == (3, 1)
+
+
+# ---- kernels ----
+
+
+def by_rows(x, dtype, module=fp8_cast):
+    with poisoned(), unchanged(x=x):
+        codes, inverse = module.cast_rows(x, dtype)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    scale = fp8.scale_for(fp8.finite_amax(rows, -1), dtype)
+    assert codes.shape == x.shape and codes.dtype == dtype
+    exact = fp8.quantise(rows, scale, dtype)
+    return bits(codes).view(exact.shape).equal(bits(exact)) and inverse.equal(1 / scale)
+
+
+def by_tensor(x, dtype, scale, module=fp8_cast):
+    amax, past = (torch.zeros(fp8_cast.SLOTS, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    with poisoned(), unchanged(x=x):
+        codes, turned = module.cast_tensor(x, FP8Target(dtype, scale, amax, past), turned=True)
+    exact = fp8.quantise(x, scale, dtype)
+    rows = exact.view(math.prod(x.shape[:-1]), x.shape[-1])
+    assert turned.shape == (x.shape[-1], -(-len(rows) // 16) * 16) and turned.is_contiguous()
+    return (
+        bits(codes).equal(bits(exact))
+        and bits(turned[:, : len(rows)]).equal(bits(rows.t()))
+        and not turned[:, len(rows) :].view(torch.uint8).any()
+        and amax.view(torch.float32).max().equal(fp8.finite_amax(x))
+        and past.sum().equal(fp8.saturated(x, scale, dtype).long())
+    )
+
+
+@needs_triton
+@formats
+def test_kernels_round_every_16_bit_number_as_the_formula(dtype):
+    x = every_bf16()
+    for scale in (1.0, 2.0**-20, 2.0**90):
+        assert by_tensor(x, dtype, at(scale))
+    assert by_rows(x, dtype) and by_rows(x[:, :96], dtype)
+
+
+@needs_triton
+@formats
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_kernels_are_the_formula(shape, kind, dtype):
+    x = torch.randn(shape, device=DEVICE).mul(3).to(kind)
+    assert by_rows(x, dtype)
+    assert by_tensor(x, dtype, at(2.0**7))
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", ("rows apart", "transposed", "unaligned", "expanded"))
+def test_wherever_it_lies(layout):
+    x = torch.randn(37, 72, device=DEVICE, dtype=torch.bfloat16)
+    lies = {
+        "rows apart": lambda: x.new_full((37, 75), 7)[:, 1:-2].copy_(x),
+        "transposed": lambda: x.t().contiguous().t(),
+        "unaligned": lambda: x.new_full((x.numel() + 1,), 7)[1:].view(x.shape).copy_(x),
+        "expanded": lambda: x[:1].expand(37, 72),
+    }[layout]()
+    assert by_rows(lies, E4M3) and by_tensor(lies, E4M3, at(16.0))
+
+
+@needs_triton
+def test_one_of_the_two_is_written_without_the_other():
+    x = torch.randn(20, 48, device=DEVICE)
+    both = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), turned=True)
+    plain, none = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)))
+    assert none is None and bits(plain).equal(bits(both[0]))
+    none, turned = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), codes=False, turned=True)
+    assert none is None and bits(turned).equal(bits(both[1]))
+
+
+MUTANTS = {
+    "the scale's threshold": (device_functions, "scale_exponents", "0x1FFFFF", "0x2FFFFF"),
+    "ties away from zero": (device_functions, "operand_codes", "(shift - 1)) - 1)", "(shift - 1)))"),
+    "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
+    "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),
+    "NaN is a number": (device_functions, "operand_codes", "tl.where(x == x, code, 0x7F)", "code"),
+    "rows past the last": (fp8_cast, "_tiles_kernel", "(rows < long)[None, :]", "(rows < M)[None, :]"),
+    "an infinity is the largest": (fp8_cast, "note_amax", "tl.where(finite, sizes, 0.0)", "sizes"),
+    "what saturates isn't counted": (fp8_cast, "note_amax", "past > 0", "past > 9999"),
+    "a long row isn't read again": (fp8_cast, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),
+}
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU rounds by an instruction of its own")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    module, function, old, new = MUTANTS[name]
+    mutant = mutate(module, function, old, new, entry=fp8_cast)
+    given = every_bf16()[:, :200], torch.randn(37, 203), torch.randn(2, 9000)
+    given[1][3, 5] = math.inf
+    try:
+        right = all(by_rows(x, to, mutant) and by_tensor(x, to, at(1.0), mutant) for x in given for to in (E4M3, E5M2))
+    except AssertionError:
+        right = False
+    assert not right
+
+
+# ---- products ----
+
+
+@formats
+def test_a_product_is_that_of_the_rounded_operands(dtype):
+    a, b = torch.randn(32, 64, device=DEVICE), torch.randn(48, 64, device=DEVICE)
+    (a8, a_inverse), (b8, b_inverse) = fp8_cast.cast_rows(a, E4M3), fp8_cast.cast_rows(b, dtype)
+    exact = (fp8.dequantise(a8, a_inverse, torch.float64)) @ fp8.dequantise(b8, b_inverse, torch.float64).t()
+    y = fp8.scaled_product(a8, a_inverse, b8, b_inverse, torch.bfloat16)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-3)
+    assert 10 * math.log10((exact.square().sum() / (exact - a.double() @ b.double().t()).square().sum()).item()) > 22
