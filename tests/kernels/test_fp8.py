@@ -147,7 +147,7 @@ def test_one_of_the_two_is_written_without_the_other():
 
 
 MUTANTS = {
-    "the scale's threshold": (device_functions, "scale_exponents", "0x1FFFFF", "0x2FFFFF"),
+    "the scale's threshold": (device_functions, "exponents_below", "0x1FFFFF", "0x2FFFFF"),
     "ties away from zero": (device_functions, "operand_codes", "(shift - 1)) - 1)", "(shift - 1)))"),
     "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
     "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),

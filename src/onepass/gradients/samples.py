@@ -1,4 +1,4 @@
-"""Sample calls of AdamW's kernels."""
+"""Calls that launch the kernels of AdamW and of eight-bit scales."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from onepass.gradients import adamw_kernels
 from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.fp8_scales import FP8Scales
+from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.samples import CoveringCall, meta
 
 # ---- calls that launch every kernel, in every form that is shipped ----
@@ -16,6 +18,8 @@ from onepass.runtime.samples import CoveringCall, meta
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _adamw_calls()
+    for recipe in (FP8Recipe(), FP8Recipe(format="e4m3", margin=1, amax_history_len=1, amax_compute_algo="most_recent")):
+        yield _fp8_scales_call(recipe)
 
 
 def _adamw_calls() -> Iterator[CoveringCall]:
@@ -40,3 +44,11 @@ def _adamw_call(size: int, dtype: torch.dtype, option: str) -> CoveringCall:
         return weight
 
     return CoveringCall(" ".join(filter(None, (f"adamw {size}", option))), dtype, run)
+
+
+def _fp8_scales_call(recipe: FP8Recipe) -> CoveringCall:
+    def run() -> Tensor:
+        FP8Scales(recipe, torch.device("meta")).refresh()
+        return meta(1, dtype=torch.float32)
+
+    return CoveringCall(f"fp8 scales {recipe.format} {recipe.amax_compute_algo}", torch.float32, run, 89)

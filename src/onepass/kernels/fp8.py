@@ -55,9 +55,14 @@ def fp8_decode(codes, exponents):
 @device_function
 def scale_exponents(amax, E5M2: tl.constexpr):
     """Return the biased exponents (int32) of the powers of two that bring these to the type's largest number; of 1 where 0."""
-    biased = (262 if not E5M2 else 269) - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
-    biased = tl.where(biased < 1, 1, tl.where(biased > 253, 253, biased))
-    return tl.where(amax == 0.0, 127, biased)
+    return tl.where(amax == 0.0, 127, exponents_below(amax, 269 if E5M2 else 262))
+
+
+@device_function
+def exponents_below(amax, top):
+    """Return the same of an amax that is not 0; `top` is 262 for e4m3, 269 for e5m2, less a margin."""
+    biased = top - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
+    return tl.where(biased < 1, 1, tl.where(biased > 253, 253, biased))
 
 
 @device_function

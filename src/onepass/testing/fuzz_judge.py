@@ -90,7 +90,7 @@ def _judge_one(
     noise = torch.stack([torch.where(keep, (baseline - exact).abs(), zero) for baseline in rounded]).amax(0)
     # products may take what fp32 holds as subnormal for 0
     floor = max(floor, 2 * kind.tiny * (kind.eps if dtype is torch.float16 else 1.0))
-    among = kind.eps * _rms(size) if factor > 1 else zero  # a row's operands are rounded, which meet in another row
+    among = 2 * kind.eps * _rms(size) if factor > 1 else zero  # a row's operands are rounded, which meet in another row
     factor *= 8.0 if exact.numel() < SMALL else 1.0
     slack = extra + (SLACK if exact.numel() >= SMALL else max(SLACK, 2 * kind.eps))
     measures = [

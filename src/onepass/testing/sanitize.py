@@ -32,6 +32,7 @@ from torch import Tensor
 
 from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
+from onepass.gradients.fp8_scales import FP8Scales
 from onepass.kernels import fp8_cast
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation.bias_activation import bias_activation
@@ -42,6 +43,7 @@ from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
 from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.aot import package_modules
 from onepass.testing.contract import subjects
 from onepass.testing.faults import PRODUCTS
@@ -210,6 +212,7 @@ def _fp8_casts(*xs: Tensor) -> None:
         fp8_cast.cast_rows(x)
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
         fp8_cast.cast_tensor(x, target, turned=True)
+        FP8Scales(FP8Recipe(), x.device).refresh()
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:
