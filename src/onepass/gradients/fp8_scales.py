@@ -1,8 +1,8 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
 Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the largest
-finite magnitude and count what saturates. Scales change in `refresh` alone, once a step, on the device. So microbatches share them,
-and a forward that is run again under checkpointing has the same bits.
+finite magnitude and count what saturates. Scales change in `refresh` alone, once a step, on the device: microbatches share
+them, and a forward that is run again under checkpointing has the same bits.
 """
 
 from __future__ import annotations
