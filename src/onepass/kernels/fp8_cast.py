@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
-from onepass.kernels.language import device_function, tl
+from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
-from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target
+from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, quantise_tensor, turn
 from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
@@ -113,6 +113,8 @@ def _tiles_plan(H: int, x_row: int, e5m2: bool) -> Bound:
 
 def cast_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """Return x's codes, and the inverses of its rows' scales, fp32 [rows, 1]. Leading dimensions are rows."""
+    if triton_unsupported(x) is not None:
+        return quantise_rows(x, dtype)
     H, M = x.shape[-1], math.prod(x.shape[:-1])
     codes, inverse = torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(M, 1, dtype=torch.float32)
     if x.numel():
@@ -131,6 +133,9 @@ def cast_tensor(
 
     `codes` and `turned` say which of the two to write.
     """
+    if triton_unsupported(x) is not None:
+        found = quantise_tensor(x, target)
+        return found if codes else None, turn(found) if turned else None
     H, M = x.shape[-1], math.prod(x.shape[:-1])
     plain = torch.empty(x.shape, dtype=target.dtype, device=x.device) if codes else None
     across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None

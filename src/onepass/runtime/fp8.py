@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,6 +77,29 @@ def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantise(codes: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return codes times the inverse of their scale."""
     return (codes.float() * inverse).to(dtype)
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x's codes at a scale for each row, and the inverses of the scales, [rows, 1]."""
+    rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+    scale = scale_for(finite_amax(rows, -1), dtype)
+    return quantise(rows, scale, dtype).view(x.shape), 1 / scale
+
+
+def quantise_tensor(x: Tensor, target: FP8Target) -> Tensor:
+    """Return x's codes at the target's scale, and note there what the next scale comes from."""
+    assert target.scale is not None
+    if target.amax is not None and target.saturated is not None:
+        noted = target.amax[:1].view(torch.float32)
+        torch.maximum(noted, finite_amax(x), out=noted)
+        target.saturated[:1] += saturated(x, target.scale, target.dtype)
+    return quantise(x, target.scale, target.dtype)
+
+
+def turn(codes: Tensor) -> Tensor:
+    """Return the transpose of codes, with zeros up to a multiple of 16 columns."""
+    rows = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1]).view(torch.uint8)
+    return F.pad(rows.t(), (0, -len(rows) % MULTIPLE)).contiguous().view(codes.dtype)
 
 
 def scaled_product(

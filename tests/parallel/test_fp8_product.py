@@ -1,0 +1,193 @@
+"""A linear layer's product in eight bits: how far it is from fp64, who gets which gradient, and when codes are made anew."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from onepass.gradients import fp8_product as module
+from onepass.gradients.fp8_product import FP8Weight, fp8_product, unfit_for_fp8
+from onepass.kernels.language import triton
+from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.testing.mutants import mutate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RECIPES = {
+    "delayed": FP8Recipe(),
+    "delayed, e4m3": FP8Recipe(format="e4m3"),
+    "current": FP8Recipe(scaling="current"),
+    "by row": FP8Recipe(scaling="row"),
+    "16-bit wgrad": FP8Recipe(wgrad=False),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def drawn(tokens=75, K=64, N=96, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter((torch.randn(N, K, generator=generator) / 8).to(DEVICE, dtype))
+    bias = torch.nn.Parameter(torch.randn(N, generator=generator).to(DEVICE, dtype))
+    x, dy = (torch.randn(3, tokens // 3, width, generator=generator).to(DEVICE, dtype) for width in (K, N))
+    return x.requires_grad_(), weight, bias, dy
+
+
+def decibels(ours, exact):
+    exact = exact.double()
+    return 10 * math.log10((exact.square().sum() / (ours.double() - exact).square().sum().clamp(min=1e-300)).item())
+
+
+def exact_results(x, weight, bias, dy):
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    y = F.linear(*leaves)
+    y.backward(dy.double())
+    return y.detach(), *(t.grad for t in leaves)
+
+
+def results(x, weight, bias, dy, state, product=fp8_product):
+    y = product(x, weight, bias, state)
+    return y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)
+
+
+@recipes
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_results_are_near_fp64(recipe, dtype):
+    x, weight, bias, dy = drawn(dtype=dtype)
+    for ours, exact, least in zip(
+        results(x, weight, bias, dy, FP8Weight(weight, recipe)), exact_results(x, weight, bias, dy), (28, 22, 22, 40), strict=True
+    ):
+        assert decibels(ours, exact) > least
+        assert ours.dtype == dtype
+
+
+@recipes
+def test_magnitudes_of_any_size_keep_their_precision(recipe):
+    x, weight, bias, dy = drawn(dtype=torch.float32)
+    bias.data.zero_()
+    sizes = 1e-12, 1e6, 1e9
+    with torch.no_grad():
+        x, weight.data, dy = x * sizes[0], weight * sizes[1], dy * sizes[2]
+    x.requires_grad_()
+    for ours, exact in zip(
+        results(x, weight, bias, dy, FP8Weight(weight, recipe))[:3], exact_results(x, weight, bias, dy)[:3], strict=True
+    ):
+        assert decibels(ours, exact) > 20
+
+
+@recipes
+def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(recipe, monkeypatch):
+    x, weight, bias, dy = drawn()
+    weight.main_grad = torch.ones(weight.shape, device=DEVICE)
+    bias.main_grad = torch.ones(bias.shape, device=DEVICE)
+    state, casts = FP8Weight(weight, recipe), []
+    for name in ("cast_rows", "cast_tensor"):
+        stock = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda t, *args, stock=stock, **how: casts.append(t.shape) or stock(t, *args, **how))
+    for _ in range(3):
+        fp8_product(x, weight, bias, state).backward(dy)
+    _, dx, dweight, dbias = exact_results(x, weight, bias, dy)
+    assert weight.grad is None and bias.grad is None
+    assert decibels(weight.main_grad - 1, 3 * dweight) > 22
+    assert decibels(bias.main_grad - 1, 3 * dbias) > 40
+    assert decibels(x.grad, 3 * dx) > 22
+    assert sum(shape in (weight.shape, weight.t().shape) for shape in casts) == (2 if recipe.scaling == "row" else 1)
+
+
+@recipes
+def test_who_asks_for_nothing_costs_nothing(recipe):
+    x, weight, bias, dy = drawn()
+    whole = results(x, weight, bias, dy, FP8Weight(weight, recipe))
+    frozen = weight.detach()
+    y = fp8_product(x, frozen, bias.detach(), FP8Weight(frozen, recipe))
+    assert y.equal(whole[0])
+    assert torch.autograd.grad(y, x, dy)[0].equal(whole[1])
+    y = fp8_product(x.detach(), weight, None, FP8Weight(weight, recipe))
+    assert torch.autograd.grad(y, weight, dy)[0].equal(whole[2])
+
+
+@recipes
+def test_equal_calls_give_equal_bits_also_under_checkpointing(recipe):
+    x, weight, bias, dy = drawn()
+    first, second = (results(x, weight, bias, dy, FP8Weight(weight, recipe)) for _ in range(2))
+    again = FP8Weight(weight, recipe)
+    y = checkpoint(fp8_product, x, weight, bias, again, use_reentrant=False)
+    third = y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert a.equal(b) and a.equal(c)
+
+
+def test_delayed_scales_follow_after_an_update():
+    x, weight, bias, dy = drawn()
+    state = FP8Weight(weight, FP8Recipe(amax_history_len=1))
+    results(x, weight, bias, dy, state)
+    results(x.detach().mul(100).requires_grad_(), weight, bias, dy, state)
+    assert state.scales.saturations()["input"] > 0  # the scale is that of the first
+    before = state.scales.scale.clone()
+    with torch.no_grad():
+        weight.mul_(2)
+    large = x.detach().mul(100).requires_grad_()
+    found = results(large, weight, bias, dy, state)
+    assert (state.scales.scale < before).tolist() == [True, False, False]  # the weight's follows one update later
+    assert decibels(found[0], exact_results(large, weight, bias, dy)[0]) > 28
+
+
+def test_an_update_between_forward_and_backward_raises():
+    x, weight, bias, dy = drawn()
+    state = FP8Weight(weight, FP8Recipe())
+    y = fp8_product(x, weight, bias, state)
+    with torch.no_grad():
+        weight.mul_(2)
+    fp8_product(x, weight, bias, state)
+    with pytest.raises(RuntimeError, match="weight must not be updated between forward and backward"):
+        y.backward(dy)
+
+
+@recipes
+def test_nan_and_infinities_never_become_numbers(recipe):
+    x, weight, bias, dy = drawn()
+    x.data[0, 3, 5], x.data[1, 2, 7] = math.inf, math.nan
+    y, dx, dweight, _ = results(x, weight, bias, dy, FP8Weight(weight, recipe))
+    lost = torch.zeros(x.shape[:2], dtype=torch.bool, device=DEVICE)
+    lost[0, 3] = lost[1, 2] = True
+    assert (~y[lost].isfinite()).all() and y[~lost].isfinite().all() and dx.isfinite().all()
+    assert (~dweight[:, [5, 7]].isfinite()).all()
+
+
+def test_sizes_that_no_eight_bit_product_takes_are_named():
+    x, weight, *_ = drawn(K=72)
+    assert unfit_for_fp8(x, weight) == "the weight's sizes, 96 x 72, are not multiples of 16"
+    x, weight, *_ = drawn()
+    assert unfit_for_fp8(x, weight) is None
+    assert unfit_for_fp8(x[:0], weight) == "there is nothing to do"
+
+
+MUTANTS = {
+    "codes of the weight before": ("FP8Weight.update", "self._version = weight._version", "self._version = 0"),
+    "gradients without their scale": ("FP8Weight.cast", "else inverse  #", "else torch.ones_like(inverse)  #"),
+    "x's codes at another scale": ("FP8Weight.cast_again", "self.scales.inverse_of(role)", "2 * self.scales.inverse_of(role)"),
+    "no new scales": ("FP8Weight._cast", "scales.refresh()", "scales.history"),
+    "the bias twice": ("_FP8Product.forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
+    "main_grad is not used": ("_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:], weight, bias)", "(None, None)"),
+}
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    mutant = mutate(module, *MUTANTS[name], entry=module)
+    x, weight, bias, dy = drawn()
+    weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
+    state = mutant.FP8Weight(weight, mutant.FP8Recipe(amax_history_len=1))
+    found = []
+    for _ in range(3):
+        x.grad = None
+        y = mutant.fp8_product(x, weight, bias, state)
+        y.backward(dy)
+        exact = exact_results(x, weight, bias, dy)
+        found += [decibels(y.detach(), exact[0]) > 28, decibels(x.grad, exact[1]) > 22]
+        found.append(decibels(weight.main_grad, exact[2]) > 22)
+        weight.main_grad.zero_()
+        with torch.no_grad():
+            weight.neg_()
+            x.data.mul_(64)
+    assert not all(found) or state.scales.saturations()["input"] > x.numel()
