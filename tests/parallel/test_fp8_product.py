@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.gradients import fp8_product as module
 from onepass.gradients.fp8_product import FP8Weight, fp8_product, unfit_for_fp8
 from onepass.kernels.language import triton
+from onepass.parallel import MainGrads
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.mutants import mutate
 
@@ -91,6 +92,23 @@ def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(rec
     assert decibels(bias.main_grad - 1, 3 * dbias) > 40
     assert decibels(x.grad, 3 * dx) > 22
     assert sum(shape in (weight.shape, weight.t().shape) for shape in casts) == (2 if recipe.scaling == "row" else 1)
+
+
+@pytest.mark.parametrize("release", (False, True))
+@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16), ids=str)
+def test_main_grads_of_any_kind(kind, release):
+    """A step's first gradient is written by the product where main_grad's memory comes with it."""
+    x, weight, _, dy = drawn()
+    main_grads = MainGrads([weight], dtype=kind, release=release)
+    state = FP8Weight(weight, FP8Recipe())
+    for _ in range(2):
+        main_grads.zero_()
+        with main_grads.accumulate():
+            fp8_product(x, weight, None, state).backward(dy)
+        fp8_product(x, weight, None, state).backward(dy)
+        main_grads.finish()
+        exact = 2 * exact_results(x, weight, torch.zeros(96, device=DEVICE), dy)[2]
+        assert decibels(weight.main_grad, exact) > 22
 
 
 @recipes

@@ -18,7 +18,7 @@ def rows_gradient(dy: Tensor, ids: Tensor, weight: Tensor, main_grad: Tensor | N
 
     Rows of one id are summed in fp32 or wider, in their order. A narrower gradient is rounded once.
     """
-    return put_gradient(_ROWS, dy, ids, weight, main_grad, request)
+    return put_gradient(_ROWS, (dy, ids), weight, main_grad, request)
 
 
 def add_rows(main_grad: Tensor, dy: Tensor, ids: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The product of a linear layer in eight bits, forward and backward.
 
 Forward casts x, and multiplies it by the weight's codes. Backward casts dy in both layouts, and multiplies it by the weight's
-turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. The weight's codes are made once
+turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. The weight's codes are made
 after each update of the weight, in both layouts, and shared by microbatches.
 """
 
@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_scales import FP8Scales
-from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of, vector_gradient, weight_gradient
+from onepass.gradients.main_grad import (
+    GradientKind,
+    GradRequest,
+    add_gradient,
+    as_op,
+    grad_requests,
+    main_grads_of,
+    overwrite_main_grad,
+    put_gradient,
+    vector_gradient,
+    weight_gradient,
+)
+from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.parallel.tensor_parallel import column_sums, rows_of
-from onepass.runtime.dispatch import fast_apply, not_twice_differentiable
+from onepass.runtime.dispatch import fast_apply, not_twice_differentiable, registered
 from onepass.runtime.fp8 import E4M3, MULTIPLE, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe
 
@@ -106,6 +118,45 @@ def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
     return None if x.numel() else "there is nothing to do"
 
 
+# ---- the weight's gradient ----
+
+
+def _add_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> None:
+    """Add a @ b.T to main_grad. A step's first gradient is written there by the product: cuBLAS adds nothing in eight bits."""
+    if is_first_write(main_grad) and main_grad.dtype is torch.float32:
+        _overwrite_by_product(main_grad, a, a_inverse, b, b_inverse)
+        mark_written(main_grad)
+    else:
+        add_gradient(main_grad, scaled_product(a, a_inverse, b, b_inverse, torch.float32), None)
+
+
+def _overwrite_by_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> None:
+    wide = main_grad.dtype is torch.float32
+    product = scaled_product(a, a_inverse, b, b_inverse, torch.float32, out=main_grad if wide else None)
+    if not wide:
+        main_grad.copy_(product)
+
+
+def _product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Tensor) -> Tensor:
+    return scaled_product(a, a_inverse, b, b_inverse, weight.dtype)
+
+
+def _overwrite(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Any) -> Tensor:
+    """Write over the main_grad of Megatron-FSDP."""
+    return overwrite_main_grad(weight, lambda main_grad: _overwrite_by_product(main_grad, a, a_inverse, b, b_inverse))
+
+
+_OPERANDS = "Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, Tensor weight"
+_overwrite_op = registered(
+    f"overwrite_fp8_gradient({_OPERANDS}) -> Tensor", _overwrite, lambda *operands: torch.empty_like(operands[-1])
+)
+_add_op = registered(f"add_fp8_gradient(Tensor(a!) main_grad, {_OPERANDS}) -> ()", as_op(_add_product), lambda *_: None)
+_PRODUCT = GradientKind(_product, _overwrite, _overwrite_op, _add_product, _add_op)
+
+
+# ---- the product ----
+
+
 class _FP8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight) -> Tensor:
@@ -136,8 +187,9 @@ class _FP8Product(torch.autograd.Function):
         if ours is not None:
             dx = multiply(ours, state.turned, dy.dtype, fast=False).view(*dy.shape[:-1], -1)
         if turned is not None:
-            gradient = multiply(turned, state.cast_again("input", rows_of(x)), torch.float32, fast=False)
-            dweight = vector_gradient(gradient, weight, main_grads[0], requests[0])
+            again = state.cast_again("input", rows_of(x))
+            operands = turned.codes, turned.inverse, again.codes, again.inverse
+            dweight = put_gradient(_PRODUCT, operands, weight, main_grads[0], requests[0])
         elif asks_weight:
             dweight = weight_gradient(rows, rows_of(x), weight, main_grads[0], requests[0])
         if bias is not None and requests[1] is not GradRequest.SKIP:

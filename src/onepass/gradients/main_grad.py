@@ -275,12 +275,12 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | N
     dy [M, N] and x [M, K] are rows. `weight` is the parameter itself. `main_grad` is what `main_grad_of` returned in forward: by
     now the parameter may carry another step's.
     """
-    return put_gradient(_PRODUCT, dy, x, weight, main_grad, request)
+    return put_gradient(_PRODUCT, (dy, x), weight, main_grad, request)
 
 
 def vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest) -> Tensor | None:
     """Put the gradient of a bias or a norm's weight, in fp32 or wider, where it belongs, and return what autograd gets."""
-    return put_gradient(_PRODUCT, sums, None, vector, main_grad, request)
+    return put_gradient(_PRODUCT, (sums, None), vector, main_grad, request)
 
 
 VectorSums = tuple[Tensor, Tensor, Tensor | None, GradRequest]  # the arguments of `vector_gradient`
@@ -292,12 +292,12 @@ def prepare_vector_gradient(
     """Do all of `vector_gradient` that needs memory. Return its result, and whether `add_vector_gradient` must follow."""
     if main_grad is not None and not torch.compiler.is_compiling():
         ensure_allocated(main_grad)
-    return _prepare(_PRODUCT, sums, None, vector, main_grad, request)
+    return _prepare(_PRODUCT, (sums, None), vector, main_grad, request)
 
 
 def add_vector_gradient(sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest) -> None:
     """Add the gradient to main_grad, and set the flag."""
-    _add(_PRODUCT, sums, None, vector, main_grad, request)
+    _add(_PRODUCT, (sums, None), vector, main_grad, request)
 
 
 def vector_gradients(
@@ -330,54 +330,57 @@ def _named_in_errors(names: Sequence[str]) -> Iterator[None]:
         raise
 
 
+Operands = tuple[Tensor | None, ...]  # what a gradient is made of
+
+
 class GradientKind(NamedTuple):
-    """How a gradient is made of two tensors and a parameter: returned, written over main_grad, or added to it.
+    """How a gradient is made of its operands, tensors, and a parameter: returned, written over main_grad, or added to it.
 
     The ops are not `Registered`: they do more than the direct calls, as they must find out who asks, and the parameter's type
     does not decide between the two, as only its attributes are used.
     """
 
-    returned: Callable[[Any, Any, Tensor], Tensor]
-    overwrite: Callable[[Any, Any, Tensor], Tensor]
+    returned: Callable[..., Tensor]  # takes the operands and the parameter, as the next two
+    overwrite: Callable[..., Tensor]
     overwrite_op: Any
-    add: Callable[[Tensor, Any, Any], None]
-    add_op: Any
+    add: Callable[..., None]  # takes main_grad and the operands
+    add_op: Any  # and the parameter
 
 
 def put_gradient(
-    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+    way: GradientKind, operands: Operands, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
 ) -> Tensor | None:
     """Put the gradient where the pass wants it, and return what autograd gets."""
-    grad, adds = _prepare(way, first, second, parameter, main_grad, request)
+    grad, adds = _prepare(way, operands, parameter, main_grad, request)
     if adds:
-        _add(way, first, second, parameter, main_grad, request)
+        _add(way, operands, parameter, main_grad, request)
     return grad
 
 
 def _prepare(
-    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+    way: GradientKind, operands: Operands, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
 ) -> tuple[Tensor | None, bool]:
     """Return what autograd gets, in memory of its own, and whether `_add` must follow."""
     if request is GradRequest.SKIP:
         return None, False
     if request is GradRequest.RETURN or (main_grad is None and not in_fsdp(parameter)):
-        return way.returned(first, second, parameter), False
+        return way.returned(*operands, parameter), False
     if in_fsdp(parameter):  # it overwrites, so a repeated call does no harm
-        return (way.overwrite_op if needs_dispatcher(first, second) else way.overwrite)(first, second, parameter), False
+        return (way.overwrite_op if needs_dispatcher(*operands) else way.overwrite)(*operands, parameter), False
     if request is GradRequest.ACCUMULATE and _nobody_waits(parameter):  # the usual case: 1 us less
         return None, True
     return placeholder(parameter, request), True
 
 
 def _add(
-    way: GradientKind, first: Tensor, second: Tensor | None, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
+    way: GradientKind, operands: Operands, parameter: Tensor, main_grad: Tensor | None, request: GradRequest
 ) -> None:
     """Add the gradient to main_grad, and set the parameter's flag."""
     assert main_grad is not None
-    if needs_dispatcher(first, second, main_grad):
-        way.add_op(main_grad, first, second, parameter)
+    if needs_dispatcher(*operands, main_grad):
+        way.add_op(main_grad, *operands, parameter)
     else:
-        way.add(_target_in_pass(main_grad, request), first, second)
+        way.add(_target_in_pass(main_grad, request), *operands)
         mark_added(parameter)
 
 
@@ -436,12 +439,13 @@ def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep:
         main_grad.copy_(main_grad.float().addmm_(first.float().t(), second.float(), beta=beta))
 
 
-def as_op(add: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any, Tensor], None]:
+def as_op(add: Callable[..., None]) -> Callable[..., None]:
     """Return the function that an op runs: it finds out who asks, adds, and sets the parameter's flag."""
 
-    def add_and_mark(main_grad: Tensor, first: Any, second: Any, parameter: Tensor) -> None:
+    def add_and_mark(main_grad: Tensor, *operands_and_parameter: Any) -> None:
+        *operands, parameter = operands_and_parameter
         check_no_copy(main_grad, getattr(parameter, "main_grad", None))
-        add(_target_in_pass(main_grad, _request_now(parameter)), first, second)
+        add(_target_in_pass(main_grad, _request_now(parameter)), *operands)
         mark_added(parameter)
 
     return add_and_mark

@@ -103,17 +103,18 @@ def turn(codes: Tensor) -> Tensor:
 
 
 def scaled_product(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool = False
-) -> Tensor:
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, *,
+    fast: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return a @ b.T of codes a [M, K] and b [N, K], over their scales, in `dtype`.
 
     Args:
         a_inverse, b_inverse: the inverses of scales, of one element both, or [M, 1] and [N, 1].
         fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
+        out: where the product is written, of `dtype`.
     """
     if not a.is_cuda:
-        return ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_inverse, scale_b=b_inverse.t() if b_inverse.dim() else b_inverse, out_dtype=dtype,
-        use_fast_accum=fast,
-    )  # fmt: skip
+        product = ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
+        return product if out is None else out.copy_(product)
+    scales = {"scale_a": a_inverse, "scale_b": b_inverse.t() if b_inverse.dim() else b_inverse}
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast, out=out)
