@@ -27,7 +27,7 @@ from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 FORWARD_VALUES = 4096  # of a forward tile: a program raises one slot for all of them
-TILE_M, TILE_H = 64, 64  # of backward: turned rows of 64 bytes, rows of x of 128
+TILE_M, TILE_H = 64, 64  # of backward, at most: turned rows of 64 bytes, rows of x of 128
 
 # ---- device functions ----
 
@@ -235,13 +235,17 @@ def _tiles_plan(
     return block_m, block_h, bound
 
 
+def _backward_width(H: int) -> int:
+    return max(16, min(TILE_H, next_power_of_two(H)))
+
+
 @lru_cache(1024)
 def _backward_plan(
     act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, dx_e5m2: bool, y_e5m2: bool
 ) -> Bound:
     bound: Bound = _backward_codes_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.masks, act.gated, known_align(H, dy_row, x_row),
-        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, TILE_M, TILE_H, num_warps=8,
+        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, TILE_M, _backward_width(H), num_warps=8,
     )  # fmt: skip
     return bound
 
@@ -279,7 +283,7 @@ def backward_codes(
     W = x.shape[-1]
     H, M = W // act.parts, x.numel() // W
     device, long = x.device, ceil_div(M, MULTIPLE) * MULTIPLE
-    across, down = ceil_div(H, TILE_H), ceil_div(M, TILE_M)
+    across, down = ceil_div(H, _backward_width(H)), ceil_div(M, TILE_M)
     to, y_to = dx_target or FP8Target(), y_target or FP8Target()
     dx = torch.empty(x.shape, dtype=to.dtype, device=device) if codes else None
     dx_turned = torch.empty(W, long, dtype=to.dtype, device=device) if turned else None
