@@ -69,7 +69,8 @@ def cases() -> list[Case]:
                 ("contiguous", "unaligned", "sliced", "strided", "expanded")[i % 5], i % 3 == 1,
             )
         )  # fmt: skip
-    return [*found, Case(weight=FP32, clamp=0.75, offset=0.5), Case("swiglu", (16,), 208, special=True), Case("relu", to=E5M2)]
+    found += [Case(weight=FP32, clamp=0.75, offset=0.5), Case(lead=(), weight=FP32)]
+    return [*found, Case("swiglu", (16,), 208, special=True), Case("relu", to=E5M2)]
 
 
 def draw(case: Case):
