@@ -35,7 +35,9 @@ from onepass.gradients.adamw import AdamW
 from onepass.gradients.fp8_scales import FP8Scales
 from onepass.kernels import fp8_cast
 from onepass.kernels.launch import Bound, Kernel
+from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -202,6 +204,8 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
             name = f"linear_cross_entropy 37x{columns}x5003 {' '.join(more)}"
             yield name, partial(backward, linear_cross_entropy, draw(37, columns), draw(5003, columns), labels, **more)
     yield "fp8 cast", partial(_fp8_casts, draw(37, 208).detach(), draw(5, 12304).detach())
+    for activation, x in (("gelu", draw(37, 208)), ("swiglu", draw(5, 416)), ("swiglu", draw(5, 2 * 8208))):
+        yield f"activation codes {activation} {x.shape[-1]}", partial(_activation_codes, activation, x.detach())
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
 
@@ -213,6 +217,19 @@ def _fp8_casts(*xs: Tensor) -> None:
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
         fp8_cast.cast_tensor(x, target, turned=True)
         FP8Scales(FP8Recipe(), x.device).refresh()
+
+
+def _activation_codes(activation: str, x: Tensor) -> None:
+    options = ActivationOptions(activation, None, None)
+    bias, weight = torch.ones_like(x[0]), torch.ones(len(x), device=x.device)
+    noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+    target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+    for to in (FP8Target(), target):
+        y, _ = activation_fp8.activation_codes(x, bias, weight, options, to, use_triton=True)
+    activation_fp8.activation_backward_codes(
+        torch.ones_like(y, dtype=x.dtype), x, bias, weight, options, target, target,
+        need_dbias=True, need_dtoken_weight=True, use_triton=True,
+    )  # fmt: skip
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:

@@ -34,7 +34,7 @@ from onepass.runtime.validation import validating
 
 
 @device_function
-def _clamp_halves(gate, linear, clamp):
+def clamp_halves(gate, linear, clamp):
     return tl.where(gate > clamp, clamp, gate), tl.where(linear > clamp, clamp, tl.where(linear < -clamp, -clamp, linear))
 
 
@@ -61,7 +61,7 @@ def _forward_kernel(
         if codes_ptr is not None:
             store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
         if clamp is not None:
-            z, linear = _clamp_halves(z, linear, clamp)
+            z, linear = clamp_halves(z, linear, clamp)
         if offset is not None:
             linear += offset
         y = ACT(z) * linear
@@ -106,7 +106,7 @@ def _backward_kernel(
             linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
                 passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
-                z, linear = _clamp_halves(z, linear, clamp)
+                z, linear = clamp_halves(z, linear, clamp)
             if offset is not None:
                 linear += offset
         if dweight_ptr is not None or y_ptr is not None:

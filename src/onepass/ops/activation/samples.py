@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.kernels import fp8_cast
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
+from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
 from onepass.runtime.samples import (
     LARGE,
@@ -93,6 +96,7 @@ RANDOM_CALLS = {"bias_activation": _random_bias_activation, "activation_linear":
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _bias_activation_calls()
     yield from _activation_linear_calls()
+    yield from _codes_calls()
 
 
 def _bias_activation_calls() -> Iterator[CoveringCall]:
@@ -195,3 +199,43 @@ def _activation_linear_call(
         )  # fmt: skip
 
     return CoveringCall(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
+
+
+def _codes_calls() -> Iterator[CoveringCall]:
+    """Yield every activation at one width, and swiglu and gelu at every width, type and with every option."""
+    for activation in ACTIVATIONS:
+        yield _codes_call(activation, 8192)
+    for activation in ("gelu", "swiglu"):
+        for width in (1408, 5008, 28672, 203, 96, 1):
+            yield _codes_call(activation, width)
+        yield _codes_call(activation, 8192, torch.float32)
+        yield _codes_call(activation, 8192, torch.float16)
+        for option in ("bare", "everything"):
+            yield _codes_call(activation, 8192, option=option)
+
+
+def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    act, rows, everything = ACTIVATIONS[activation], 8192, option == "everything"
+    clamped = everything and act.gated
+    options = ActivationOptions(activation, 7.0 if clamped else None, 1.0 if clamped else None)
+
+    def run() -> Tensor:
+        x, dy = meta(rows, width * act.parts, dtype=dtype), meta(rows, width, dtype=dtype)
+        bias = None if option == "bare" else meta(width * act.parts, dtype=dtype)
+        weight = meta(rows, dtype=torch.float32) if everything else None
+        noted = torch.empty(2, fp8_cast.SLOTS, dtype=torch.int32, device="meta")
+        for to in (E4M3, E5M2) if everything else (E4M3,):
+            target = FP8Target(to, torch.empty((), device="meta"), noted[0], noted[1])
+            activation_codes(x, bias, weight, options, FP8Target(to), use_triton=True)
+            activation_codes(x, bias, weight, options, target, use_triton=True)
+            activation_backward_codes(
+                dy, x, bias, weight, options, target, target._replace(dtype=E4M3),
+                need_dbias=bias is not None, need_dtoken_weight=weight is not None, use_triton=True,
+            )  # fmt: skip
+        if option == "bare":  # each output alone
+            for more in ({"turned": False}, {"codes": False}):
+                activation_backward_codes(dy, x, None, None, options, target, None, use_triton=True, **more)
+            activation_backward_codes(None, x, None, None, options, None, target, use_triton=True)
+        return x
+
+    return CoveringCall(" ".join(filter(None, ("codes", activation, f"{rows}x{width}", option))), dtype, run, 89)
