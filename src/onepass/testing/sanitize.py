@@ -38,6 +38,8 @@ from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm.formula import NormOptions
+from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
@@ -200,6 +202,8 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
             name = f"linear_cross_entropy 37x{columns}x5003 {' '.join(more)}"
             yield name, partial(backward, linear_cross_entropy, draw(37, columns), draw(5003, columns), labels, **more)
     yield "fp8 cast", partial(_fp8_casts, draw(37, 208).detach(), draw(5, 12304).detach())
+    for width in (208, 5008, 12304, 70000):
+        yield f"fp8 norm 37x{width}", partial(_fp8_norms, draw(37, width).detach())
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
 
@@ -210,6 +214,18 @@ def _fp8_casts(*xs: Tensor) -> None:
         fp8_cast.cast_rows(x)
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
         fp8_cast.cast_tensor(x, target, turned=True)
+
+
+def _fp8_norms(x: Tensor) -> None:
+    for layer in (False, True):
+        options, vectors = NormOptions(layer, 1e-6, False), (x[0].contiguous(), x[1].contiguous() if layer else None)
+        noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+        target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+        norm_codes(x, None, *vectors, options, FP8Target(), False)
+        _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)
+        assert h is not None
+        norm_codes_turned(h, stats, *vectors, options, target)
+        norm_codes_turned(h, None, *vectors, options, target)
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:
