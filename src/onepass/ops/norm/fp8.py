@@ -1,7 +1,7 @@
 """Norms that write operands of eight-bit products: codes of the fp32 y, which is never rounded to 16 bits first.
 
-Shapes   as ops/norm/norm.py has them. Codes are contiguous and of x's shape. Turned codes are [H, rows], with zeros up to a multiple
-         of 16 rows: the operand of the weight's gradient, which sums over rows.
+Shapes   as ops/norm/norm.py has them. Codes are contiguous and of x's shape. Turned codes are [H, rows], with zeros up to a
+         multiple of 16 rows: the operand of the weight's gradient, which sums over rows.
 Scales   the target's, or where it has none each row's own: the largest power of two that the row's largest number allows.
 Bytes    of 16-bit x, 3 a number, and 7 with a residual, which is read, and h, which is written. Turned, from h, 3 a number.
 """
@@ -17,21 +17,24 @@ from onepass.kernels.fp8_cast import SLOTS, TILE_H, TILE_M
 from onepass.kernels.launch import Bound, grid_of
 from onepass.kernels.layout import Groups, as_groups, as_rows
 from onepass.kernels.rows import known_align
-from onepass.ops.norm.forward import SHORT, NormForwardTiles, forward_tiles, new_stats, norm_statistics
-from onepass.ops.norm.fp8_kernels import _long_codes_kernel, _short_codes_kernel, _turned_codes_kernel
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
+from onepass.ops.norm.forward import SHORT, NormForwardTiles, forward_tiles, new_stats, norm_statistics
+from onepass.ops.norm.fp8_kernels import long_codes_kernel, short_codes_kernel, turned_codes_kernel
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target
 from onepass.runtime.sizes import ceil_div
 
 _HELD = 4  # pieces: a row of as many is held whole where it has its own scale, 32 values a thread or fewer
+_PIECE = 4096  # columns, the most: codes need registers besides y's, and longer pieces spill
 
 
 def codes_tiles(H: int, layer: bool, wide: bool, residual: bool, by_row: bool) -> NormForwardTiles:
-    """Return the tiles of `norm_forward`, with rows of few pieces held whole where they would be read three times."""
+    """Return the tiles of `norm_forward`, in shorter pieces, and with few pieces held where they would be read three times."""
     tiles = forward_tiles(H, layer, wide, residual)
+    if tiles.block_h > _PIECE:
+        tiles = tiles._replace(block_h=_PIECE, num_warps=16, held=min(1, H % _PIECE))
     pieces = ceil_div(H, tiles.block_h)
-    return tiles._replace(held=pieces) if by_row and not tiles.short and pieces <= _HELD and tiles.block_h <= 8192 else tiles
+    return tiles._replace(held=pieces) if by_row and not tiles.short and pieces <= _HELD else tiles
 
 
 @lru_cache(1024)
@@ -44,11 +47,11 @@ def _codes_plan(
     fixed = H, layer, centered, known_align(x_row, x_gap or 0, r_row), e5m2, SLOTS
     bound: Bound
     if tiles.short:
-        bound = _short_codes_kernel.bind(
+        bound = short_codes_kernel.bind(
             x_row, x_gap, r_row, eps, x_inner, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps
         )
     else:
-        bound = _long_codes_kernel.bind(
+        bound = long_codes_kernel.bind(
             x_row, r_row, eps, *fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps
         )
     return tiles.block_m, bound
@@ -56,7 +59,7 @@ def _codes_plan(
 
 @lru_cache(1024)
 def _turned_plan(H: int, h_row: int, layer: bool, centered: bool, e5m2: bool) -> Bound:
-    bound: Bound = _turned_codes_kernel.bind(
+    bound: Bound = turned_codes_kernel.bind(
         h_row, H, layer, centered, known_align(h_row, H), e5m2, MULTIPLE, TILE_M, TILE_H, num_warps=4
     )
     return bound

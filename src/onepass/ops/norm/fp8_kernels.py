@@ -1,7 +1,7 @@
 """Kernels of norms that write operands of eight-bit products: codes from x, and their transpose from what forward has kept.
 
-A row's own scale needs y's largest magnitude, and y needs the row's statistics. So a long row is gone through three times: held in
-registers where it fits, else read again from the caches.
+A row's own scale needs y's largest magnitude, and y needs the row's statistics. So a long row is gone through three times:
+held in registers where it fits, else read again from the caches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _finite_sizes(y, inside):
 
 
 @kernel
-def _short_codes_kernel(
+def short_codes_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
     M, X_ROW, X_GAP, R_ROW, eps,
     X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
@@ -63,7 +63,7 @@ def _store_piece(
 
 
 @kernel
-def _long_codes_kernel(
+def long_codes_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
     M, X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr,
@@ -114,7 +114,7 @@ def _long_codes_kernel(
 
 
 @kernel
-def _turned_codes_kernel(
+def turned_codes_kernel(
     h_ptr, stats_ptr, weight_ptr, bias_ptr, turned_ptr, scale_ptr,
     M, H_ROW, H,
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, MULTIPLE: tl.constexpr,
