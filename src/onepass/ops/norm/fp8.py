@@ -32,7 +32,7 @@ def codes_tiles(H: int, layer: bool, wide: bool, residual: bool, by_row: bool) -
     """Return the tiles of `norm_forward`, in shorter pieces, and with few pieces held where they would be read three times."""
     tiles = forward_tiles(H, layer, wide, residual)
     if tiles.block_h > _PIECE:
-        tiles = tiles._replace(block_h=_PIECE, num_warps=8, held=min(1, H % _PIECE))
+        tiles = tiles._replace(block_h=_PIECE, num_warps=16 if wide else 8, held=min(1, H % _PIECE))
     pieces = ceil_div(H, tiles.block_h)
     return tiles._replace(held=pieces) if by_row and not tiles.short and pieces <= _HELD else tiles
 
