@@ -210,5 +210,5 @@ def _codes_call(
         fp8.norm_codes_turned(x.detach(), None, weight, bias, options, target)
         return x
 
-    label = f"fp8 {norm} 2048x{width}{' e5m2' if to is E5M2 else ''}{' residual' if residual else ''}"
+    label = f"fp8 norm {norm.removesuffix('_norm')} 2048x{width}{' e5m2' if to is E5M2 else ''}{' residual' if residual else ''}"
     return CoveringCall(label, dtype, run, 89)
