@@ -62,8 +62,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "torch: low without a sign": (formula, "joined_master", "add_(low)", "add_(low.int() & 0xFFFF)", "torch"),
     "torch: the gradient unscaled": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad", "torch"),
     "torch: scaled in place": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad.mul_(factor)", "torch"),
-    "torch: the gradient is left": (module, "_Stepper.run", "if zero and", "if not zero and", "torch"),
-    "torch: steps are not counted": (module, "_Stepper.run", "step += 1", "step += 0 if self.step else 1", "torch"),
+    "torch: the gradient is left": (module, "_Stepper._run_formula", "if zero and", "if not zero and", "torch"),
+    "torch: steps are not counted": (module, "_Stepper._run_formula", "step += 1", "step += 0 if self.step else 1", "torch"),
 }  # fmt: skip
 
 

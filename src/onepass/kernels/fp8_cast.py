@@ -29,15 +29,20 @@ TILE_M, TILE_H = 64, 64
 
 
 @device_function
-def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.constexpr):
-    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that are past MOST once scaled."""
+def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.constexpr, counts=None):
+    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that are past MOST once scaled.
+
+    `counts`: those numbers are counted already. Then x may hold only the largest of several tiles.
+    """
     sizes = tl.abs(x)
     finite = sizes < float("inf")
     sizes = tl.where(finite, sizes, 0.0)
     slot = (tl.program_id(0) + tl.program_id(1) * 7) % SLOTS
     most = tl.max(tl.max(sizes, 1), 0)
     tl.atomic_max(amax_ptr + slot, most.to(tl.int32, bitcast=True))  # of numbers that aren't negative, bits are in their order
-    past = tl.sum(tl.sum((finite & (sizes * scale > MOST)).to(tl.int32), 1), 0)
+    if counts is None:
+        counts = (finite & (sizes * scale > MOST)).to(tl.int32)
+    past = tl.sum(tl.sum(counts, 1), 0)
     if past > 0:
         tl.atomic_add(saturated_ptr + slot, past)
 

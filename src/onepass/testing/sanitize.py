@@ -41,6 +41,8 @@ from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm.formula import NormOptions
+from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
@@ -206,6 +208,8 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
     yield "fp8 cast", partial(_fp8_casts, draw(37, 208).detach(), draw(5, 12304).detach())
     for activation, x in (("gelu", draw(37, 208)), ("swiglu", draw(5, 416)), ("swiglu", draw(5, 2 * 8208))):
         yield f"activation codes {activation} {x.shape[-1]}", partial(_activation_codes, activation, x.detach())
+    for width in (208, 5008, 12304, 70000):
+        yield f"fp8 norm 37x{width}", partial(_fp8_norms, draw(37, width).detach())
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
 
@@ -230,6 +234,18 @@ def _activation_codes(activation: str, x: Tensor) -> None:
         torch.ones_like(y, dtype=x.dtype), x, bias, weight, options, target, target,
         need_dbias=True, need_dtoken_weight=True, use_triton=True,
     )  # fmt: skip
+
+
+def _fp8_norms(x: Tensor) -> None:
+    for layer in (False, True):
+        options, vectors = NormOptions(layer, 1e-6, False), (x[0].contiguous(), x[1].contiguous() if layer else None)
+        noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+        target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+        norm_codes(x, None, *vectors, options, FP8Target(), False)
+        _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)
+        assert h is not None
+        norm_codes_turned(h, stats, *vectors, options, target)
+        norm_codes_turned(h, None, *vectors, options, target)
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:

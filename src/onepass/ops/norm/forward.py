@@ -27,13 +27,17 @@ from onepass.runtime.sizes import ceil_div, power_of_two
 SHORT = 1024  # the longest row that is kept in registers, and the longest that may lie in groups
 
 
-@kernel
-def _short_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
+@device_function
+def short_rows(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr,
     M, X_ROW, X_GAP, R_ROW, eps,
     X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """Store a program's h and statistics. Return what makes y, x * rstd * weight + bias, then its places and which are inside.
+
+    In LayerNorm x is its distance from the mean.
+    """
     X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
     if X_INNER:
         X_GAP = aligned(X_GAP, ALIGN)
@@ -58,11 +62,26 @@ def _short_kernel(
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / H + eps)
     if stats_ptr is not None:
         tl.store(stats_ptr + rows, rstd, mask=real)
-    tl.store(y_ptr + at, x * rstd[:, None] * weight + bias, mask=inside)
+    return x, rstd[:, None], weight, bias, at, inside
+
+
+@kernel
+def _short_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
+    M, X_ROW, X_GAP, R_ROW, eps,
+    X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    x, rstd, weight, bias, at, inside = short_rows(
+        x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, M, X_ROW, X_GAP, R_ROW, eps,
+        X_INNER, H, LAYER, CENTERED, ALIGN, BLOCK_M, BLOCK_H,
+    )  # fmt: skip
+    if y_ptr is not None:
+        tl.store(y_ptr + at, x * rstd * weight + bias, mask=inside)
 
 
 @device_function
-def _piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, POLICY: tl.constexpr):
+def row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, POLICY: tl.constexpr):
     """A piece of a row of x in its own type, or of x + residual in h's."""
     x = tl.load(x_ptr + row * X_ROW + columns, mask=inside, other=0.0, eviction_policy=POLICY)
     if residual_ptr is None:
@@ -90,40 +109,31 @@ def _add_groups(means, squares, met, x, GROUP: tl.constexpr):
 
 
 @device_function
-def _finish(
-    y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, x, mean, rstd,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, CACHE: tl.constexpr,
+def normed_piece(
+    weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER: tl.constexpr, CENTERED: tl.constexpr
 ):  # fmt: skip
-    """A piece of y, and of h where there is a residual."""
-    if h_ptr is not None:
-        tl.store(h_ptr + row * H + columns, x, mask=inside, cache_modifier=CACHE)
+    """Return a piece of y in fp32."""
     z = x.to(tl.float32)
     if LAYER:
         z -= mean
-    y = z * rstd * load_scale(weight_ptr, columns, inside, CENTERED) + load_vector(bias_ptr, columns, inside)
-    tl.store(y_ptr + row * H + columns, y, mask=inside, cache_modifier=CACHE)
+    return z * rstd * load_scale(weight_ptr, columns, inside, CENTERED) + load_vector(bias_ptr, columns, inside)
 
 
-@kernel
-def _long_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
-    M, X_ROW, R_ROW, eps,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
+@device_function
+def long_statistics(
+    x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps,
+    H: tl.constexpr, LAYER: tl.constexpr, BLOCK_H: tl.constexpr, HELD: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
-    AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
+    """Return the pieces that are held, those after the first AGAIN columns, and the row's mean and 1 / deviation; store these."""
     tl.static_assert(AGAIN >= 0 and AGAIN <= H)
     GROUP: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth if LAYER else 1  # what a thread reads at once, or less
     EACH: tl.constexpr = AGAIN // (BLOCK_H // GROUP)  # values that are read again, of each group
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK_H)
     whole = inside_row(lanes, H, True)
     means = tl.zeros([BLOCK_H // GROUP], tl.float32)  # of each group's values, of LayerNorm
     squares = tl.zeros([BLOCK_H // GROUP], tl.float32)  # summed: of the values, or of their distances from their group's mean
     met = 0.0
     for first in range(0, AGAIN, BLOCK_H):
-        x = _groups(_piece(x_ptr, residual_ptr, h_ptr, row, first + lanes, whole, X_ROW, R_ROW, "evict_last"), GROUP)
+        x = _groups(row_piece(x_ptr, residual_ptr, h_ptr, row, first + lanes, whole, X_ROW, R_ROW, "evict_last"), GROUP)
         if LAYER:
             means, squares, met = _add_groups(means, squares, met, x, GROUP)
         else:
@@ -132,7 +142,7 @@ def _long_kernel(
     for i in tl.static_range(HELD):
         columns = AGAIN + i * BLOCK_H + lanes
         inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
-        held += (_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, "evict_first"),)
+        held += (row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, "evict_first"),)
     mean = 0.0
     if LAYER:  # distances from a mean, as the squares of x itself would cancel where the mean is large
         sums = means * EACH
@@ -150,6 +160,36 @@ def _long_kernel(
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
     if stats_ptr is not None:
         tl.store(stats_ptr + row, rstd)
+    return held, mean, rstd
+
+
+@device_function
+def _finish(
+    y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, x, mean, rstd,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """A piece of y, and of h where there is a residual."""
+    if h_ptr is not None:
+        tl.store(h_ptr + row * H + columns, x, mask=inside, cache_modifier=CACHE)
+    y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
+    tl.store(y_ptr + row * H + columns, y, mask=inside, cache_modifier=CACHE)
+
+
+@kernel
+def _long_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
+    M, X_ROW, R_ROW, eps,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
+    AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_H)
+    whole = inside_row(lanes, H, True)
+    held, mean, rstd = long_statistics(
+        x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps, H, LAYER, BLOCK_H, HELD, AGAIN
+    )
     if y_ptr is not None:
         for i in tl.static_range(HELD):
             columns = AGAIN + i * BLOCK_H + lanes
@@ -158,7 +198,7 @@ def _long_kernel(
             _finish(y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, h, mean, rstd, H, LAYER, CENTERED, CACHE)
         for back in range(0, AGAIN, BLOCK_H):
             columns = AGAIN - BLOCK_H - back + lanes
-            h = _piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_first")
+            h = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_first")
             _finish(y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, whole, h, mean, rstd, H, LAYER, CENTERED, CACHE)
 
 
@@ -236,18 +276,18 @@ def norm_forward(
     if residual is not None:
         h = torch.empty_like(y)
         residual, r_row = as_rows(residual)
-    stats = _new_stats(x, M, layer) if keep else None
+    stats = new_stats(x, M, layer) if keep else None
     grid, launch = _forward_plan(M, H, x_lies, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
     launch(grid, x, residual, weight, bias, y, h, stats, M)
     return y, h, stats
 
 
 def norm_statistics(x: Tensor, options: NormOptions) -> Tensor:
-    """The statistics of long rows, as the forward finds them: they are read once more, and nothing else is done."""
+    """Return the rows' statistics, as the forward finds them: rows are read once more, and nothing else is done."""
     H = x.shape[-1]
     M = x.numel() // H
     x, x_row = as_rows(x)
-    stats = _new_stats(x, M, options.layer)
+    stats = new_stats(x, M, options.layer)
     grid, launch = _forward_plan(
         M, H, (x_row, None, 0), x_row, options.eps, options.layer, False, x.dtype is torch.float32, False
     )
@@ -255,5 +295,5 @@ def norm_statistics(x: Tensor, options: NormOptions) -> Tensor:
     return stats
 
 
-def _new_stats(x: Tensor, M: int, layer: bool) -> Tensor:
+def new_stats(x: Tensor, M: int, layer: bool) -> Tensor:
     return x.new_empty(2 * M if layer else M, dtype=torch.float32)

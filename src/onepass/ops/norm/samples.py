@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.kernels.fp8_cast import SLOTS
+from onepass.ops.norm import fp8
+from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
+from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
 from onepass.runtime.samples import (
     CoveringCall,
@@ -113,6 +117,7 @@ RANDOM_CALLS = {
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _norm_calls()
     yield from _norm_linear_calls()
+    yield from _codes_calls()
 
 
 _WIDTHS = (64, 1000, 2048, 4096, 5000, 8192, 12288, 32768, 65536, 131072, 262144)
@@ -175,3 +180,35 @@ def _norm_linear_call(norm: str, width: int, residual: bool = False) -> Covering
         return result
 
     return CoveringCall(f"norm_linear {norm} 2048x{width}{' residual' if residual else ''}", dtype, run)
+
+
+def _codes_calls() -> Iterator[CoveringCall]:
+    """Codes of both norms by row and by tensor, and turned: what is held and what is read again, and both types."""
+    for norm in ("rms_norm", "layer_norm"):
+        for width in (64, 1000, 2048, 4096, 5008, 8192, 12288, 20480, 32768, 65536):
+            yield _codes_call(norm, width)
+            yield _codes_call(norm, width, residual=True)
+        for width in (128, 4096, 12288, 32768):
+            yield _codes_call(norm, width, torch.float32, residual=True)
+            yield _codes_call(norm, width, to=E5M2)
+
+
+def _codes_call(
+    norm: str, width: int, dtype: torch.dtype = torch.bfloat16, to: torch.dtype = E4M3, residual: bool = False
+) -> CoveringCall:
+    def run() -> Tensor:
+        x, weight = meta(2048, width, dtype=dtype), meta(width, dtype=dtype).detach()
+        bias = meta(width, dtype=dtype).detach() if norm == "layer_norm" else None
+        added = meta(2048, width, dtype=dtype).detach() if residual else None
+        options = NormOptions(norm == "layer_norm", 1e-6, False)
+        noted = torch.empty(2, SLOTS, dtype=torch.int32, device="meta")
+        target = FP8Target(to, torch.empty((), device="meta"), noted[0], noted[1])
+        fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to), True)
+        stats = fp8.norm_codes(x.detach(), added, weight, bias, options, target, True)[-1]
+        fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to, target.scale), False)
+        fp8.norm_codes_turned(x.detach(), stats, weight, bias, options, target)
+        fp8.norm_codes_turned(x.detach(), None, weight, bias, options, target)
+        return x
+
+    label = f"fp8 norm {norm.removesuffix('_norm')} 2048x{width}{' e5m2' if to is E5M2 else ''}{' residual' if residual else ''}"
+    return CoveringCall(label, dtype, run, 89)

@@ -1,0 +1,155 @@
+"""Norms that write operands of eight-bit products: codes of the fp32 y, which is never rounded to 16 bits first.
+
+Shapes   as ops/norm/norm.py has them. Codes are contiguous and of x's shape. Turned codes are [H, rows], with zeros up to a
+         multiple of 16 rows: the operand of the weight's gradient, which sums over rows.
+Scales   the target's, or where it has none each row's own: the largest power of two that the row's largest number allows.
+Bytes    of 16-bit x, 3 a number, and 7 with a residual, which is read, and h, which is written. Turned, from h, 3 a number.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.fp8_cast import SLOTS, TILE_H, TILE_M
+from onepass.kernels.launch import Bound, grid_of
+from onepass.kernels.layout import Groups, as_groups, as_rows
+from onepass.kernels.rows import known_align
+from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
+from onepass.ops.norm.forward import SHORT, NormForwardTiles, forward_tiles, new_stats, norm_statistics
+from onepass.ops.norm.fp8_kernels import long_codes_kernel, short_codes_kernel, turned_codes_kernel
+from onepass.runtime import fp8
+from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target
+from onepass.runtime.sizes import ceil_div
+
+_HELD = 4  # pieces: a row of as many is held whole where it has its own scale, 32 values a thread or fewer
+_PIECE = 4096  # columns, the most: codes need registers besides y's, and longer pieces spill
+
+
+def codes_tiles(H: int, layer: bool, wide: bool, residual: bool, by_row: bool) -> NormForwardTiles:
+    """Return the tiles of `norm_forward`, in shorter pieces, and with few pieces held where they would be read three times."""
+    tiles = forward_tiles(H, layer, wide, residual)
+    if tiles.block_h > _PIECE:
+        tiles = tiles._replace(block_h=_PIECE, num_warps=16 if wide else 8, held=min(1, H % _PIECE))
+    pieces = ceil_div(H, tiles.block_h)
+    return tiles._replace(held=pieces) if by_row and not tiles.short and pieces <= _HELD else tiles
+
+
+@lru_cache(1024)
+def _codes_plan(
+    H: int, x_lies: Groups, r_row: int, options: NormOptions, wide: bool, residual: bool, by_row: bool, e5m2: bool
+) -> tuple[int, Bound]:
+    layer, eps, centered = options
+    tiles = codes_tiles(H, layer, wide, residual, by_row)
+    x_row, x_gap, x_inner = x_lies
+    fixed = H, layer, centered, known_align(x_row, x_gap or 0, r_row), e5m2, SLOTS
+    bound: Bound
+    if tiles.short:
+        bound = short_codes_kernel.bind(
+            x_row, x_gap, r_row, eps, x_inner, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps
+        )
+    else:
+        bound = long_codes_kernel.bind(
+            x_row, r_row, eps, *fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps
+        )
+    return tiles.block_m, bound
+
+
+@lru_cache(1024)
+def _turned_plan(H: int, h_row: int, layer: bool, centered: bool, e5m2: bool) -> Bound:
+    bound: Bound = turned_codes_kernel.bind(
+        h_row, H, layer, centered, known_align(h_row, H), e5m2, MULTIPLE, TILE_M, TILE_H, num_warps=4
+    )
+    return bound
+
+
+def norm_codes(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: NormOptions, target: FP8Target, keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return y's codes, the inverses of the rows' scales, h where there is a residual, and the rows' statistics where `keep`.
+
+    The inverses, fp32 [rows, 1], are None where the target has a scale. Only then are its amax and its counts written.
+    """
+    H, by_row = x.shape[-1], target.scale is None
+    M = x.numel() // H
+    codes = torch.empty(x.shape, dtype=target.dtype, device=x.device)
+    inverse = x.new_empty(M, 1, dtype=torch.float32) if by_row else None
+    h = None if residual is None else x.new_empty(x.shape)
+    stats = new_stats(x, M, options.layer) if keep else None
+    if M:
+        x, x_lies = as_groups(x, H <= SHORT)
+        r_row = x_lies[0]
+        if residual is not None:
+            residual, r_row = as_rows(residual)
+        block_m, launch = _codes_plan(
+            H, x_lies, r_row, options, x.dtype is torch.float32, residual is not None, by_row, target.dtype is E5M2
+        )
+        noted = (None, None) if by_row else (target.amax, target.saturated)
+        results = codes.view(torch.uint8), inverse, h, stats
+        launch((ceil_div(M, block_m), 1, 1), x, residual, weight, bias, *results, target.scale, *noted, M)
+    return codes, inverse, h, stats
+
+
+def norm_codes_turned(
+    h: Tensor, stats: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions, target: FP8Target
+) -> Tensor:
+    """Return the transpose of y's codes at the target's scale from the norm's input: x, or with a residual h.
+
+    From the statistics that `norm_codes` has kept, the codes are its own, bit for bit. Without them the rows are read once more,
+    and sums that are taken in another order may differ in their last bit. Nothing is added to the target's amax and counts.
+    """
+    assert target.scale is not None, "the transpose of rows with scales of their own is no operand"
+    H = h.shape[-1]
+    M = h.numel() // H
+    turned = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=h.device)
+    if M:
+        h, h_row = as_rows(h)
+        if stats is None:
+            stats = norm_statistics(h, options)
+        launch = _turned_plan(H, h_row, options.layer, options.zero_centered_gamma, target.dtype is E5M2)
+        grid = grid_of(ceil_div(H, TILE_H), ceil_div(M, TILE_M))
+        launch(grid, h, stats, weight, bias, turned.view(torch.uint8), target.scale, M)
+    return turned
+
+
+# ---- by PyTorch ----
+
+
+def norm_codes_formula(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: NormOptions, target: FP8Target, keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return what `norm_codes` does, by PyTorch."""
+    x = x.detach()
+    h = None if residual is None else add_rounded(x, residual.detach(), x.dtype).to(x.dtype)
+    stats = _statistics_formula(x if h is None else h, options) if keep else None
+    y = _formula(x if h is None else h, weight, bias, options)
+    if target.scale is None:
+        return *fp8.quantise_rows(y, target.dtype), h, stats
+    return fp8.quantise_tensor(y, target), None, h, stats
+
+
+def norm_codes_turned_formula(
+    h: Tensor, stats: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions, target: FP8Target
+) -> Tensor:
+    """Return what `norm_codes_turned` does, by PyTorch: the statistics are computed again."""
+    assert target.scale is not None, "the transpose of rows with scales of their own is no operand"
+    return fp8.turn(fp8.quantise(_formula(h, weight, bias, options), target.scale, target.dtype))
+
+
+def _formula(h: Tensor, weight: Tensor | None, bias: Tensor | None, options: NormOptions) -> Tensor:
+    weight, bias = (None if vector is None else vector.detach().float() for vector in (weight, bias))
+    layer, eps, centered = options
+    return norm_formula(h.detach().float(), weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered).contiguous()
+
+
+def _statistics_formula(h: Tensor, options: NormOptions) -> Tensor:
+    rows = h.detach().float().reshape(-1, h.shape[-1])
+    mean = rows.mean(1)
+    if options.layer:
+        rows = rows - mean[:, None]
+    rstd = torch.rsqrt(rows.square().mean(1) + options.eps)
+    return torch.cat((rstd, mean)) if options.layer else rstd

@@ -1,0 +1,138 @@
+"""Kernels of norms that write operands of eight-bit products: codes from x, and their transpose from what forward has kept.
+
+A row's own scale needs y's largest magnitude, and y needs the row's statistics. So a long row is gone through three times:
+held in registers where it fits, else read again from the caches.
+"""
+
+from __future__ import annotations
+
+from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
+from onepass.kernels.fp8_cast import note_amax
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.launch import kernel
+from onepass.kernels.rows import aligned, inside_row, load_block, still_packed
+from onepass.ops.norm.forward import long_statistics, normed_piece, row_piece, short_rows
+
+
+@device_function
+def _finite_sizes(y, inside):
+    """Return magnitudes, 0 where they aren't finite or lie outside."""
+    sizes = tl.abs(y)
+    return tl.where(inside & (sizes < float("inf")), sizes, 0.0)
+
+
+@kernel
+def short_codes_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
+    M, X_ROW, X_GAP, R_ROW, eps,
+    X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
+    E5M2: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    x, rstd, weight, bias, at, inside = short_rows(
+        x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, M, X_ROW, X_GAP, R_ROW, eps,
+        X_INNER, H, LAYER, CENTERED, ALIGN, BLOCK_M, BLOCK_H,
+    )  # fmt: skip
+    y = x * rstd * weight + bias
+    if inverse_ptr is not None:
+        rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        biased = scale_exponents(tl.max(_finite_sizes(y, inside), 1), E5M2)
+        tl.store(inverse_ptr + rows, power_of_two(254 - biased), mask=rows < M)
+        scale = power_of_two(biased)[:, None]
+    else:
+        scale = tl.load(scale_ptr)
+    tl.store(codes_ptr + at, operand_codes(y, scale, E5M2), mask=inside)
+    if amax_ptr is not None:  # rows past the last are the bias
+        note_amax(amax_ptr, saturated_ptr, tl.where(inside, y, 0.0), scale, 57344.0 if E5M2 else 448.0, SLOTS)
+
+
+@device_function
+def _store_piece(
+    codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, inside, x, mean, rstd, scale, sizes, counts,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, E5M2: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Store a piece of codes, and of h where there is a residual. Return sizes and counts with those of this piece."""
+    if h_ptr is not None:
+        tl.store(h_ptr + row * H + columns, x, mask=inside, cache_modifier=CACHE)
+    y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
+    tl.store(codes_ptr + row * H + columns, operand_codes(y, scale, E5M2), mask=inside, cache_modifier=CACHE)
+    if amax_ptr is not None:
+        finite = _finite_sizes(y, inside)
+        sizes = tl.maximum(sizes, finite)
+        counts += (finite * scale > (57344.0 if E5M2 else 448.0)).to(tl.int32)
+    return sizes, counts
+
+
+@kernel
+def long_codes_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
+    M, X_ROW, R_ROW, eps,
+    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
+    AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_H)
+    whole = inside_row(lanes, H, True)
+    held, mean, rstd = long_statistics(
+        x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps, H, LAYER, BLOCK_H, HELD, AGAIN
+    )
+    sizes = tl.zeros([BLOCK_H], tl.float32)
+    counts = tl.zeros([BLOCK_H], tl.int32)
+    if inverse_ptr is not None:
+        for i in tl.static_range(HELD):
+            columns = AGAIN + i * BLOCK_H + lanes
+            inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
+            y = normed_piece(weight_ptr, bias_ptr, columns, inside, still_packed(held[i]), mean, rstd, LAYER, CENTERED)
+            sizes = tl.maximum(sizes, _finite_sizes(y, inside))
+        for back in range(0, AGAIN, BLOCK_H):  # backwards: what was read last is the surest to be in the cache
+            columns = AGAIN - BLOCK_H - back + lanes
+            x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_last")
+            y = normed_piece(weight_ptr, bias_ptr, columns, whole, x, mean, rstd, LAYER, CENTERED)
+            sizes = tl.maximum(sizes, _finite_sizes(y, whole))
+        biased = scale_exponents(tl.max(sizes, 0), E5M2)
+        tl.store(inverse_ptr + row, power_of_two(254 - biased))
+        scale = power_of_two(biased)
+    else:
+        scale = tl.load(scale_ptr)
+    for i in tl.static_range(HELD):
+        columns = AGAIN + i * BLOCK_H + lanes
+        inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
+        sizes, counts = _store_piece(
+            codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, inside, still_packed(held[i]), mean, rstd, scale,
+            sizes, counts, H, LAYER, CENTERED, E5M2, CACHE,
+        )  # fmt: skip
+    for turn in range(0, AGAIN, BLOCK_H):  # in the other direction than the last time
+        columns = (turn if inverse_ptr is not None else AGAIN - BLOCK_H - turn) + lanes
+        x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_first")
+        sizes, counts = _store_piece(
+            codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, whole, x, mean, rstd, scale,
+            sizes, counts, H, LAYER, CENTERED, E5M2, CACHE,
+        )  # fmt: skip
+    if amax_ptr is not None:
+        note_amax(amax_ptr, saturated_ptr, sizes[None, :], scale, 57344.0 if E5M2 else 448.0, SLOTS, counts[None, :])
+
+
+@kernel
+def turned_codes_kernel(
+    h_ptr, stats_ptr, weight_ptr, bias_ptr, turned_ptr, scale_ptr,
+    M, H_ROW, H,
+    LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, MULTIPLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    H_ROW, H = aligned(H_ROW, ALIGN), aligned(H, ALIGN)
+    tile = tl.program_id(1) + 65535 * tl.program_id(2)
+    rows = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    real, within = rows < M, columns < H
+    inside = real[:, None] & within[None, :]
+    mean = 0.0
+    if LAYER:
+        mean = tl.load(stats_ptr + M + rows, mask=real, other=0.0)[:, None]
+    rstd = tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None]
+    h = load_block(h_ptr, rows, columns, H_ROW, inside)
+    y = normed_piece(weight_ptr, bias_ptr, columns[None, :], within[None, :], h, mean, rstd, LAYER, CENTERED)
+    codes = operand_codes(tl.where(inside, y, 0.0), tl.load(scale_ptr), E5M2)
+    long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE  # zeros after the last row
+    at = columns[:, None].to(tl.int64) * long + rows[None, :]
+    tl.store(turned_ptr + at, tl.trans(codes), mask=within[:, None] & (rows < long)[None, :])
