@@ -30,7 +30,7 @@ def test_random_cases_are_within_the_budget(op):
     assert triton is None or tally.ran["triton"] > CASES[op] // 2
 
 
-SHORT, SOFTMAX = (norm_forward, "_short_kernel"), (softmax_kernels, "_softmax_rows")
+SHORT, SOFTMAX = (norm_forward, "short_rows"), (softmax_kernels, "_softmax_rows")
 MUTANTS = {
     "eps inside out": (norm, *SHORT, "tl.sqrt(tl.sum(x * x, 1) / H + eps)", "(tl.sqrt(tl.sum(x * x, 1) / H) + eps)"),
     "weight rounded to bf16": (norm, rows, "load_scale", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),

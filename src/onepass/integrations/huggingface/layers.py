@@ -271,4 +271,4 @@ def _is_checkpointed(module: Any) -> bool:
 
 def _without_caches(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options without caches, because recomputation would write keys and values a second time."""
-    return {name: value for name, value in options.items() if name not in ("use_cache", "past_key_values", "layer_past")}
+    return {name: value for name, value in options.items() if name not in ("use_cache", "past_key_values", "cache", "layer_past")}

@@ -30,7 +30,7 @@ from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
-_ABOUT_CACHES = {"use_cache", "past_key_values", "position_ids"}  # without a cache models check position_ids for packing
+_ABOUT_CACHES = {"use_cache", "past_key_values", "cache", "position_ids"}  # without a cache models check position_ids for packing
 _CHUNK = 4096  # tokens
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -64,9 +65,17 @@ def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
 
 def _code_of(forward: Any) -> dict[str, Any]:
     """Return the globals of a plain function that uses `apply_rotary_pos_emb`. Return nothing for other callables."""
+    if _renames_arguments(forward):
+        return _code_of(forward.__wrapped__)
     if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or ROTATION not in forward.__code__.co_names:
         return {}
     return forward.__globals__
+
+
+def _renames_arguments(forward: Any) -> bool:
+    """Whether this is transformers' wrapper that gives old names of arguments their new ones, and does nothing else."""
+    wraps = type(forward) is FunctionType and type(getattr(forward, "__wrapped__", None)) is FunctionType
+    return wraps and forward.__globals__.get("__name__") == "transformers.utils.deprecation"
 
 
 def _is(function: Callable[..., Any], how: Rotation) -> bool:
@@ -86,12 +95,23 @@ def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., A
     The globals have no __name__, because compilers would look up globals in the module of that name.
     """
     assert isinstance(forward, FunctionType)
+    if _renames_arguments(forward):
+        return _wrapped_again(forward, with_rotation(forward.__wrapped__, how))  # type: ignore[attr-defined]
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     made = FunctionType(
         forward.__code__, names | {ROTATION: how.function}, forward.__name__, forward.__defaults__, forward.__closure__
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+def _wrapped_again(wrapper: FunctionType, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a wrapper that calls another function."""
+    wrapped = wrapper.__wrapped__  # type: ignore[attr-defined]
+    cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in wrapper.__closure__ or ())
+    made = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
+    made.__kwdefaults__ = wrapper.__kwdefaults__
+    return functools.update_wrapper(made, inner)
 
 
 # ---- the tables ----
