@@ -152,7 +152,7 @@ MUTANTS = {
     "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
     "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),
     "NaN is a number": (device_functions, "operand_codes", "tl.where(x == x, code, 0x7F)", "code"),
-    "rows past the last": (fp8_cast, "_tiles_kernel", "(rows < long)[None, :]", "(rows < M)[None, :]"),
+    "rows past the last": (fp8_cast, "store_turned", "(rows < long)[None, :]", "(rows < M)[None, :]"),
     "an infinity is the largest": (fp8_cast, "note_amax", "tl.where(finite, sizes, 0.0)", "sizes"),
     "what saturates isn't counted": (fp8_cast, "note_amax", "past > 0", "past > 9999"),
     "a long row isn't read again": (fp8_cast, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ops.calls import needs_triton
 
+from onepass.kernels import fp8_cast
 from onepass.kernels.fp8_cast import SLOTS
 from onepass.ops.norm import forward as norm_forward
 from onepass.ops.norm import fp8 as norm_fp8
@@ -295,7 +296,7 @@ MUTANTS = {  # function, what is there, what stands there instead
     "columns past the last have a size": ("_finite_sizes", "inside & ", ""),
     "an infinity is the largest": ("_finite_sizes", 'inside & (sizes < float("inf"))', "inside"),
     "turned: rows past the last are the bias": ("turned_codes_kernel", "tl.where(inside, y, 0.0)", "y"),
-    "turned: rows past the last aren't written": ("turned_codes_kernel", "(rows < long)[None, :]", "real[None, :]"),
+    "turned: rows past the last aren't written": ("store_turned", "(rows < long)[None, :]", "(rows < M)[None, :]"),
     "turned: 1 / deviation for the mean": ("turned_codes_kernel", "stats_ptr + M + rows", "stats_ptr + rows"),
 }
 
@@ -321,7 +322,8 @@ def test_the_hard_calls_are_right(hard):
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, hard):
-    mutant = mutate(fp8_kernels, *MUTANTS[name], entry=norm_fp8)
+    module = fp8_cast if MUTANTS[name][0] == "store_turned" else fp8_kernels
+    mutant = mutate(module, *MUTANTS[name], entry=norm_fp8)
     try:
         right = all(judge(given, E4M3, mutant) for given in hard)
     except AssertionError:

@@ -7,7 +7,7 @@ after each update of the weight, in both layouts, and shared by microbatches.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,11 @@ from onepass.runtime.fp8 import E4M3, MULTIPLE, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 
-class FP8Operand:
+class FP8Operand(NamedTuple):
     """Codes with the inverse of their scale, as a product takes them."""
 
-    def __init__(self, codes: Tensor, inverse: Tensor) -> None:
-        self.codes, self.inverse = codes, inverse
+    codes: Tensor
+    inverse: Tensor
 
 
 class FP8Weight:
@@ -107,7 +107,7 @@ class FP8Weight:
 
 def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """Return a @ b.T."""
-    return scaled_product(a.codes, a.inverse, b.codes, b.inverse, dtype, fast=fast)
+    return scaled_product(*a, *b, dtype, fast=fast)
 
 
 def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
@@ -160,15 +160,13 @@ _PRODUCT = GradientKind(_product, _overwrite, _overwrite_op, _add_product, _add_
 class _FP8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight) -> Tensor:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
         state.update(weight)
         rows = rows_of(x)
         ours, _ = state.cast("input", rows)
         assert ours is not None
         y = multiply(ours, state.rows, x.dtype, fast=True).view(*x.shape[:-1], -1)
         ctx.call = weight, bias, state, state.version, main_grads_of(ctx.needs_input_grad[1:], weight, bias)
-        ctx.save_for_backward(x if needs_weight else None)
-        ctx.needs_x = needs_x
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -187,8 +185,7 @@ class _FP8Product(torch.autograd.Function):
         if ours is not None:
             dx = multiply(ours, state.turned, dy.dtype, fast=False).view(*dy.shape[:-1], -1)
         if turned is not None:
-            again = state.cast_again("input", rows_of(x))
-            operands = turned.codes, turned.inverse, again.codes, again.inverse
+            operands = *turned, *state.cast_again("input", rows_of(x))
             dweight = put_gradient(_PRODUCT, operands, weight, main_grads[0], requests[0])
         elif asks_weight:
             dweight = weight_gradient(rows, rows_of(x), weight, main_grads[0], requests[0])

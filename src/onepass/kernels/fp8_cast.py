@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
 from onepass.kernels.language import device_function, tl, triton_unsupported
-from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
 from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, quantise_tensor, turn
@@ -45,6 +45,14 @@ def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.c
     past = tl.sum(tl.sum(counts, 1), 0)
     if past > 0:
         tl.atomic_add(saturated_ptr + slot, past)
+
+
+@device_function
+def store_turned(turned_ptr, codes, rows, columns, M, within, MULTIPLE: tl.constexpr):
+    """Store a tile's transpose in a matrix whose rows are as long as M, up to a multiple. Codes after the last row are zeros."""
+    long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
+    at = columns[:, None].to(tl.int64) * long + rows[None, :]
+    tl.store(turned_ptr + at, tl.trans(codes), mask=within[:, None] & (rows < long)[None, :])
 
 
 @kernel
@@ -82,7 +90,8 @@ def _tiles_kernel(
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     X_ROW, H = aligned(X_ROW, ALIGN), aligned(H, ALIGN)
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
     x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -91,9 +100,7 @@ def _tiles_kernel(
     if codes_ptr is not None:
         tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
     if turned_ptr is not None:
-        long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE  # zeros after the last row
-        at = columns[:, None].to(tl.int64) * long + rows[None, :]
-        tl.store(turned_ptr + at, tl.trans(codes), mask=(columns < H)[:, None] & (rows < long)[None, :])
+        store_turned(turned_ptr, codes, rows, columns, M, columns < H, MULTIPLE)
     if amax_ptr is not None:
         note_amax(amax_ptr, saturated_ptr, x, scale, 57344.0 if E5M2 else 448.0, SLOTS)
 
@@ -146,7 +153,7 @@ def cast_tensor(
     across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None
     if x.numel():
         x, x_row = as_rows(x)
-        grid = ceil_div(H, TILE_H), ceil_div(M, TILE_M), 1
+        grid = grid_of(ceil_div(H, TILE_H), ceil_div(M, TILE_M))
         given = (None if t is None else t.view(torch.uint8) for t in (plain, across))
         launch = _tiles_plan(H, x_row, target.dtype is E5M2)
         launch(grid, x, *given, target.scale, target.amax, target.saturated, M)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_cast import HELD, SLOTS, note_amax
+from onepass.kernels.fp8_cast import HELD, SLOTS, note_amax, store_turned
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
@@ -43,7 +43,7 @@ def _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, PART: tl.conste
 def _activated(
     x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """Return a tile of y in fp32, zeros outside. `_backward_kernel` repeats its arithmetic, so that codes are the same bits."""
+    """Return a tile of y in fp32, zeros outside. `_backward_codes_kernel` repeats the arithmetic: codes are the same."""
     PARTS: tl.constexpr = 2 if GATED else 1
     z = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS)
     if GATED:
@@ -61,14 +61,6 @@ def _activated(
 
 
 @device_function
-def _store_turned(turned_ptr, codes, rows, columns, M, H, PART: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Store a tile's transpose in a matrix whose rows are as long as M, up to a multiple. Codes after the last row are zeros."""
-    long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
-    at = (columns + PART * H)[:, None].to(tl.int64) * long + rows[None, :]
-    tl.store(turned_ptr + at, tl.trans(codes), mask=(columns < H)[:, None] & (rows < long)[None, :])
-
-
-@device_function
 def _store_gradient(
     codes_ptr, turned_ptr, amax_ptr, saturated_ptr, dx, scale, rows, columns, inside, M, H,
     PART: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
@@ -78,7 +70,7 @@ def _store_gradient(
     if codes_ptr is not None:
         tl.store(codes_ptr + rows[:, None] * (PARTS * H) + (columns + PART * H)[None, :], codes, mask=inside)
     if turned_ptr is not None:
-        _store_turned(turned_ptr, codes, rows, columns, M, H, PART, MULTIPLE)
+        store_turned(turned_ptr, codes, rows, columns + PART * H, M, columns < H, MULTIPLE)
     if amax_ptr is not None:
         note_amax(amax_ptr, saturated_ptr, dx, scale, 57344.0 if E5M2 else 448.0, SLOTS)
 
@@ -206,7 +198,7 @@ def _backward_codes_kernel(
         if weight_ptr is not None:
             y = y * weight
         y_codes = operand_codes(tl.where(inside, y, 0.0), tl.load(y_scale_ptr), Y_E5M2)
-        _store_turned(y_turned_ptr, y_codes, rows, columns, M, H, 0, MULTIPLE)
+        store_turned(y_turned_ptr, y_codes, rows, columns, M, columns < H, MULTIPLE)
 
 
 # ---- tiles: from the shape, never by trial ----

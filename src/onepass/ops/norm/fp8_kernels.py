@@ -7,7 +7,7 @@ held in registers where it fits, else read again from the caches.
 from __future__ import annotations
 
 from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_cast import note_amax
+from onepass.kernels.fp8_cast import note_amax, store_turned
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import kernel
 from onepass.kernels.rows import aligned, inside_row, load_block, still_packed
@@ -133,6 +133,4 @@ def turned_codes_kernel(
     h = load_block(h_ptr, rows, columns, H_ROW, inside)
     y = normed_piece(weight_ptr, bias_ptr, columns[None, :], within[None, :], h, mean, rstd, LAYER, CENTERED)
     codes = operand_codes(tl.where(inside, y, 0.0), tl.load(scale_ptr), E5M2)
-    long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE  # zeros after the last row
-    at = columns[:, None].to(tl.int64) * long + rows[None, :]
-    tl.store(turned_ptr + at, tl.trans(codes), mask=within[:, None] & (rows < long)[None, :])
+    store_turned(turned_ptr, codes, rows, columns, M, within, MULTIPLE)
