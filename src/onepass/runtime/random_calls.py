@@ -41,9 +41,11 @@ class Draw:
         self.taken: list[int] = []
         self._width = 1  # drawn last
 
-    def choose(self, values: Sequence[T], weights: Sequence[float] | None = None) -> T:
+    def choose(
+        self, values: Sequence[T], weights: Sequence[float] | None = None, source: random.Random | None = None
+    ) -> T:
         if self._given is None:
-            index = self.source.choices(range(len(values)), weights)[0]
+            index = (source or self.source).choices(range(len(values)), weights)[0]
         else:
             at = len(self.taken)
             index = min(self._given[at], len(values) - 1) if at < len(self._given) else 0

@@ -38,7 +38,7 @@ NUMBERS = ("normal", "zero", "1e-4", "1e4", "1e-4 to 1e4", "mean 100", "subnorma
 LAYOUTS = ("contiguous", "rows apart", "columns apart", "transposed", "expanded", "unaligned")
 _LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
 _REAL = ("number", "finite", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
-_CALLS = 160  # on a GPU so many sets of sizes, types and options, in turn: a compilation takes longer than a case
+_CALLS = 320  # on a GPU so many sets of all but numbers, in turn: a compilation takes longer than a case
 _SHRINKS = 300  # runs of smaller cases
 _LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
 _SHOWN = 10  # failing cases that are printed
@@ -137,11 +137,11 @@ def _is_lost(device: torch.device) -> bool:
 
 def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
     call: RandomCall = op.samples.RANDOM_CALLS[op.name](draw)
-    draw.source = random.Random(f"{op.name} {seed} tensors")
+    source = random.Random(f"{op.name} {seed} numbers")
     drawn = _Drawn(call, {}, set(), {}, [f"{name}={value}" for name, value in call.options.items() if value not in (None, False)])
     first = next(iter(call.tensors.values()))
     for i, (name, tensor) in enumerate(call.tensors.items()):
-        numbers = draw.choose(NUMBERS, _LIKELY) if tensor.kind in _REAL else "normal"
+        numbers = draw.choose(NUMBERS, _LIKELY, source) if tensor.kind in _REAL else "normal"
         tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
         # what is kept may have one scale for several numbers
         finite = call.finite or call.gradients > 0 or tensor.kind == "finite"
