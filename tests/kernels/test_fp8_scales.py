@@ -1,5 +1,7 @@
 """Scales of a layer's eight-bit operands: what they come from, when they change, and what is kept of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,19 +40,19 @@ def test_scales_follow_magnitudes(algorithm, format, margin):
         amax = (100.0, 3.0, 0.5, 7.0, 0.0, 2.0, 1e-30, 1.0)[step]
         note(scales, input=amax, gradient=amax)
         seen.append(amax)
-        before = scales.scale.clone()
+        before = scales.factors[:, 0].clone()
         scales.refresh()
         expected = max(seen[-3:]) if algorithm == "max" else amax
         for role, dtype in (("input", E4M3), ("gradient", E5M2 if format == "hybrid" else E4M3)):
             place = ROLES.index(role)
             if not expected:
-                assert scales.scale[place] == before[place]
+                assert scales.factors[place, 0] == before[place]
                 continue
-            scaled = expected * scales.scale[place].double() * 2**margin
+            scaled = expected * scales.factors[place, 0].double() * 2**margin
             assert scaled <= largest(dtype)
-            assert scaled * 2 > largest(dtype) or scales.scale[place] == 2.0**126
-            assert scales.scale[place] * scales.inverse[place] == 1
-        assert scales.scale[ROLES.index("weight")] == 1  # noted nothing
+            assert scaled * 2 > largest(dtype) or scales.factors[place, 0] == 2.0**126
+            assert scales.factors[place, 0] * scales.factors[place, 4] == 1
+        assert scales.factors[ROLES.index("weight"), 0] == 1  # noted nothing
         assert not scales.amax.any() and not scales.saturated.any()
     assert scales.saturations() == {"input": 16, "weight": 0, "gradient": 16}
 
@@ -74,22 +76,30 @@ def test_a_second_forward_changes_nothing():
     x = torch.randn(64, 32, device=DEVICE) * 5
     once, twice = (FP8Scales(FP8Recipe(), DEVICE) for _ in range(2))
     for scales, runs in ((once, 1), (twice, 2)):
-        scales.start("input", x)
+        scales.start("input", partial(cast_tensor, x))
         codes = [cast_tensor(x, scales.target("input"))[0] for _ in range(runs)]
         assert codes[0].view(torch.uint8).equal(codes[-1].view(torch.uint8))
         scales.refresh()
-    assert once.scale.equal(twice.scale) and once.history.equal(twice.history)
+    assert once.factors.equal(twice.factors) and once.history.equal(twice.history)
 
 
 def test_a_tensor_starts_from_itself_once():
     scales = FP8Scales(FP8Recipe(), DEVICE)
-    scales.start("input", torch.tensor([100.0], device=DEVICE))
-    first = scales.scale.clone()
-    scales.start("input", torch.tensor([1.0], device=DEVICE))
-    assert scales.scale.equal(first) and first.tolist() == [4.0, 1.0, 1.0]
-    scales.set_from("input", torch.tensor([1.0], device=DEVICE))
-    assert scales.scale.tolist() == [256.0, 1.0, 1.0] and scales.inverse_of("input") == 1 / 256
-    assert scales.target("input", noted=False).amax is None
+    large, small = (partial(cast_tensor, torch.tensor([[size]], device=DEVICE)) for size in (100.0, 1.0))
+    scales.start("input", large)
+    first = scales.factors.clone()
+    scales.start("input", small)
+    assert scales.factors.equal(first) and first[:, 0].tolist() == [4.0, 1.0, 1.0]
+    found = scales.measure("input", small)
+    assert found[0] == 256 and found[4] == 1 / 256
+    assert scales.factors.equal(first) and not scales.amax.any() and not scales.history.any()
+
+
+def test_cublas_can_read_every_inverse():
+    scales = FP8Scales(FP8Recipe(), DEVICE)
+    for role in ROLES:
+        scale, inverse = scales.factors_of(role)
+        assert inverse.data_ptr() % 16 == 0 and scale.numel() == 1
 
 
 def test_a_state_goes_on_with_the_same_bits():

@@ -18,8 +18,10 @@ from onepass.gpt.parts import PlainMLP, Residual, make_norm
 from onepass.gpt.positions import Tables, rotated
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
+from onepass.nn.precision import set_precision
 from onepass.ops.attention.attention import SIZES, attention, unsupported
 from onepass.ops.attention.formula import parts_of
+from onepass.runtime.fp8_recipe import FP8Recipe
 
 
 class SelfAttention(nn.Module):
@@ -128,13 +130,16 @@ class Block(nn.Module):
     is an MoE's, or None.
     """
 
-    def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
+    def __init__(
+        self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any, precision: FP8Recipe | None
+    ) -> None:
         super().__init__()
         self.residual = Residual(config, tp_group)
         self.input_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
         self.self_attention = SelfAttention(config, tp_group, start.of("self_attention"), device)
         self.pre_mlp_layernorm = make_norm(config, config.hidden_size, config.sequence_parallel, device)
         self.mlp: MLP | MoE = (MoE if config.num_moe_experts else make_mlp)(config, tp_group, start.of("mlp"), device)
+        set_precision(self, precision)
 
     def forward(
         self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None

@@ -11,9 +11,11 @@ import torch
 
 from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yaml
 from onepass.gpt.validate_config import validate_config
+from onepass.runtime.fp8_recipe import FP8Recipe
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # names in onepass.bias_activation
+_SCALINGS = {"delayed": "delayed", "tensorwise": "current", "rowwise": "row"}  # of an FP8Recipe
 _MULTIPLE = 256  # the default ffn_hidden_size of a gated MLP is rounded up to it
 
 
@@ -84,6 +86,21 @@ class Config(Settings):
     cpu_offloading: bool = setting(False, "keep the activation's input for backward in the host's memory")
     cpu_offloading_activations: bool = setting(True, "what cpu_offloading moves; there is nothing else it could")
 
+    # ---- eight bits ----
+    fp8_format: Literal["hybrid", "e4m3"] | None = setting(
+        None, "run the blocks' products in eight bits: hybrid has e4m3 forward and e5m2 for gradients"
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise"] = setting(
+        "delayed", "where scales come from: the steps before, the tensor itself, or each row (then weight gradients in 16 bits)"
+    )
+    fp8_margin: int = setting(0, "powers of two that scales leave free")
+    fp8_amax_history_len: int = setting(16, "steps that delayed scales come from")
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "what delayed scales take of those steps")
+    fp8_wgrad: bool = setting(True, "run the products for weight gradients in eight bits too")
+    first_last_layers_bf16: bool = setting(False, "keep blocks at the start and the end in 16 bits")
+    num_layers_at_start_in_bf16: int = setting(1, "how many first_last_layers_bf16 keeps at the start")
+    num_layers_at_end_in_bf16: int = setting(1, "how many at the end")
+
     # ---- mixture of experts ----
     num_moe_experts: int | None = setting(None, "experts in place of each MLP")
     moe_router_topk: int = setting(2, "experts that see a token")
@@ -135,6 +152,23 @@ class Config(Settings):
         return validate_config(self)
 
     # ---- derived values ----
+
+    def precision(self, layer: int) -> FP8Recipe | None:
+        """Return how the products of a block run in eight bits, or None where they don't."""
+        if self.fp8_format is None:
+            return None
+        if self.first_last_layers_bf16:
+            first, end = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+            if not first <= layer < end:
+                return None
+        return FP8Recipe(
+            scaling=_SCALINGS[self.fp8_recipe],
+            format=self.fp8_format,
+            margin=self.fp8_margin,
+            amax_history_len=self.fp8_amax_history_len,
+            amax_compute_algo=self.fp8_amax_compute_algo,
+            wgrad=self.fp8_wgrad,
+        )
 
     @property
     def ffn_size(self) -> int:
@@ -262,6 +296,7 @@ _REFERENCE = {
     "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
     "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
+    "fp8_format": None,
 }  # fmt: skip
 _FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron flags other than `--field-name` and `--no-field-name`
     "layernorm_epsilon": ("--norm-epsilon", None),

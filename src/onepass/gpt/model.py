@@ -71,7 +71,9 @@ class Model(nn.Module):
         start = Initializer(int(torch.randint(1 << 62, ())) if seed is None else seed, config.init_method_std)
         self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first else None
         self.rotary = Rotary(config, device) if config.position_embedding_type == "rope" else None
-        self.layers = nn.ModuleDict({str(n): Block(config, tp_group, start.of(f"layers.{n}"), device) for n in layers})
+        self.layers = nn.ModuleDict(
+            {str(n): Block(config, tp_group, start.of(f"layers.{n}"), device, config.precision(n)) for n in layers}
+        )
         self.final_layernorm: Norm | None = None
         self.output_layer: LinearCrossEntropy | None = None
         if last:

@@ -157,6 +157,7 @@ class Residual:
             zero_centered_gamma=norm.zero_centered_gamma,
             return_input=True,
             deferred=linear.deferred,
+            precision=linear.precision,
             **self.spread,
         )
         return (y, bias if linear.skip_bias_add else None), h

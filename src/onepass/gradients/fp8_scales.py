@@ -1,14 +1,16 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
 Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the largest
-finite magnitude and count what saturates. Scales change in `refresh` alone, once a step, on the device: microbatches share
-them, and a forward that is run again under checkpointing has the same bits.
+finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device: microbatches share
+them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its own magnitude found
+by the same pass, run once more: `measure`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +19,20 @@ from onepass.kernels.fp8 import exponents_below, power_of_two
 from onepass.kernels.fp8_cast import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
-from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, finite_amax, scale_for
+from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 ROLES = ("input", "weight", "gradient")
-_STATE = ("scale", "inverse", "amax", "saturated", "history", "steps", "total")
+_STATE = ("factors", "amax", "saturated", "history", "steps", "total")
+_INVERSE = 4  # its place in a row of factors, after the scale's: cuBLAS reads it at an address that is a multiple of 16
+_FACTORS = 2 * _INVERSE
 
 
 @kernel
 def _refresh_kernel(
-    scale_ptr, inverse_ptr, amax_ptr, saturated_ptr, history_ptr, steps_ptr, total_ptr,
+    factors_ptr, amax_ptr, saturated_ptr, history_ptr, steps_ptr, total_ptr,
     LENGTH: tl.constexpr, MARGIN: tl.constexpr, RECENT: tl.constexpr, E5M2_FROM: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a tensor: its scale from its history, after the slots have joined it."""
     role = tl.program_id(0)
@@ -50,81 +54,103 @@ def _refresh_kernel(
         tl.store(history_ptr + role * LENGTH + place, amax)
     if amax > 0.0:
         biased = exponents_below(amax, tl.where(role >= E5M2_FROM, 269, 262) - MARGIN)
-        tl.store(scale_ptr + role, power_of_two(biased))
-        tl.store(inverse_ptr + role, power_of_two(254 - biased))
+        tl.store(factors_ptr + role * (2 * INVERSE), power_of_two(biased))
+        tl.store(factors_ptr + role * (2 * INVERSE) + INVERSE, power_of_two(254 - biased))
 
 
 @lru_cache
-def _refresh_plan(recipe: FP8Recipe) -> Bound:
-    length, recent = recipe.amax_history_len, recipe.amax_compute_algo == "most_recent"
-    first_e5m2 = ROLES.index("gradient") if recipe.gradient_type is E5M2 else len(ROLES)
-    bound: Bound = _refresh_kernel.bind(
-        length, recipe.margin, recent, first_e5m2, SLOTS, 1 << (length - 1).bit_length(), num_warps=1
-    )
+def _refresh_plan(length: int, margin: int, recent: bool, first_e5m2: int) -> Bound:
+    block = 1 << (length - 1).bit_length()
+    bound: Bound = _refresh_kernel.bind(length, margin, recent, first_e5m2, SLOTS, _INVERSE, block, num_warps=1)
     return bound
 
 
-class FP8Scales:
-    """The scales of one layer's input, weight and output gradient, with the magnitudes that the next ones come from.
+def _refresh_formula(
+    factors: Tensor, amax: Tensor, saturated: Tensor, history: Tensor, steps: Tensor, total: Tensor,
+    types: Sequence[torch.dtype], margin: int, recent: bool,
+) -> None:  # fmt: skip
+    largest = amax.view(torch.float32).amax(1)
+    total += saturated.sum(1)
+    history.scatter_(1, (steps % history.shape[1]).unsqueeze(1), largest.unsqueeze(1))
+    steps += 1
+    if not recent:
+        largest = history.amax(1)
+    for row, most, dtype in zip(factors, largest, types, strict=True):
+        row[0] = torch.where(most > 0, scale_for(most, dtype, margin), row[0])
+        row[_INVERSE] = 1 / row[0]
+    amax.zero_()
+    saturated.zero_()
 
-    A scale is 1 until a tensor has started: `start` takes it from the tensor itself.
-    """
+
+class FP8Factors(NamedTuple):
+    """A scale and its inverse, both of one element."""
+
+    scale: Tensor
+    inverse: Tensor
+
+
+def factors_of(row: Tensor) -> FP8Factors:
+    return FP8Factors(row[0], row[_INVERSE])
+
+
+class FP8Scales:
+    """The scales of one layer's input, weight and output gradient, with the magnitudes that the next ones come from."""
 
     def __init__(self, recipe: FP8Recipe, device: torch.device) -> None:
         self.recipe = recipe
         count = len(ROLES)
-        self.scale, self.inverse = torch.ones(2, count, device=device).unbind()
+        self.factors = torch.ones(count, _FACTORS, device=device)
         self.amax, self.saturated = torch.zeros(2, count, SLOTS, dtype=torch.int32, device=device).unbind()
         self.history = torch.zeros(count, recipe.amax_history_len, device=device)
         self.steps, self.total = torch.zeros(2, count, dtype=torch.int64, device=device).unbind()
         self.started = [False] * count
+        self._types = [E4M3, E4M3, recipe.gradient_type]
+        self._of = [factors_of(row) for row in self.factors]
 
-    def target(self, role: str, *, noted: bool = True) -> FP8Target:
-        """Return what a pass needs that writes codes of this tensor. `noted`: it notes magnitudes and what saturates."""
+    def type_of(self, role: str) -> torch.dtype:
+        return self._types[ROLES.index(role)]
+
+    def factors_of(self, role: str) -> FP8Factors:
+        """Return a tensor's scale and its inverse. They are those of the calls to come: delayed scales change once a step."""
+        return self._of[ROLES.index(role)]
+
+    def row_of(self, role: str) -> Tensor:
+        return self.factors[ROLES.index(role)]
+
+    def target(self, role: str) -> FP8Target:
+        """Return what a pass needs that writes codes of this tensor and notes magnitudes and what saturates."""
         place = ROLES.index(role)
-        amax, past = (self.amax[place], self.saturated[place]) if noted else (None, None)
-        return FP8Target(self._type(place), self.scale[place], amax, past)
+        return FP8Target(self._types[place], self._of[place].scale, self.amax[place], self.saturated[place])
 
-    def inverse_of(self, role: str) -> Tensor:
-        """Return the inverse of a tensor's scale, of one element."""
-        return self.inverse[ROLES.index(role)]
-
-    def _type(self, place: int) -> torch.dtype:
-        return self.recipe.gradient_type if ROLES[place] == "gradient" else E4M3
-
-    def start(self, role: str, x: Tensor) -> None:
-        """Give a tensor that has no history yet the scale of its own largest magnitude."""
+    def start(self, role: str, run: Callable[[FP8Target], object]) -> None:
+        """Give a tensor that has no history yet the scale of its own largest magnitude. `run` is the pass that writes codes."""
         place = ROLES.index(role)
         if not self.started[place]:
-            self.set_from(role, x)
+            self.factors[place] = self.measure(role, run)
             self.started[place] = True
 
-    def set_from(self, role: str, x: Tensor) -> None:
-        """Set a tensor's scale from its own largest magnitude, as "current" scales are."""
+    def measure(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
+        """Return a row of factors for the largest magnitude that the pass finds."""
         place = ROLES.index(role)
-        scale = scale_for(finite_amax(x), self._type(place), self.recipe.margin)
-        self.scale[place].copy_(scale)
-        torch.div(1.0, scale, out=self.inverse[place])
+        row = self.factors.new_ones(1, _FACTORS)
+        noted = torch.zeros(2, 1, SLOTS, dtype=torch.int32, device=row.device).unbind()
+        run(FP8Target(self._types[place], row[0, 0], noted[0][0], noted[1][0]))
+        none = self.steps.new_zeros(2, 1).unbind()
+        self._refresh(row, *noted, row.new_zeros(1, 1), *none, types=self._types[place : place + 1], recent=True)
+        return row[0]
 
     def refresh(self) -> None:
         """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale."""
-        if triton_unsupported(self.scale) is None:
-            tensors = (getattr(self, name) for name in _STATE)
-            _refresh_plan(self.recipe)((len(ROLES), 1, 1), *tensors)
-            return
-        amax = self.amax.view(torch.float32).amax(1)
-        self.total += self.saturated.sum(1)
-        places = (self.steps % self.recipe.amax_history_len).unsqueeze(1)
-        self.history.scatter_(1, places, amax.unsqueeze(1))
-        self.steps += 1
-        if self.recipe.amax_compute_algo == "max":
-            amax = self.history.amax(1)
-        for place in range(len(ROLES)):
-            scale = scale_for(amax[place], self._type(place), self.recipe.margin)
-            self.scale[place].copy_(torch.where(amax[place] > 0, scale, self.scale[place]))
-        torch.div(1.0, self.scale, out=self.inverse)
-        self.amax.zero_()
-        self.saturated.zero_()
+        recent = self.recipe.amax_compute_algo == "most_recent"
+        self._refresh(*(getattr(self, name) for name in _STATE), types=self._types, recent=recent)
+
+    def _refresh(self, *state: Tensor, types: Sequence[torch.dtype], recent: bool) -> None:
+        """Set the scales of `state`, tensors as `_STATE` names them."""
+        if triton_unsupported(state[0]) is None:
+            first_e5m2 = types.index(E5M2) if E5M2 in types else len(types)
+            _refresh_plan(state[3].shape[1], self.recipe.margin, recent, first_e5m2)((len(types), 1, 1), *state)
+        else:
+            _refresh_formula(*state, types, self.recipe.margin, recent)
 
     def saturations(self) -> dict[str, int]:
         """Return how many numbers of each tensor have saturated so far. It waits for the device."""

@@ -60,7 +60,7 @@ def linear_gradients(
     requests: Sequence[GradRequest],
     sums: Tensor | None,
     rows: tuple[Tensor, Tensor] | None,
-    keep: Callable[[], Tensor | None] | None = None,
+    instead: Callable[[], Tensor | None] | None = None,
     vectors: Sequence[VectorSums | None] = (),
 ) -> tuple[Tensor | None, ...]:
     """Put the gradients of a weight, a bias and `vectors` where they belong, and return what autograd gets.
@@ -71,8 +71,9 @@ def linear_gradients(
     Args:
         parameters, main_grads, requests: the weight's and the bias's.
         sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
-        rows: those of dy and x, or None where the weight's gradient is deferred or not wanted.
-        keep: keeps the operands of the weight's gradient where it is deferred.
+        rows: those of dy and x, or None where the weight's gradient is made otherwise or not wanted.
+        instead: does in the place of the product for the weight what returns its gradient: keep the operands where it is deferred,
+            or a product in eight bits.
     """
     (weight, bias), dweight, put = parameters, None, None
     adds, dbias = False, None
@@ -80,8 +81,8 @@ def linear_gradients(
         dbias, adds = prepare_vector_gradient(sums, bias, main_grads[1], requests[1])
     if vectors:
         put = [(None, False) if each is None else prepare_vector_gradient(*each) for each in vectors]
-    if keep is not None:
-        dweight = keep()
+    if instead is not None:
+        dweight = instead()
     elif rows is not None:
         dweight = weight_gradient(rows[0], rows[1], weight, main_grads[0], requests[0])
     if sums is not None and bias is not None and adds:

@@ -72,6 +72,12 @@ def power_of_two(biased):
 
 
 @device_function
+def saturates(sizes, E5M2: tl.constexpr):
+    """Return which scaled magnitudes are past the type's largest number."""
+    return sizes > (57344.0 if E5M2 else 448.0)
+
+
+@device_function
 def operand_codes(x, scale, E5M2: tl.constexpr):
     """Return the codes (uint8) of fp32 x times a scale. Finite values saturate; e4m3 has one NaN for NaN and infinities."""
     scaled = x * scale

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
+from onepass.kernels.fp8 import operand_codes, power_of_two, saturates, scale_exponents
 from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
@@ -29,8 +29,8 @@ TILE_M, TILE_H = 64, 64
 
 
 @device_function
-def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.constexpr, counts=None):
-    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that are past MOST once scaled.
+def note_amax(amax_ptr, saturated_ptr, x, scale, E5M2: tl.constexpr, SLOTS: tl.constexpr, counts=None):
+    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that saturate at this scale.
 
     `counts`: those numbers are counted already. Then x may hold only the largest of several tiles.
     """
@@ -41,7 +41,7 @@ def note_amax(amax_ptr, saturated_ptr, x, scale, MOST: tl.constexpr, SLOTS: tl.c
     most = tl.max(tl.max(sizes, 1), 0)
     tl.atomic_max(amax_ptr + slot, most.to(tl.int32, bitcast=True))  # of numbers that aren't negative, bits are in their order
     if counts is None:
-        counts = (finite & (sizes * scale > MOST)).to(tl.int32)
+        counts = (saturates(sizes * scale, E5M2) & finite).to(tl.int32)
     past = tl.sum(tl.sum(counts, 1), 0)
     if past > 0:
         tl.atomic_add(saturated_ptr + slot, past)
@@ -102,7 +102,7 @@ def _tiles_kernel(
     if turned_ptr is not None:
         store_turned(turned_ptr, codes, rows, columns, M, columns < H, MULTIPLE)
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, x, scale, 57344.0 if E5M2 else 448.0, SLOTS)
+        note_amax(amax_ptr, saturated_ptr, x, scale, E5M2, SLOTS)
 
 
 @lru_cache(1024)

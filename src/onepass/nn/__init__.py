@@ -7,6 +7,7 @@ from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
+from onepass.nn.precision import set_precision
 from onepass.nn.sharding import sharded_state_dict
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "set_precision",
     "sharded_state_dict",
 ]

@@ -13,6 +13,7 @@ from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
+from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 Init = Callable[[Tensor], Any]
 
@@ -21,13 +22,22 @@ class Linear(nn.Linear):
     """torch.nn.Linear by `onepass.linear`. Gradients of parameters that carry ``main_grad`` are added to it.
 
     The attribute `deferred` takes a `onepass.parallel.DeferredWgrad`, as in every layer of this module.
+
+    Args:
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits. The others are torch.nn.Linear's.
     """
 
     deferred: DeferredWgrad | None = None
+    precision: Precision = None
+
+    def __init__(self, *args: Any, precision: Precision = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        recipe_of(precision)
+        self.precision = precision
 
     def forward(self, input: Tensor) -> Tensor:
         check_input(input, self.in_features, "in_features")
-        return linear(input, self.weight, self.bias, deferred=self.deferred)
+        return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision)
 
 
 def check_input(x: Tensor, size: int, name: str, said: str = "x") -> None:
@@ -43,6 +53,7 @@ class _ParallelLinear(DividedParameters):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     deferred: DeferredWgrad | None = None
+    precision: Precision = None
     _flags: tuple[str, ...] = ()  # options that extra_repr shows
 
     def __init__(
@@ -53,8 +64,11 @@ class _ParallelLinear(DividedParameters):
         init_method: Init | None,
         tp_group: dist.ProcessGroup | None,
         sequence_parallel: bool,
+        precision: Precision,
     ) -> None:
         super().__init__(tp_group)
+        recipe_of(precision)
+        self.precision = precision
         check_size("input_size", input_size)
         check_size("output_size", output_size)
         check_init("init_method", init_method)
@@ -97,6 +111,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: x and its gradient are this rank's shard along the first dimension.
         allreduce_dgrad: sum x's gradient over the ranks, which have the same x. None is True, unless sequence_parallel. With
             False each rank returns a partial sum.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits.
         device, dtype: of the parameters.
     """
 
@@ -116,10 +131,11 @@ class ColumnParallelLinear(_ParallelLinear):
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         allreduce_dgrad: bool | None = None,
+        precision: Precision = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel)
+        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel, precision)
         division = self._division(output_size, stride)
         self.output_size_per_partition = output_size // self.ranks
         self.gather_output, self.stride = gather_output, division.stride
@@ -159,6 +175,7 @@ class ColumnParallelLinear(_ParallelLinear):
             allreduce_dgrad=self.allreduce_dgrad,
             sequence_parallel=self.sequence_parallel,
             deferred=self.deferred,
+            precision=self.precision,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_last(y, self.tp_group, sizes=(self.output_size_per_partition,) * self.ranks)
@@ -210,6 +227,7 @@ class RowParallelLinear(_ParallelLinear):
         tp_group: the ranks. None is this rank alone.
         sequence_parallel: y is this rank's shard along the first dimension. The bias is marked `sequence_parallel`: its gradient
             is a partial sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits.
         device, dtype: of the parameters.
     """
 
@@ -228,10 +246,11 @@ class RowParallelLinear(_ParallelLinear):
         init_method: Init | None = None,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        precision: Precision = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel)
+        super().__init__(input_size, output_size, skip_bias_add, init_method, tp_group, sequence_parallel, precision)
         if sequence_parallel and not input_is_parallel:
             raise ValueError("sequence_parallel needs input_is_parallel=True: x is divided by features, and y by the sequence")
         self.input_size_per_partition = self.divided("input_size", input_size)
@@ -259,6 +278,7 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             reduce_output=True,
             deferred=self.deferred,
+            precision=self.precision,
         )
         return y, self.given(self.bias) if self.skip_bias_add else None
 

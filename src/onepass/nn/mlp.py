@@ -16,6 +16,7 @@ from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.kernels import check_options
 from onepass.parallel.collectives import copy_to_group, gather_sequence
 from onepass.runtime.checks import check_per_token
+from onepass.runtime.fp8_recipe import Precision
 
 
 class MLP(DividedParameters):
@@ -41,6 +42,7 @@ class MLP(DividedParameters):
         tp_group: the ranks that shard the activation. None is this rank alone.
         sequence_parallel: x and y are this rank's shards along the first dimension. linear_fc2's bias is marked
             `sequence_parallel`: its gradient is a partial sum (`onepass.parallel.reduce_sequence_parallel_grads`).
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs both layers' products in eight bits.
         device, dtype: of the parameters.
     """
 
@@ -59,6 +61,7 @@ class MLP(DividedParameters):
         output_layer_init_method: Init | None = None,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        precision: Precision = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -71,7 +74,7 @@ class MLP(DividedParameters):
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.clamp, self.linear_offset, self.save, self.skip_bias_add = clamp, linear_offset, save, skip_bias_add
         options: dict[str, Any] = {"bias": bias, "tp_group": tp_group, "sequence_parallel": sequence_parallel}
-        options |= {"device": device, "dtype": dtype}
+        options |= {"precision": precision, "device": device, "dtype": dtype}
         up = hidden_size, act.parts * ffn_hidden_size
         self.linear_fc1 = ColumnParallelLinear(*up, stride=act.parts, skip_bias_add=True, init_method=init_method, **options)
         self.linear_fc2 = ActivationRowParallelLinear(
@@ -147,6 +150,7 @@ class ActivationRowParallelLinear(RowParallelLinear):
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             deferred=self.deferred,
+            precision=self.precision,
             **options,
         )
         if scale is None:

@@ -12,6 +12,7 @@ from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.norm import MarkedParameters, is_size
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.checks import check_eps
+from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
@@ -33,6 +34,7 @@ class NormLinear(MarkedParameters):
             x + residual and is always returned.
         sequence_parallel: mark the norm's parameters as Megatron does. Their gradients are partial sums, to be reduced over the
             ranks of a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits.
     """
 
     layer_norm_weight: nn.Parameter
@@ -40,6 +42,7 @@ class NormLinear(MarkedParameters):
     weight: nn.Parameter
     bias: nn.Parameter | None
     deferred: DeferredWgrad | None = None
+    precision: Precision = None
     _marked = ("layer_norm_weight", "layer_norm_bias")
 
     def __init__(
@@ -55,6 +58,7 @@ class NormLinear(MarkedParameters):
         return_norm_output: bool = False,
         return_input: bool = False,
         sequence_parallel: bool = False,
+        precision: Precision = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +68,8 @@ class NormLinear(MarkedParameters):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not is_size(size):
                 raise ValueError(f"{name} must be a size of at least 1, but is {size!r}")
+        recipe_of(precision)
+        self.precision = precision
         self.in_features, self.out_features, self.norm = in_features, out_features, norm
         self.eps = _EPS[norm] if eps is None else check_eps(eps)
         self.zero_centered_gamma, self.sequence_parallel = zero_centered_gamma, sequence_parallel
@@ -105,6 +111,7 @@ class NormLinear(MarkedParameters):
             return_norm_output=self.return_norm_output,
             return_input=self.return_input,
             deferred=self.deferred,
+            precision=self.precision,
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

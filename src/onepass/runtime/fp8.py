@@ -7,6 +7,7 @@ for both.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of elements: rows of operands, and the dimension that is summed over
+_CAPABILITY = 8, 9  # Ada; Hopper is 9.0
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # 1.75 times a power of two, both
 _EXPONENT = {E4M3: 8, E5M2: 15}  # of that power
 
@@ -33,6 +35,26 @@ class FP8Target(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
     saturated: Tensor | None = None
+
+
+@lru_cache
+def _unfit_gpu(device: torch.device) -> str | None:
+    """Return why a GPU has no products in eight bits, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _CAPABILITY:
+        return None
+    return f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+
+
+def check_fp8(x: Tensor, weight: Tensor) -> None:
+    """Raise where products of these can't be in eight bits."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype is torch.float64:
+            raise TypeError(f"{name} must be fp32, bf16 or fp16 with precision='fp8', but is fp64")
+    if x.is_cuda and (unfit := _unfit_gpu(x.device)) is not None:
+        raise RuntimeError(
+            f"precision must be None on this GPU: products in eight bits need compute capability 8.9 or later, but {unfit}"
+        )
 
 
 def largest(dtype: torch.dtype) -> float:

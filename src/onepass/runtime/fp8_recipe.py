@@ -59,6 +59,9 @@ class FP8Recipe:
         return self.wgrad and self.scaling != "row"
 
 
+Precision = FP8Recipe | str | None  # an op's argument: None is its inputs' type, "fp8" the default recipe
+
+
 def recipe_of(precision: object) -> FP8Recipe | None:
     """Return the recipe that a `precision` argument names, or None where products have their inputs' type."""
     if precision is None or isinstance(precision, FP8Recipe):

@@ -12,6 +12,7 @@ Bytes    beside the products: forward reads x and writes the activation, which i
          activation and a linear layer.
 Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: weight and bias are rounded to it.
          Gradients of parameters that carry main_grad are added there (gradients/main_grad.py).
+Eight bits: the activation goes from fp32 to codes, in its own pass, and backward writes them turned (ops/activation/fp8.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -40,7 +42,7 @@ from onepass.gradients.product import (
     linear_product,
 )
 from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
-from onepass.ops.activation import kernels
+from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import Activation, activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.parallel.tensor_parallel import (
@@ -59,6 +61,8 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
+from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 
 Needs = tuple[bool, bool, bool]  # of x, activation_bias and token_weight
@@ -158,6 +162,28 @@ def _backward_by_formula(
     return None, dx, dbias, dtoken_weight, activated.detach()
 
 
+def _forward_fp8(
+    state: FP8Weight, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
+    options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool,
+) -> tuple[Tensor, FP8Call]:  # fmt: skip
+    """Return y by a product in eight bits, and what backward needs of the state."""
+
+    def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
+        codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
+        return codes.view(-1, codes.shape[-1]), inverse
+
+    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, noted=noted)
+
+
+def _turned_activation(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool, target: FP8Target
+) -> Tensor:
+    """Return the activation's codes, turned."""
+    found = fp8.activation_backward_codes(None, x, bias, token_weight, options, None, target, use_triton=use_triton)
+    assert found.y_turned is not None
+    return found.y_turned
+
+
 def _traced(
     x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
     options: ActivationOptions, save: str, layout: TPLayout | None, deferred: DeferredWgrad | None,
@@ -177,7 +203,7 @@ class _ActivationLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
         options: ActivationOptions, use_triton: bool, product: torch.dtype, save: str,
-        layout: TPLayout | None, deferred: DeferredWgrad | None,
+        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
     ) -> Tensor:  # fmt: skip
         graph_break_if_deferred(deferred)
         ctx.options, ctx.use_triton, ctx.product, ctx.layout, ctx.deferred = options, use_triton, product, layout, deferred
@@ -185,6 +211,14 @@ class _ActivationLinear(torch.autograd.Function):
         ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx.needs_input_grad[3:], weight, bias)
         ctx.vectors = saved_vectors(ctx, 1, activation_bias)
         kept: tuple[Tensor, ...] = ()
+        ctx.fp8 = None
+        if state is not None:
+            y, ctx.fp8 = _forward_fp8(
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True
+            )
+            kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
+            ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
+            return y
         if any(ctx.needs_input_grad[:4]):
             activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
         else:  # the bias alone asks
@@ -208,14 +242,27 @@ class _ActivationLinear(torch.autograd.Function):
         sums = column_sums(dy) if need_dbias else None
         later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
-            through = cast(weight, ctx.product) if any(needs) else None
-            whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
+            turned = activated = None
+            if ctx.fp8 is None:
+                through = cast(weight, ctx.product) if any(needs) else None
+                whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
+            else:
+                whole_dy = dy
+                ours, turned = ctx.fp8.gradient_operands(rows_of(dy), any(needs), need_dweight)
+                dactivated = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], ctx.product)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
-            rebuild = ctx.product if need_dweight else None
-            into, dx, dactivation_bias, dtoken_weight, activated = backward(
-                vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
-            )
-            if later:
+            rebuild = ctx.product if need_dweight and turned is None else None
+            if dactivated is not None or rebuild is not None:
+                into, dx, dactivation_bias, dtoken_weight, activated = backward(
+                    vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
+                )
+            if turned is not None:
+                x = saved.unpack(tuple(kept), ctx.stored)
+                y_turned = ctx.fp8.turned_input(
+                    partial(_turned_activation, x, activation_bias, token_weight, ctx.options, ctx.use_triton)
+                )
+                keep = partial(fp8_weight_gradient, turned, y_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
+            elif later:
                 keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
             elif need_dweight:
                 assert activated is not None
@@ -225,7 +272,7 @@ class _ActivationLinear(torch.autograd.Function):
             dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
         if vectors is not None:
             (dactivation_bias,) = vectors.autograd_grads(into, put)
-        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None
+        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None, None
 
 
 _apply = fast_apply(_ActivationLinear)
@@ -257,7 +304,8 @@ def _check_call(call: Call) -> None:
 def _variant(call: Call) -> str:
     """Describe the kernels of a call and their tiles."""
     said = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
-    return f"{said}; {describe_products(call.deferred)}; the activation is rebuilt in backward"
+    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    return f"{said}; {products}; the activation is rebuilt in backward"
 
 
 def activation_linear(
@@ -274,6 +322,7 @@ def activation_linear(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
+    precision: Precision = None,
     backend: str | None = None,
 ) -> Tensor:
     """Apply an activation and the linear layer after it; only x is kept for backward, which rebuilds the activation.
@@ -293,6 +342,7 @@ def activation_linear(
         sequence_parallel: y is this rank's part along the first dimension; the bias's gradient is a part of a sum over tp_group.
         deferred: keeps the rebuilt activation and y's gradient until its `flush`, which makes the weight's gradient. The weight
             must carry main_grad.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -311,9 +361,10 @@ def activation_linear(
         return run_other(  # type: ignore[no-any-return]
             "activation_linear", chosen, x, weight, bias, activation,
             activation_bias=activation_bias, token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, save=save,
-            tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred,
+            tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
     use_triton = chosen == "triton" and x.numel() > 0
+    state = fp8_state(precision, x, weight, layout, deferred)
     traced = chosen == "torch" and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
     activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
@@ -322,10 +373,14 @@ def activation_linear(
     token_weight = None if token_weight is None else token_weight.contiguous()
     product = product_type(x)
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
+        if state is not None:
+            return _forward_fp8(
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, False
+            )[0]
         activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         return tp_product(activated, weight, bias, layout)
     return _apply(  # type: ignore[no-any-return]
-        x, activation_bias, token_weight, weight, bias, options, use_triton, product, save, layout, deferred
+        x, activation_bias, token_weight, weight, bias, options, use_triton, product, save, layout, deferred, state
     )
 
 

@@ -72,7 +72,7 @@ def _store_gradient(
     if turned_ptr is not None:
         store_turned(turned_ptr, codes, rows, columns + PART * H, M, columns < H, MULTIPLE)
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, dx, scale, 57344.0 if E5M2 else 448.0, SLOTS)
+        note_amax(amax_ptr, saturated_ptr, dx, scale, E5M2, SLOTS)
 
 
 # ---- kernels ----
@@ -122,7 +122,7 @@ def _tiles_kernel(
     scale = tl.load(scale_ptr)
     tl.store(codes_ptr + rows[:, None] * H + columns[None, :], operand_codes(y, scale, E5M2), mask=inside)
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, y, scale, 57344.0 if E5M2 else 448.0, SLOTS)
+        note_amax(amax_ptr, saturated_ptr, y, scale, E5M2, SLOTS)
 
 
 @kernel

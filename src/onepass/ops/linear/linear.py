@@ -5,7 +5,7 @@ Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: parallel/t
 Saves    x where the weight needs a gradient, and the weight where x does; nothing that is made here.
 Bytes    the product adds into main_grad, which it reads and writes once. Nothing of the gradient's size is allocated, and no
          pass adds it afterwards (read, read, write).
-Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on.
+Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, or in eight bits (gradients/fp8_product.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.fp8_product import describe_fp8, fp8_product, fp8_state
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product
 from onepass.parallel.collectives import group_of_several
@@ -23,6 +24,7 @@ from onepass.runtime.autocast import product_type, under_autocast
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
 from onepass.runtime.dispatch import cast, under_functorch
+from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 
 
@@ -37,7 +39,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def _variant(call: Call) -> str:
     """What a call does besides its products."""
     own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
-    said = ["products by PyTorch", "gradients into main_grad" if own else "gradients to autograd"]
+    said = [describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch", "gradients into main_grad" if own else "gradients to autograd"]
     if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
         said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
         said += ["divided along the first dimension"] if call.sequence_parallel else []
@@ -81,6 +83,7 @@ def linear(
     sequence_parallel: bool = False,
     reduce_output: bool = False,
     deferred: DeferredWgrad | None = None,
+    precision: Precision = None,
     backend: str | None = None,
 ) -> Tensor:
     """A linear layer. Its products add the gradients of parameters that carry ``main_grad`` there.
@@ -99,6 +102,7 @@ def linear(
         reduce_output: each rank has some of the weight's columns and of x's (row parallel). y is summed over the group before the
             bias is added. Under sequence_parallel the bias's gradient is a part of a sum over the group.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             first three are the same here: PyTorch's products.
 
@@ -115,11 +119,15 @@ def linear(
     if chosen not in NATIVE:
         return run_other(  # type: ignore[no-any-return]
             "linear", chosen, x, weight, bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred,
+            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
         )  # fmt: skip
-    if layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
+    fp8 = fp8_state(precision, x, weight, layout, deferred)
+    if fp8 is None and layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
-    return linear_product(cast(x, product_type(x)) if under_autocast(x) else x, weight, bias, layout, deferred)
+    x = cast(x, product_type(x)) if under_autocast(x) else x
+    if fp8 is not None:
+        return fp8_product(x, weight, bias, fp8)
+    return linear_product(x, weight, bias, layout, deferred)
 
 
 define_op(

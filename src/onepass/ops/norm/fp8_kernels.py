@@ -6,7 +6,7 @@ held in registers where it fits, else read again from the caches.
 
 from __future__ import annotations
 
-from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
+from onepass.kernels.fp8 import operand_codes, power_of_two, saturates, scale_exponents
 from onepass.kernels.fp8_cast import note_amax, store_turned
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import kernel
@@ -42,7 +42,7 @@ def short_codes_kernel(
         scale = tl.load(scale_ptr)
     tl.store(codes_ptr + at, operand_codes(y, scale, E5M2), mask=inside)
     if amax_ptr is not None:  # rows past the last are the bias
-        note_amax(amax_ptr, saturated_ptr, tl.where(inside, y, 0.0), scale, 57344.0 if E5M2 else 448.0, SLOTS)
+        note_amax(amax_ptr, saturated_ptr, tl.where(inside, y, 0.0), scale, E5M2, SLOTS)
 
 
 @device_function
@@ -58,7 +58,7 @@ def _store_piece(
     if amax_ptr is not None:
         finite = _finite_sizes(y, inside)
         sizes = tl.maximum(sizes, finite)
-        counts += (finite * scale > (57344.0 if E5M2 else 448.0)).to(tl.int32)
+        counts += saturates(finite * scale, E5M2).to(tl.int32)
     return sizes, counts
 
 
@@ -110,7 +110,7 @@ def long_codes_kernel(
             sizes, counts, H, LAYER, CENTERED, E5M2, CACHE,
         )  # fmt: skip
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, sizes[None, :], scale, 57344.0 if E5M2 else 448.0, SLOTS, counts[None, :])
+        note_amax(amax_ptr, saturated_ptr, sizes[None, :], scale, E5M2, SLOTS, counts[None, :])
 
 
 @kernel

@@ -11,6 +11,7 @@ Bytes    beside the products: forward reads x and writes norm(x), which is let g
          M K elements fewer are kept than by a norm and a linear one after the other, and no sum is a kernel of its own.
 Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(h) and weight are rounded to it. The
          gradients of parameters that carry main_grad go there (gradients/main_grad.py).
+Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward writes them turned (ops/norm/fp8.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_product, fp8_state, fp8_weight_gradient
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -48,8 +50,9 @@ from onepass.gradients.vectors import (
     vector_grads,
     with_fp32_grads,
 )
-from onepass.ops.norm import kernels
+from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
+from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -63,6 +66,8 @@ from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 
 NORMS = ("rms_norm", "layer_norm")
@@ -162,6 +167,24 @@ def _forward(
     return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, h, stats
 
 
+def _forward_fp8(
+    state: FP8Weight, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, FP8Call]:  # fmt: skip
+    """y by a product in eight bits, h, the rows' statistics, and what backward needs of the state."""
+    found: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
+        codes_of = fp8.norm_codes if use_triton else fp8.norm_codes_formula
+        codes, inverse, h, stats = codes_of(x, residual, norm_weight, norm_bias, options, target, keep)
+        found.append((h, stats))
+        return codes.view(-1, codes.shape[-1]), inverse
+
+    y, call = fp8_forward(state, weight, bias, x.shape[:-1], product, run, noted=keep)
+    h, stats = found[-1]
+    return y, x if h is None else h, stats, call
+
+
 def _traced(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     options: NormOptions, returns: tuple[bool, bool], layout: TPLayout | None, deferred: DeferredWgrad | None,
@@ -175,6 +198,18 @@ def _traced(
     return _returned(y, normed if returns[0] else None, h if returns[1] else None)
 
 
+def _by_two_ops(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    options: NormOptions, returns: tuple[bool, bool], product: torch.dtype, state: FP8Weight, backend: str,
+) -> Any:  # fmt: skip
+    """The norm, whose result the caller wants in its own type, and after it a product in eight bits."""
+    layer, eps, centered = options
+    norm, vectors = (layer_norm, (norm_weight, norm_bias)) if layer else (rms_norm, (norm_weight,))
+    found: Any = norm(x, *vectors, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
+    normed, h = (found, x) if residual is None else found
+    return _returned(fp8_product(cast(normed, product), weight, bias, state), normed, h if returns[1] else None)
+
+
 # ---- autograd ----
 
 
@@ -184,13 +219,15 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         residual: Tensor | None, options: NormOptions, use_triton: bool, returns: tuple[bool, bool],
         product: torch.dtype,
-        layout: TPLayout | None, deferred: DeferredWgrad | None,
+        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
     ) -> Any:  # fmt: skip
         """`returns`: norm(h), h."""
         graph_break_if_deferred(deferred)
-        y, normed, h, stats = _forward(
-            x, norm_weight, norm_bias, weight, bias, residual, options, use_triton, product, layout, True
-        )
+        tensors, normed, ctx.fp8 = (x, norm_weight, norm_bias, weight, bias, residual), None, None
+        if state is None:
+            y, normed, h, stats = _forward(*tensors, options, use_triton, product, layout, True)
+        else:
+            y, h, stats, ctx.fp8 = _forward_fp8(state, *tensors, options, use_triton, product, True)
         ctx.options, ctx.use_triton, ctx.returns, ctx.product = options, use_triton, returns, product
         ctx.layout, ctx.deferred = layout, deferred
         ctx.types = x.dtype, None if residual is None else residual.dtype
@@ -211,7 +248,7 @@ class _NormLinear(torch.autograd.Function):
         incoming = dy, more[0] if ctx.returns[0] else None, more[-1] if ctx.returns[1] else None
         backward = _backward_single if ctx.layout is None or dy is None else _backward_parallel
         sums = None if dy is None or requests[4] is GradRequest.SKIP else column_sums(dy)
-        return *backward(ctx, saved, incoming, requests, sums), None, None, None, None, None, None
+        return *backward(ctx, saved, incoming, requests, sums), None, None, None, None, None, None, None
 
 
 Incoming = tuple[Tensor | None, Tensor | None, Tensor | None]  # the gradients of y, norm(h) and h itself
@@ -254,20 +291,28 @@ def _backward_single(
     need_dweight = requests[3] is not GradRequest.SKIP and dy is not None
     rows = None if dy is None else rows_of(dy)
     vectors, into = vector_grads(ctx.vectors, requests[1:3]), None
-    dh_whole, dnorm_weight, dnorm_bias, normed = dh if needs[0] else None, None, None, None
-    if any(needs):
+    dh_whole, dnorm_weight, dnorm_bias, normed, turned = dh if needs[0] else None, None, None, None, None
+    if ctx.fp8 is not None and rows is not None:
+        ours, turned = ctx.fp8.gradient_operands(rows, any(needs), need_dweight)
+        dnormed = None if ours is None else ctx.fp8.input_gradient(ours, h.shape[:-1], ctx.product)
+    elif any(needs):
         dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, h)
+    rebuild = need_dweight and turned is None
     if dnormed is not None and (any(needs) or need_dweight):
         into, dh_whole, dnorm_weight, dnorm_bias, normed = _through_norm(
-            ctx, vectors, saved, dnormed, dh, requests, need_dweight, ours=rows is not None
+            ctx, vectors, saved, dnormed, dh, requests, rebuild, ours=rows is not None
         )
-    elif need_dweight:
+    elif rebuild:
         normed = _rebuilt(ctx, h, norm_weight, norm_bias)
     pending = () if vectors is None else vectors.pending(into, dnorm_weight, dnorm_bias)
     with name_written(_written_by_norm(vectors, into)):
         dx, dresidual = _split(ctx, dh_whole, requests)
         keep = operands = None
-        if need_dweight:
+        if turned is not None:
+            turn = fp8.norm_codes_turned if ctx.use_triton else fp8.norm_codes_turned_formula
+            x_turned = ctx.fp8.turned_input(partial(turn, h, saved[4], norm_weight, norm_bias, ctx.options))
+            keep = partial(fp8_weight_gradient, turned, x_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
+        elif need_dweight:
             assert rows is not None and normed is not None
             operands = rows, rows_of(normed.to(ctx.product))
         if operands is not None and is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
@@ -351,7 +396,8 @@ def _variant(call: Call) -> str:
     layer = call.norm == "layer_norm"
     said = kernels.norm_variant(call.x, call.residual, call.norm_weight, layer, False, call.norm_bias)
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
-    return f"{said}; {describe_products(call.deferred)}; {rebuilt} is rebuilt in backward"
+    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    return f"{said}; {products}; {rebuilt} is rebuilt in backward"
 
 
 def _check(
@@ -390,6 +436,7 @@ def norm_linear(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
+    precision: Precision = None,
     backend: str | None = None,
 ) -> Any:
     """A norm and the linear layer after it, of x or of its sum with a residual; only the norm's input, h, is kept for backward,
@@ -414,6 +461,7 @@ def norm_linear(
             (`onepass.parallel.reduce_sequence_parallel_grads`).
         deferred: keeps norm(h), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
             main_grad.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -428,12 +476,13 @@ def norm_linear(
             "norm_linear", chosen, x, norm_weight, weight, bias,
             residual=residual, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma,
             return_norm_output=return_norm_output, return_input=return_input, tp_group=tp_group,
-            sequence_parallel=sequence_parallel, deferred=deferred,
+            sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
     options = NormOptions(norm == "layer_norm", float(eps), bool(zero_centered_gamma))
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0
+    state = fp8_state(precision, x, weight, layout, deferred)
     traced = not use_triton and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
     if traced:
         norm_weight, norm_bias = with_fp32_grads(norm_weight, norm_bias)
@@ -443,10 +492,15 @@ def norm_linear(
     if traced:
         return _traced(*tensors, options, returns, layout, deferred)
     product = product_type(x)
+    if state is not None and return_norm_output:
+        return _by_two_ops(*tensors, options, returns, product, state, chosen)
     if not needs_grad(*tensors):
+        if state is not None:
+            y, h, *_ = _forward_fp8(state, *tensors, options, use_triton, product, False)
+            return _returned(y, None, h if returns[1] else None)
         y, normed, h, _ = _forward(*tensors, options, use_triton, product, layout, False)
         return _returned(y, normed if returns[0] else None, h if returns[1] else None)
-    return _apply(*tensors, options, use_triton, returns, product, layout, deferred)
+    return _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
 
 
 define_op(
