@@ -5,7 +5,7 @@
 One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments, with
 AdamW(fused=True); onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own AdamW. Both clip, and have the
 same settings of determinism. "Gradients kept" and "gradients released" are --no-release-main-grads and --release-main-grads, of
-which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store.
+which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -56,6 +56,10 @@ class Case:
 CASES = {
     "124M": Case("124M", 16, 1024, {}),
     "1B": Case("1B", 4, 4096, {}),
+    "8B_four_layers": Case(
+        "1B", 1, 8192,
+        {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8},
+    ),
     "124M_llama": Case(
         "124M", 16, 1024,
         {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
@@ -64,7 +68,7 @@ CASES = {
 }  # fmt: skip
 WAYS = (
     "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
-    "onepass, 8-bit inputs, gradients released",
+    "onepass, 8-bit inputs, gradients released", "onepass, fp8", "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
     "plain, compiled", "plain, compiled, CUDA graphs", "plain",
 )  # fmt: skip
 
@@ -73,6 +77,8 @@ def trained(case: Case, way: str) -> Trained:
     config, options = case.config(), case.options()
     if "8-bit inputs" in way:
         config = config.replace(activation_func_fp8_input_store=True)
+    if "fp8" in way:
+        config = config.replace(fp8_format="hybrid", fp8_recipe=way.partition("fp8 ")[2] or "delayed")
     if "gradients" in way:
         options = replace(options, release_main_grads="gradients released" in way)
     if way == "onepass, CUDA graph":
