@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepass.kernels import fp8 as device_functions
-from onepass.kernels import fp8_cast
+from onepass.kernels import fp8_cast, fp8_tile
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -89,7 +89,7 @@ def by_rows(x, dtype, module=fp8_cast):
 
 
 def by_tensor(x, dtype, scale, module=fp8_cast):
-    amax, past = (torch.zeros(fp8_cast.SLOTS, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    amax, past = (torch.zeros(fp8_tile.SLOTS, dtype=torch.int32, device=DEVICE) for _ in range(2))
     with poisoned(), unchanged(x=x):
         codes, turned = module.cast_tensor(x, FP8Target(dtype, scale, amax, past), turned=True)
     exact = fp8.quantise(x, scale, dtype)
@@ -152,9 +152,14 @@ MUTANTS = {
     "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
     "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),
     "NaN is a number": (device_functions, "operand_codes", "tl.where(x == x, code, 0x7F)", "code"),
-    "rows past the last": (fp8_cast, "store_turned", "(rows < long)[None, :]", "(rows < M)[None, :]"),
-    "an infinity is the largest": (fp8_cast, "note_amax", "tl.where(finite, sizes, 0.0)", "sizes"),
-    "what saturates isn't counted": (fp8_cast, "note_amax", "past > 0", "past > 9999"),
+    "rows past the last": (fp8_tile, "store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "an infinity is the largest": (
+        device_functions,
+        "finite_sizes",
+        'tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)',
+        "tl.abs(x)",
+    ),
+    "what saturates isn't counted": (fp8_tile, "note_tiles", "slot, past,", "slot, past * 0,"),
     "a long row isn't read again": (fp8_cast, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops.bias_activation_oracle import BF16, FP16, FP32, GATED, PLAIN, laid_out
 
-from onepass.kernels import column_sum, fp8_cast
+from onepass.kernels import column_sum, fp8_tile
 from onepass.kernels.language import triton
 from onepass.ops.activation import fp8 as real
 from onepass.ops.activation import fp8_kernels
@@ -88,7 +88,7 @@ def draw(case: Case):
 
 
 def target(dtype, scale, noted=True):
-    amax, past = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=DEVICE)
+    amax, past = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=DEVICE)
     scale = torch.tensor(scale, device=DEVICE)
     return FP8Target(dtype, scale, amax, past) if noted else FP8Target(dtype, scale)
 
@@ -327,17 +327,17 @@ MUTANTS = {
     "an offset of its own": (fp8_kernels, "_activated", "y = ACT(z) * linear", "y = ACT(z) * (linear + 1e-3)"),
     "no bias on the linear half": (fp8_kernels, "_load_part", "bias_ptr, columns + PART * H,", "bias_ptr, columns,"),
     "no token weight in y": (fp8_kernels, BACKWARD, "y = y * weight", "y = y * 1.0"),
-    "y past the last row": (fp8_kernels, BACKWARD, "tl.where(inside, y, 0.0), tl.load", "y, tl.load"),
-    "turned past the last row": (fp8_cast, "store_turned", "(rows < long)[None, :]", "(rows < M)[None, :]"),
-    "halves of dx turned over each other": (fp8_kernels, "_store_gradient", "rows, columns + PART * H, M", "rows, columns, M"),
-    "halves of dx in one place": (fp8_kernels, BACKWARD, "1, PARTS, DX_E5M2", "0, PARTS, DX_E5M2"),
+    "y past the last row": (fp8_kernels, BACKWARD, "y = tl.where(inside, y, 0.0)", "y = y * 1.0"),
+    "turned past the last row": (fp8_tile, "store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "halves of dx turned over each other": (fp8_kernels, BACKWARD, "quads, columns + part * H, M", "quads, columns, M"),
+    "halves of dx in one place": (fp8_kernels, BACKWARD, "(columns + part * H)[None, :]", "columns[None, :]"),
     "the other half's clamp": (fp8_kernels, BACKWARD, "tl.where(passes, dz, 0.0)", "tl.where(passes2, dz, 0.0)"),
-    "the second half isn't noted": (fp8_kernels, "_store_gradient", "amax_ptr is not None", "amax_ptr is not None and PART == 0"),
+    "the second half isn't noted": (fp8_tile, "note_tiles", "range(COUNT)", "range(COUNT - 1)"),
     "the derivative where nothing was clamped": (fp8_kernels, BACKWARD, "z, linear = clamp_halves", "_, linear = clamp_halves"),
     "a masked NaN comes back": (fp8_kernels, BACKWARD, "derivative == 0.0, 0.0, dz", "derivative == 0.0, dz, dz"),
-    "the bias's second half": (fp8_kernels, BACKWARD, "tl.sum(dz2, 0)", "tl.sum(dz, 0)"),
-    "the token weight twice": (fp8_kernels, BACKWARD, "tl.where(inside, y * dy,", "tl.where(inside, y * dy * weight,"),
-    "an infinite magnitude": (fp8_kernels, "_rows_kernel", 'tl.where(sizes < float("inf"), sizes, 0.0)', "sizes"),
+    "the bias's second half": (fp8_kernels, BACKWARD, "sums2 += tl.sum(dz2, 0)", "sums2 += tl.sum(dz, 0)"),
+    "the token weight twice": (fp8_kernels, BACKWARD, "tl.sum(y * dy, 1)", "tl.sum(y * dy * weight, 1)"),
+    "an infinite magnitude": (fp8_kernels, "_rows_kernel", "finite_sizes(y)", "tl.abs(y)"),
     "a long row isn't read again": (fp8_kernels, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),
     "clamped on one side": (activation_kernels, "clamp_halves", "linear < -clamp, -clamp, linear", "linear < -9, -9, linear"),
     "a block of rows is left out": (column_sum, "_column_sum_kernel", "rows < S", "rows < S - 1"),

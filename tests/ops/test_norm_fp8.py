@@ -8,8 +8,8 @@ import pytest
 import torch
 from ops.calls import needs_triton
 
-from onepass.kernels import fp8_cast
-from onepass.kernels.fp8_cast import SLOTS
+from onepass.kernels import fp8_tile
+from onepass.kernels.fp8_tile import SLOTS
 from onepass.ops.norm import forward as norm_forward
 from onepass.ops.norm import fp8 as norm_fp8
 from onepass.ops.norm import fp8_kernels
@@ -284,19 +284,31 @@ def test_rows_with_scales_of_their_own_are_not_turned():
 MUTANTS = {  # function, what is there, what stands there instead
     "short: y in 16 bits first": ("short_codes_kernel", "codes(y, scale", "codes(y.to(tl.bfloat16).to(tl.float32), scale"),
     "short: the scale in the inverse's place": ("short_codes_kernel", "power_of_two(254 - biased)", "power_of_two(biased)"),
-    "short: rows past the last are noted": ("short_codes_kernel", "tl.where(inside, y, 0.0)", "y"),
+    "short: rows past the last are noted": ("short_codes_kernel", "ptr, tl.where(inside, y, 0.0)", "ptr, y"),
     "long: y in 16 bits first": ("_store_piece", "codes(y, scale", "codes(y.to(tl.bfloat16).to(tl.float32), scale"),
     "long: h not as it was normalised": ("_store_piece", "columns, x, mask", "columns, x.to(tl.float32) * 0.5, mask"),
-    "long: counts of the last piece": ("_store_piece", "counts +=", "counts ="),
-    "long: the largest of the last piece": ("_store_piece", "tl.maximum(sizes, finite)", "finite"),
-    "long: a scale without what is held": ("long_codes_kernel", "_finite_sizes(y, inside)", "_finite_sizes(y * 0.25, inside)"),
-    "long: a scale without what is not held": ("long_codes_kernel", "_finite_sizes(y, whole)", "_finite_sizes(y * 0.25, whole)"),
+    "long: counts of the first piece": (
+        "long_codes_kernel",
+        "for first in range(0, H, BLOCK_H)",
+        "for first in range(0, 1, BLOCK_H)",
+    ),
+    "long: the largest of the last piece": ("_sizes_of", "tl.maximum(sizes, finite_sizes(", "tl.maximum(0.0, finite_sizes("),
+    "long: a scale without what is held": (
+        "long_codes_kernel",
+        "_sizes_of(sizes, y, inside,",
+        "_sizes_of(sizes, y * 0.25, inside,",
+    ),
+    "long: a scale without what is not held": (
+        "long_codes_kernel",
+        "_sizes_of(sizes, y, whole,",
+        "_sizes_of(sizes, y * 0.25, whole,",
+    ),
     "long: a piece is forgotten": ("long_codes_kernel", "else AGAIN - BLOCK_H - turn", "else 0"),
     "long: a piece is forgotten by row": ("long_codes_kernel", "(turn if", "(0 if"),
-    "columns past the last have a size": ("_finite_sizes", "inside & ", ""),
-    "an infinity is the largest": ("_finite_sizes", 'inside & (sizes < float("inf"))', "inside"),
-    "turned: rows past the last are the bias": ("turned_codes_kernel", "tl.where(inside, y, 0.0)", "y"),
-    "turned: rows past the last aren't written": ("store_turned", "(rows < long)[None, :]", "(rows < M)[None, :]"),
+    "columns past the last have a size": ("_sizes_of", "y if WHOLE else tl.where(inside, y, 0.0)", "y"),
+    "an infinity is the largest": ("_sizes_of", "finite_sizes(", "tl.abs("),
+    "turned: rows past the last are the bias": ("turned_codes_kernel", "tl.where(real[:, None], y, 0.0)", "y"),
+    "turned: rows past the last aren't written": ("store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
     "turned: 1 / deviation for the mean": ("turned_codes_kernel", "stats_ptr + M + rows", "stats_ptr + rows"),
 }
 
@@ -322,7 +334,7 @@ def test_the_hard_calls_are_right(hard):
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, hard):
-    module = fp8_cast if MUTANTS[name][0] == "store_turned" else fp8_kernels
+    module = fp8_tile if MUTANTS[name][0] == "store_turned" else fp8_kernels
     mutant = mutate(module, *MUTANTS[name], entry=norm_fp8)
     try:
         right = all(judge(given, E4M3, mutant) for given in hard)

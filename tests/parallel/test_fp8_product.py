@@ -197,8 +197,12 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 MUTANTS = {
     "codes of the weight before": ("FP8Weight.update", "self._version = weight._version", "self._version = 0"),
-    "gradients without their scale": ("FP8Weight.cast", "FP8Operand(each, inverse)", "FP8Operand(each, torch.ones_like(inverse))"),
-    "x's codes at another scale": ("FP8Call.turned_input", ", self.x_inverse)", ", 2 * self.x_inverse)"),
+    "gradients without their scale": (
+        "FP8Weight.cast",
+        "FP8Operand(each, inverse)",
+        "FP8Operand(each, torch.ones_like(inverse))",
+    ),
+    "x's codes at another scale": ("_FP8Product.backward", "ctx.fp8.x_inverse)", "2 * ctx.fp8.x_inverse)"),
     "no new scales": ("FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
     "the bias twice": ("fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
     "main_grad is not used": ("_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:], weight, bias)", "(None, None)"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
 from onepass.gradients.fp8_scales import FP8Scales, factors_of
 from onepass.gradients.main_grad import (
     GradientKind,
@@ -67,8 +68,16 @@ class FP8Weight:
         else:
             if self._version is not None and self.recipe.scaling == "delayed":
                 self.scales.refresh()
-            self.rows, self.turned = self.cast("weight", weight_now, turned=True, lasting=True)
+            rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
+            assert rows is not None and turned is not None
+            self.rows, self.turned = rows, turned
         self._version = weight._version
+
+    def gradient_target(self) -> tuple[FP8Target, Tensor] | None:
+        """Return what another op's backward writes dy for, and the scale's inverse; None where it can't know the scale."""
+        if self.recipe.scaling != "delayed" or not self.recipe.has_wgrad or not self.scales.has_started("gradient"):
+            return None
+        return self.scales.target("gradient"), self.scales.factors_of("gradient").inverse.clone()
 
     def check_unchanged(self, version: int) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
@@ -134,7 +143,7 @@ def fp8_state(
     precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None = None,
     deferred: DeferredWgrad | None = None,
 ) -> FP8Weight | None:  # fmt: skip
-    """Return the state of a product that `precision` wants in eight bits, or None where it keeps its type. Raise where it can't."""
+    """Return the state of a product in eight bits, or None where it keeps its type. Raise where `precision` can't be had."""
     if precision is None:
         return None
     recipe = recipe_of(precision)
@@ -232,23 +241,26 @@ class FP8Call(NamedTuple):
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
 
-    def gradient_operands(
-        self, rows: Tensor, asks_x: bool, asks_weight: bool
-    ) -> tuple[FP8Operand | None, FP8Operand | None]:
+    def gradient_operands(self, dy: Tensor, asks_x: bool, asks_weight: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
         """Cast dy for the products that the pass asks for: by rows for dx, turned for an eight-bit gradient of the weight."""
-        self.state.check_unchanged(self.version)
-        in_fp8 = asks_weight and self.state.recipe.has_wgrad
+        state = self.state
+        state.check_unchanged(self.version)
+        in_fp8 = asks_weight and state.recipe.has_wgrad
         if not (asks_x or in_fp8):
             return None, None
-        return self.state.cast("gradient", rows, codes=asks_x, turned=in_fp8)
+        if isinstance(dy, FP8Gradient) and dy.state is state:
+            ours, turned = FP8Operand(rows_of(dy.codes), dy.inverse_scale), FP8Operand(dy.turned, dy.inverse_scale)
+            return ours if asks_x else None, turned if in_fp8 else None
+        return state.cast("gradient", rows_of(dy), codes=asks_x, turned=in_fp8)
 
     def input_gradient(self, ours: FP8Operand, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return dx. `shape`: all of its dimensions but the last."""
         return multiply(ours, self.state.turned, dtype, fast=False).view(*shape, -1)
 
-    def turned_input(self, run: Callable[[FP8Target], Tensor]) -> FP8Operand:
-        """Return x's codes turned, which `run` writes for a target that has forward's scale and notes nothing."""
-        return FP8Operand(run(FP8Target(E4M3, self.x_scale)), self.x_inverse)
+    @property
+    def x_target(self) -> FP8Target:
+        """What x's codes are written for once more, turned: forward's scale. Nothing is noted."""
+        return FP8Target(E4M3, self.x_scale)
 
 
 def fp8_forward(
@@ -283,15 +295,14 @@ class _FP8Product(torch.autograd.Function):
         weight, bias, main_grads = ctx.call
         x_request, *requests = grad_requests(ctx, True, True, bias is not None)
         asks_x, asks_weight, asks_bias = (each is not GradRequest.SKIP for each in (x_request, *requests))
-        rows = rows_of(dy)
-        ours, turned = ctx.fp8.gradient_operands(rows, asks_x, asks_weight)
+        ours, turned = ctx.fp8.gradient_operands(dy, asks_x, asks_weight)
         dx = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], dy.dtype)
         make = wide = None
         if turned is not None:
-            x_turned = ctx.fp8.turned_input(partial(_cast_turned, rows_of(x)))
+            x_turned = FP8Operand(_cast_turned(rows_of(x), ctx.fp8.x_target), ctx.fp8.x_inverse)
             make = partial(fp8_weight_gradient, turned, x_turned, weight, main_grads[0], requests[0])
         elif asks_weight:
-            wide = rows, rows_of(x)
+            wide = rows_of(dy), rows_of(x)
         sums = column_sums(dy) if asks_bias else None
         dweight, dbias = linear_gradients((weight, bias), main_grads, requests, sums, wide, make)
         return dx, dweight, dbias, None
@@ -318,5 +329,7 @@ def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight
     """Return x @ weight.T + bias, with products in eight bits by the state's recipe."""
     if needs_grad(x, weight, bias):
         y: Tensor = _apply(x, weight, bias, state)
+        if bias is None:
+            takes_fp8_gradient(y, state)
         return y
     return fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)), noted=False)[0]

@@ -1,9 +1,9 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
 Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the largest
-finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device: microbatches share
-them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its own magnitude found
-by the same pass, run once more: `measure`.
+finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device. So microbatches
+share them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its own magnitude
+found by the same pass, run once more: `measure`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.fp8 import exponents_below, power_of_two
-from onepass.kernels.fp8_cast import SLOTS
+from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
@@ -65,10 +65,8 @@ def _refresh_plan(length: int, margin: int, recent: bool, first_e5m2: int) -> Bo
     return bound
 
 
-def _refresh_formula(
-    factors: Tensor, amax: Tensor, saturated: Tensor, history: Tensor, steps: Tensor, total: Tensor,
-    types: Sequence[torch.dtype], margin: int, recent: bool,
-) -> None:  # fmt: skip
+def _refresh_formula(state: Sequence[Tensor], types: Sequence[torch.dtype], margin: int, recent: bool) -> None:
+    factors, amax, saturated, history, steps, total = state
     largest = amax.view(torch.float32).amax(1)
     total += saturated.sum(1)
     history.scatter_(1, (steps % history.shape[1]).unsqueeze(1), largest.unsqueeze(1))
@@ -114,6 +112,9 @@ class FP8Scales:
         """Return a tensor's scale and its inverse. They are those of the calls to come: delayed scales change once a step."""
         return self._of[ROLES.index(role)]
 
+    def has_started(self, role: str) -> bool:
+        return self.started[ROLES.index(role)]
+
     def row_of(self, role: str) -> Tensor:
         return self.factors[ROLES.index(role)]
 
@@ -150,7 +151,7 @@ class FP8Scales:
             first_e5m2 = types.index(E5M2) if E5M2 in types else len(types)
             _refresh_plan(state[3].shape[1], self.recipe.margin, recent, first_e5m2)((len(types), 1, 1), *state)
         else:
-            _refresh_formula(*state, types, self.recipe.margin, recent)
+            _refresh_formula(state, types, self.recipe.margin, recent)
 
     def saturations(self) -> dict[str, int]:
         """Return how many numbers of each tensor have saturated so far. It waits for the device."""

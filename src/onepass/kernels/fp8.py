@@ -72,9 +72,50 @@ def power_of_two(biased):
 
 
 @device_function
-def saturates(sizes, E5M2: tl.constexpr):
+def finite_sizes(x):
+    """Return magnitudes for a maximum, which passes over what isn't finite: it is NaN on a GPU, else 0."""
+    if PTX:
+        return tl.abs(x) + x * 0.0  # one instruction, where a comparison and a selection are two
+    else:
+        return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+
+
+@device_function
+def saturated_count(x, scale, E5M2: tl.constexpr):
+    """Return how many finite numbers of a block are past the type's largest number once scaled, along the last axis."""
+    finite = tl.abs(x) < float("inf")
+    return tl.sum((finite & past_largest(tl.abs(x) * scale, E5M2)).to(tl.int32), len(x.shape) - 1)
+
+
+@device_function
+def past_largest(sizes, E5M2: tl.constexpr):
     """Return which scaled magnitudes are past the type's largest number."""
     return sizes > (57344.0 if E5M2 else 448.0)
+
+
+@device_function
+def rounded_codes(scaled, E5M2: tl.constexpr):
+    """Return the codes that the GPU's instruction makes: finite values and infinities saturate.
+
+    Four codes are one register. ptxas 12.8 reads pairs too early where they are stored and taken apart as well, which is what a
+    cast of Triton's comes to.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }"""
+        if E5M2
+        else """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f", [scaled], tl.uint8, True, 4,
+    )  # fmt: skip
 
 
 @device_function
@@ -82,12 +123,16 @@ def operand_codes(x, scale, E5M2: tl.constexpr):
     """Return the codes (uint8) of fp32 x times a scale. Finite values saturate; e4m3 has one NaN for NaN and infinities."""
     scaled = x * scale
     infinite: tl.constexpr = 0x7C if E5M2 else 0x7F
-    bits = scaled.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    if PTX:
-        codes = scaled.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return tl.where(tl.abs(x) == float("inf"), sign.to(tl.uint8) | infinite, codes)
+    if PTX:  # the instruction makes the largest number of an infinity
+        if E5M2:
+            codes = rounded_codes(scaled, True)
+            sign = tl.where(x < 0.0, 0x80, 0).to(tl.uint8)
+            return tl.where(tl.abs(x) == float("inf"), sign | infinite, codes)
+        else:
+            return rounded_codes(scaled + x * 0.0, False)  # NaN of an infinity
     else:
+        bits = scaled.to(tl.int32, bitcast=True)
+        sign = (bits >> 24) & 0x80
         size = bits & 0x7FFFFFFF
         kept: tl.constexpr = 2 if E5M2 else 3  # bits of the mantissa
         bias: tl.constexpr = 15 if E5M2 else 7

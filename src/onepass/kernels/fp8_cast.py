@@ -14,8 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8 import operand_codes, power_of_two, saturates, scale_exponents
-from onepass.kernels.language import device_function, tl, triton_unsupported
+from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
+from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
+from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
@@ -24,35 +25,7 @@ from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 HELD = 8192  # the longest row that a program holds in registers
-SLOTS = 64  # of the largest magnitudes and of counts: programs don't queue for one address
-TILE_M, TILE_H = 64, 64
-
-
-@device_function
-def note_amax(amax_ptr, saturated_ptr, x, scale, E5M2: tl.constexpr, SLOTS: tl.constexpr, counts=None):
-    """Raise a slot to the largest finite magnitude of a tile, and count the finite numbers that saturate at this scale.
-
-    `counts`: those numbers are counted already. Then x may hold only the largest of several tiles.
-    """
-    sizes = tl.abs(x)
-    finite = sizes < float("inf")
-    sizes = tl.where(finite, sizes, 0.0)
-    slot = (tl.program_id(0) + tl.program_id(1) * 7) % SLOTS
-    most = tl.max(tl.max(sizes, 1), 0)
-    tl.atomic_max(amax_ptr + slot, most.to(tl.int32, bitcast=True))  # of numbers that aren't negative, bits are in their order
-    if counts is None:
-        counts = (saturates(sizes * scale, E5M2) & finite).to(tl.int32)
-    past = tl.sum(tl.sum(counts, 1), 0)
-    if past > 0:
-        tl.atomic_add(saturated_ptr + slot, past)
-
-
-@device_function
-def store_turned(turned_ptr, codes, rows, columns, M, within, MULTIPLE: tl.constexpr):
-    """Store a tile's transpose in a matrix whose rows are as long as M, up to a multiple. Codes after the last row are zeros."""
-    long = (M + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
-    at = columns[:, None].to(tl.int64) * long + rows[None, :]
-    tl.store(turned_ptr + at, tl.trans(codes), mask=within[:, None] & (rows < long)[None, :])
+TILE_M, TILE_H = 64, 64  # of passes that write turned codes
 
 
 @kernel
@@ -70,8 +43,7 @@ def _rows_kernel(
         columns = first + lanes
         inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
         x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        sizes = tl.abs(x)
-        amax = tl.maximum(amax, tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1))
+        amax = tl.maximum(amax, tl.max(finite_sizes(x), 1))
     biased = scale_exponents(amax, E5M2)
     scale = power_of_two(biased)
     tl.store(inverse_ptr + rows, power_of_two(254 - biased), mask=there)
@@ -87,22 +59,39 @@ def _rows_kernel(
 def _tiles_kernel(
     x_ptr, codes_ptr, turned_ptr, scale_ptr, amax_ptr, saturated_ptr, M, X_ROW, H,
     ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     X_ROW, H = aligned(X_ROW, ALIGN), aligned(H, ALIGN)
+    PARTS: tl.constexpr = 1 if turned_ptr is None else QUAD
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    groups = block * (BLOCK_M // PARTS) + tl.arange(0, BLOCK_M // PARTS)  # of PARTS rows
     columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = (rows < M)[:, None] & (columns < H)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    within = columns < H
+    sizes = tl.zeros([BLOCK_M // PARTS, BLOCK_H], tl.float32)
+    tiles = ()
+    for i in tl.static_range(PARTS):
+        rows = groups * PARTS + i
+        inside = (rows < M)[:, None] & within[None, :]
+        x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        sizes = tl.maximum(sizes, tl.abs(x))
+        tiles += (x,)  # type: ignore[assignment]
     scale = tl.load(scale_ptr)
-    codes = operand_codes(x, scale, E5M2)
-    if codes_ptr is not None:
-        tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
-    if turned_ptr is not None:
-        store_turned(turned_ptr, codes, rows, columns, M, columns < H, MULTIPLE)
+    rare = True
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, x, scale, E5M2, SLOTS)
+        largest = largest_of(sizes)
+        rare = is_rare(largest, scale, E5M2)
+        note_tiles(amax_ptr, saturated_ptr, largest, rare, tiles, PARTS, scale, E5M2, SLOTS)
+    packed = tl.zeros([BLOCK_M // PARTS, BLOCK_H], tl.uint32)
+    for i in tl.static_range(PARTS):
+        codes = tile_codes(tiles[i], scale, rare, E5M2)
+        if codes_ptr is not None:
+            rows = groups * PARTS + i
+            inside = (rows < M)[:, None] & within[None, :]
+            tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
+        if turned_ptr is not None:
+            packed = packed_codes(packed, codes, i)
+    if turned_ptr is not None:
+        store_turned(turned_ptr, packed, groups, columns, M, within, MULTIPLE)
 
 
 @lru_cache(1024)
@@ -116,11 +105,12 @@ def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
 
 
 @lru_cache(1024)
-def _tiles_plan(H: int, x_row: int, e5m2: bool) -> Bound:
+def _tiles_plan(H: int, x_row: int, e5m2: bool, turned: bool) -> tuple[int, int, Bound]:
+    block_m, block_h, num_warps = (TILE_M, TILE_H, 4) if turned else (8, 512, 4)
     bound: Bound = _tiles_kernel.bind(
-        x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, TILE_M, TILE_H, num_warps=4
+        x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, QUAD, block_m, block_h, num_warps=num_warps
     )
-    return bound
+    return block_m, block_h, bound
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
@@ -138,9 +128,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     return codes, inverse
 
 
-def cast_tensor(
-    x: Tensor, target: FP8Target, *, codes: bool = True, turned: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
+def cast_tensor(x: Tensor, target: FP8Target, *, codes: bool = True, turned: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """Return x's codes at the target's scale, and those of its transpose, [H, rows] with zeros up to a multiple of 16 rows.
 
     `codes` and `turned` say which of the two to write.
@@ -153,8 +141,8 @@ def cast_tensor(
     across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None
     if x.numel():
         x, x_row = as_rows(x)
-        grid = grid_of(ceil_div(H, TILE_H), ceil_div(M, TILE_M))
-        given = (None if t is None else t.view(torch.uint8) for t in (plain, across))
-        launch = _tiles_plan(H, x_row, target.dtype is E5M2)
+        given = None if plain is None else plain.view(torch.uint8), None if across is None else across.view(torch.int32)
+        block_m, block_h, launch = _tiles_plan(H, x_row, target.dtype is E5M2, turned)
+        grid = grid_of(ceil_div(H, block_h), ceil_div(M, block_m))
         launch(grid, x, *given, target.scale, target.amax, target.saturated, M)
     return plain, across

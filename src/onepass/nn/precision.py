@@ -18,7 +18,8 @@ def set_precision(module: nn.Module, precision: Precision) -> int:
         precision: ``fp8``, an `onepass.FP8Recipe`, or None.
     """
     recipe_of(precision)
-    layers = [each for each in module.modules() if isinstance(each, Linear | ColumnParallelLinear | RowParallelLinear | NormLinear)]
+    kinds = Linear, ColumnParallelLinear, RowParallelLinear, NormLinear
+    layers = [each for each in module.modules() if isinstance(each, kinds)]
     for layer in layers:
         layer.precision = precision
     return len(layers)

@@ -27,7 +27,7 @@ class FP8Target(NamedTuple):
     Args:
         dtype: E4M3 or E5M2.
         scale: fp32, of one element; None gives each row a scale of its own.
-        amax: int32 [kernels.fp8_cast.SLOTS], the bits of fp32 numbers, which are raised to the largest finite magnitude written.
+        amax: int32 [kernels.fp8_tile.SLOTS], the bits of fp32 numbers, which are raised to the largest finite magnitude written.
         saturated: int32, as many, to which the counts of finite numbers that saturate are added. Given with amax.
     """
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.fp8_scales import FP8Scales
-from onepass.kernels import fp8_cast
+from onepass.kernels import fp8_cast, fp8_tile
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
@@ -216,7 +216,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
 
 def _fp8_casts(*xs: Tensor) -> None:
     for x in xs:
-        noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+        noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
         fp8_cast.cast_rows(x)
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
         fp8_cast.cast_tensor(x, target, turned=True)
@@ -226,7 +226,7 @@ def _fp8_casts(*xs: Tensor) -> None:
 def _activation_codes(activation: str, x: Tensor) -> None:
     options = ActivationOptions(activation, None, None)
     bias, weight = torch.ones_like(x[0]), torch.ones(len(x), device=x.device)
-    noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+    noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
     target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
     for to in (FP8Target(), target):
         y, _ = activation_fp8.activation_codes(x, bias, weight, options, to, use_triton=True)
@@ -239,7 +239,7 @@ def _activation_codes(activation: str, x: Tensor) -> None:
 def _fp8_norms(x: Tensor) -> None:
     for layer in (False, True):
         options, vectors = NormOptions(layer, 1e-6, False), (x[0].contiguous(), x[1].contiguous() if layer else None)
-        noted = torch.zeros(2, fp8_cast.SLOTS, dtype=torch.int32, device=x.device)
+        noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
         norm_codes(x, None, *vectors, options, FP8Target(), False)
         _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)

@@ -26,7 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_gradient import FP8Gradient, fp8_taker
+from onepass.gradients.fp8_product import (
+    FP8Call,
+    FP8Operand,
+    FP8Weight,
+    describe_fp8,
+    fp8_forward,
+    fp8_state,
+    fp8_weight_gradient,
+)
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -184,6 +193,22 @@ def _turned_activation(
     return found.y_turned
 
 
+def _backward_fp8(
+    ctx: Any, vectors: VectorGrads | None, dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
+    needs: Needs, target: FP8Target, inverse: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Return x's gradient in eight bits for the product that made x, those of bias and token_weight, and y's codes, turned."""
+    if vectors is not None:
+        (bias,) = vectors.wide(bias)
+    found = fp8.activation_backward_codes(
+        dy, x, bias, token_weight, ctx.options, target, ctx.fp8.x_target,
+        need_dbias=needs[1], need_dtoken_weight=needs[2], use_triton=ctx.use_triton,
+    )  # fmt: skip
+    assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
+    dx = FP8Gradient(found.dx, found.dx_turned, inverse, x.dtype, ctx.taker)
+    return dx, found.dbias, found.dtoken_weight, found.y_turned
+
+
 def _traced(
     x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
     options: ActivationOptions, save: str, layout: TPLayout | None, deferred: DeferredWgrad | None,
@@ -203,7 +228,7 @@ class _ActivationLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
         options: ActivationOptions, use_triton: bool, product: torch.dtype, save: str,
-        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
+        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None, taker: FP8Weight | None,
     ) -> Tensor:  # fmt: skip
         graph_break_if_deferred(deferred)
         ctx.options, ctx.use_triton, ctx.product, ctx.layout, ctx.deferred = options, use_triton, product, layout, deferred
@@ -213,9 +238,8 @@ class _ActivationLinear(torch.autograd.Function):
         kept: tuple[Tensor, ...] = ()
         ctx.fp8 = None
         if state is not None:
-            y, ctx.fp8 = _forward_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True
-            )
+            ctx.taker = taker
+            y, ctx.fp8 = _forward_fp8(state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True)
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
             ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
             return y
@@ -248,19 +272,25 @@ class _ActivationLinear(torch.autograd.Function):
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             else:
                 whole_dy = dy
-                ours, turned = ctx.fp8.gradient_operands(rows_of(dy), any(needs), need_dweight)
+                ours, turned = ctx.fp8.gradient_operands(dy, any(needs), need_dweight)
                 dactivated = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], ctx.product)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
             rebuild = ctx.product if need_dweight and turned is None else None
-            if dactivated is not None or rebuild is not None:
+            y_codes = None
+            if turned is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
+                x = saved.unpack(tuple(kept), ctx.stored)
+                dx, dactivation_bias, dtoken_weight, y_codes = _backward_fp8(
+                    ctx, vectors, dactivated, x, activation_bias, token_weight, needs, *handed
+                )
+            elif dactivated is not None or rebuild is not None:
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(
                     vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
                 )
             if turned is not None:
-                x = saved.unpack(tuple(kept), ctx.stored)
-                y_turned = ctx.fp8.turned_input(
-                    partial(_turned_activation, x, activation_bias, token_weight, ctx.options, ctx.use_triton)
-                )
+                if y_codes is None:
+                    x = saved.unpack(tuple(kept), ctx.stored)
+                    y_codes = _turned_activation(x, activation_bias, token_weight, ctx.options, ctx.use_triton, ctx.fp8.x_target)
+                y_turned = FP8Operand(y_codes, ctx.fp8.x_inverse)
                 keep = partial(fp8_weight_gradient, turned, y_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
             elif later:
                 keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
@@ -272,7 +302,7 @@ class _ActivationLinear(torch.autograd.Function):
             dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
         if vectors is not None:
             (dactivation_bias,) = vectors.autograd_grads(into, put)
-        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None, None
+        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None, None, None
 
 
 _apply = fast_apply(_ActivationLinear)
@@ -374,13 +404,23 @@ def activation_linear(
     product = product_type(x)
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
         if state is not None:
-            return _forward_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, False
-            )[0]
+            return _forward_fp8(state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, False)[0]
         activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         return tp_product(activated, weight, bias, layout)
     return _apply(  # type: ignore[no-any-return]
-        x, activation_bias, token_weight, weight, bias, options, use_triton, product, save, layout, deferred, state
+        x,
+        activation_bias,
+        token_weight,
+        weight,
+        bias,
+        options,
+        use_triton,
+        product,
+        save,
+        layout,
+        deferred,
+        state,
+        None if state is None else fp8_taker(x),
     )
 
 

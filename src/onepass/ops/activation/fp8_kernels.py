@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.column_sum import column_sum
-from onepass.kernels.fp8 import operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_cast import HELD, SLOTS, note_amax, store_turned
+from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
+from onepass.kernels.fp8_cast import HELD
+from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
-from onepass.kernels.rows import aligned, inside_row, known_align, load_rows, load_vector
+from onepass.kernels.rows import aligned, inside_row, known_align, load_rows, load_vector, still_packed
 from onepass.ops.activation.activations import Activation, activation_of
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.kernels import clamp_halves
@@ -27,7 +28,7 @@ from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 FORWARD_VALUES = 4096  # of a forward tile: a program raises one slot for all of them
-TILE_M, TILE_H = 64, 64  # of backward, at most: turned rows of 64 bytes, rows of x of 128
+TILE_M, TILE_H = 32, 64  # of backward, at most: turned rows of 32 bytes, rows of x of 128; 64 rows take 3 % longer
 
 # ---- device functions ----
 
@@ -40,10 +41,16 @@ def _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, PART: tl.conste
 
 
 @device_function
+def _is_ragged(block, tile, M, H, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Return whether a tile has places after the last row or column, whose values mean nothing."""
+    return ((block + 1) * BLOCK_M > M) | ((tile + 1) * BLOCK_H > H)
+
+
+@device_function
 def _activated(
     x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """Return a tile of y in fp32, zeros outside. `_backward_codes_kernel` repeats the arithmetic: codes are the same."""
+    """Return a tile of y in fp32. `_backward_codes_kernel` repeats the arithmetic: codes are the same."""
     PARTS: tl.constexpr = 2 if GATED else 1
     z = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS)
     if GATED:
@@ -57,22 +64,7 @@ def _activated(
         y = ACT(z)
     if weight_ptr is not None:
         y *= tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
-    return tl.where(inside, y, 0.0)
-
-
-@device_function
-def _store_gradient(
-    codes_ptr, turned_ptr, amax_ptr, saturated_ptr, dx, scale, rows, columns, inside, M, H,
-    PART: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
-):  # fmt: skip
-    """Store the codes of a tile of dx, plain and turned, and note its largest magnitude."""
-    codes = operand_codes(dx, scale, E5M2)
-    if codes_ptr is not None:
-        tl.store(codes_ptr + rows[:, None] * (PARTS * H) + (columns + PART * H)[None, :], codes, mask=inside)
-    if turned_ptr is not None:
-        store_turned(turned_ptr, codes, rows, columns + PART * H, M, columns < H, MULTIPLE)
-    if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, dx, scale, E5M2, SLOTS)
+    return y
 
 
 # ---- kernels ----
@@ -94,8 +86,9 @@ def _rows_kernel(
         columns = first + lanes
         inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
         y = _activated(x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT, GATED)
-        sizes = tl.abs(y)
-        amax = tl.maximum(amax, tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1))
+        if H % BLOCK_H:
+            y = tl.where(inside, y, 0.0)
+        amax = tl.maximum(amax, tl.max(finite_sizes(y), 1))
     biased = scale_exponents(amax, E5M2)
     scale = power_of_two(biased)
     tl.store(inverse_ptr + rows, power_of_two(254 - biased), mask=there)
@@ -120,9 +113,16 @@ def _tiles_kernel(
     inside = (rows < M)[:, None] & (columns < H)[None, :]
     y = _activated(x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT, GATED)
     scale = tl.load(scale_ptr)
-    tl.store(codes_ptr + rows[:, None] * H + columns[None, :], operand_codes(y, scale, E5M2), mask=inside)
     if amax_ptr is not None:
-        note_amax(amax_ptr, saturated_ptr, y, scale, E5M2, SLOTS)
+        if _is_ragged(block, tl.program_id(0), M, H, BLOCK_M, BLOCK_H):
+            y = tl.where(inside, y, 0.0)
+        largest = largest_of(tl.abs(y))
+        rare = is_rare(largest, scale, E5M2)
+        codes = tile_codes(y, scale, rare, E5M2)
+        note_tiles(amax_ptr, saturated_ptr, largest, rare, (y,), 1, scale, E5M2, SLOTS)
+    else:
+        codes = operand_codes(y, scale, E5M2)
+    tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
 
 
 @kernel
@@ -135,70 +135,109 @@ def _backward_codes_kernel(
     partial_ptr, row_sums_ptr,
     dx_scale_ptr, amax_ptr, saturated_ptr, y_scale_ptr, M, H, DY_ROW, X_ROW, clamp, offset,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, ALIGN: tl.constexpr,
-    DX_E5M2: tl.constexpr, Y_E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
+    DX_E5M2: tl.constexpr, Y_E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
     tile = tl.program_id(0)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    quads = block * (BLOCK_M // QUAD) + tl.arange(0, BLOCK_M // QUAD)
     columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    real = rows < M
-    inside = real[:, None] & (columns < H)[None, :]
-    z = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS)
-    if GATED:
-        linear = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS)
-        if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
-            passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
-            z, linear = clamp_halves(z, linear, clamp)
-        if offset is not None:
-            linear += offset
-        y = ACT(z) * linear
-    else:
-        y = ACT(z)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + rows, mask=real, other=0.0).to(tl.float32)[:, None]
-    if dy_ptr is not None:
-        dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        if row_sums_ptr is not None:
-            tl.store(row_sums_ptr + tile * M.to(tl.int64) + rows, tl.sum(tl.where(inside, y * dy, 0.0), 1), mask=real)
+    within = columns < H
+    ragged = _is_ragged(block, tile, M, H, BLOCK_M, BLOCK_H)
+    sums, sums2 = tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    sizes = tl.zeros([BLOCK_M // QUAD, BLOCK_H], tl.float32)
+    y_packed = tl.zeros([BLOCK_M // QUAD, BLOCK_H], tl.uint32)
+    bias = load_vector(bias_ptr, columns, within)[None, :]
+    bias2 = load_vector(bias_ptr, columns + (PARTS - 1) * H, within)[None, :]
+    loaded = ()  # all before the arithmetic, which would hold back what is loaded after it
+    for i in tl.static_range(QUAD):
+        rows = quads * QUAD + i
+        inside = (rows < M)[:, None] & within[None, :]
+        x_at = x_ptr + rows[:, None] * X_ROW + columns[None, :]
+        z = tl.load(x_at, mask=inside, other=0.0)
+        linear = tl.load(x_at + H, mask=inside, other=0.0) if GATED else z
+        dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0) if dy_ptr is not None else z
+        loaded += (z, linear, dy)  # type: ignore[assignment]
+    tiles = ()  # of dx: those of a row's halves are neighbours
+    for i in tl.static_range(QUAD):
+        rows = quads * QUAD + i
+        real = rows < M
+        inside = real[:, None] & within[None, :]
+        z = still_packed(loaded[3 * i]).to(tl.float32) + bias
+        if GATED:
+            linear = still_packed(loaded[3 * i + 1]).to(tl.float32) + bias2
+            if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
+                passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
+                z, linear = clamp_halves(z, linear, clamp)
+            if offset is not None:
+                linear += offset
+            y = ACT(z) * linear
+        else:
+            y = ACT(z)
+        if ragged:
+            y = tl.where(inside, y, 0.0)
         if weight_ptr is not None:
-            dy *= weight
-        derivative = DERIVATIVE(z)
-        dz = dy * derivative
-        if GATED:
-            dz *= linear
-        if MASKS:
-            dz = tl.where(derivative == 0.0, 0.0, dz)
-        if GATED:
-            dz2 = dy * ACT(z)
-            if clamp is not None:
-                dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)
-            dz2 = tl.where(inside, dz2, 0.0)
-        dz = tl.where(inside, dz, 0.0)  # past the end dy is 0, but 0 times an infinite derivative is NaN
-        if partial_ptr is not None:
-            at = partial_ptr + block * (PARTS * H) + columns
-            there = (columns < H) & (block * BLOCK_M < M)
-            tl.store(at, tl.sum(dz, 0), mask=there)
+            weight = tl.load(weight_ptr + rows, mask=real, other=0.0).to(tl.float32)[:, None]
+        if dy_ptr is not None:
+            dy = still_packed(loaded[3 * i + 2]).to(tl.float32)
+            if row_sums_ptr is not None:
+                tl.store(row_sums_ptr + tile * M.to(tl.int64) + rows, tl.sum(y * dy, 1), mask=real)
+            if weight_ptr is not None:
+                dy *= weight
+            derivative = DERIVATIVE(z)
+            dz = dy * derivative
             if GATED:
-                tl.store(at + H, tl.sum(dz2, 0), mask=there)
-        if dx_scale_ptr is not None:
-            scale = tl.load(dx_scale_ptr)
-            _store_gradient(
-                codes_ptr, turned_ptr, amax_ptr, saturated_ptr, dz, scale, rows, columns, inside, M, H,
-                0, PARTS, DX_E5M2, SLOTS, MULTIPLE,
-            )  # fmt: skip
+                dz *= linear
+            if MASKS:
+                dz = tl.where(derivative == 0.0, 0.0, dz)
             if GATED:
-                _store_gradient(
-                    codes_ptr, turned_ptr, amax_ptr, saturated_ptr, dz2, scale, rows, columns, inside, M, H,
-                    1, PARTS, DX_E5M2, SLOTS, MULTIPLE,
-                )  # fmt: skip
+                dz2 = dy * ACT(z)
+                if clamp is not None:
+                    dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)
+            if ragged:  # past the end dy is 0, but 0 times an infinite derivative is NaN
+                dz = tl.where(inside, dz, 0.0)
+                if GATED:
+                    dz2 = tl.where(inside, dz2, 0.0)
+            tiles += (dz,)  # type: ignore[assignment]
+            sizes = tl.maximum(sizes, tl.abs(dz))
+            if partial_ptr is not None:
+                sums += tl.sum(dz, 0)
+            if GATED:
+                tiles += (dz2,)  # type: ignore[assignment]
+                sizes = tl.maximum(sizes, tl.abs(dz2))
+                if partial_ptr is not None:
+                    sums2 += tl.sum(dz2, 0)
+        if y_turned_ptr is not None:
+            if weight_ptr is not None:
+                y = y * weight
+            y_packed = packed_codes(y_packed, operand_codes(y, tl.load(y_scale_ptr), Y_E5M2), i)
+    if partial_ptr is not None:
+        at = partial_ptr + block * (PARTS * H) + columns
+        there = within & (block * BLOCK_M < M)
+        tl.store(at, sums, mask=there)
+        if GATED:
+            tl.store(at + H, sums2, mask=there)
     if y_turned_ptr is not None:
-        if weight_ptr is not None:
-            y = y * weight
-        y_codes = operand_codes(tl.where(inside, y, 0.0), tl.load(y_scale_ptr), Y_E5M2)
-        store_turned(y_turned_ptr, y_codes, rows, columns, M, columns < H, MULTIPLE)
+        store_turned(y_turned_ptr, y_packed, quads, columns, M, within, MULTIPLE)
+    if dx_scale_ptr is not None:
+        scale = tl.load(dx_scale_ptr)
+        largest = largest_of(sizes)
+        rare = is_rare(largest, scale, DX_E5M2)
+        if amax_ptr is not None:
+            note_tiles(amax_ptr, saturated_ptr, largest, rare, tiles, QUAD * PARTS, scale, DX_E5M2, SLOTS)
+        for part in tl.static_range(PARTS):
+            packed = tl.zeros([BLOCK_M // QUAD, BLOCK_H], tl.uint32)
+            for i in tl.static_range(QUAD):
+                codes = tile_codes(tiles[i * PARTS + part], scale, rare, DX_E5M2)
+                if codes_ptr is not None:
+                    rows = quads * QUAD + i
+                    inside = (rows < M)[:, None] & within[None, :]
+                    tl.store(codes_ptr + rows[:, None] * (PARTS * H) + (columns + part * H)[None, :], codes, mask=inside)
+                packed = packed_codes(packed, codes, i)
+            if turned_ptr is not None:
+                store_turned(turned_ptr, packed, quads, columns + part * H, M, within, MULTIPLE)
 
 
 # ---- tiles: from the shape, never by trial ----
@@ -219,7 +258,7 @@ def _rows_plan(act: Activation, H: int, x_row: int, clamp: float | None, offset:
 def _tiles_plan(
     act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, e5m2: bool
 ) -> tuple[int, int, Bound]:
-    block_h = min(256, next_power_of_two(H))
+    block_h = min(512, next_power_of_two(H))
     block_m = FORWARD_VALUES // block_h
     bound: Bound = _tiles_kernel.bind(
         H, x_row, clamp, offset, act.forward, act.gated, known_align(H, x_row), e5m2, SLOTS, block_m, block_h, num_warps=8
@@ -237,7 +276,7 @@ def _backward_plan(
 ) -> Bound:
     bound: Bound = _backward_codes_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.masks, act.gated, known_align(H, dy_row, x_row),
-        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, TILE_M, _backward_width(H), num_warps=8,
+        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, QUAD, TILE_M, _backward_width(H), num_warps=4,
     )  # fmt: skip
     return bound
 
@@ -285,7 +324,8 @@ def backward_codes(
     x, x_row = as_rows(x)
     dy, dy_row = (None, H) if dy is None else as_rows(dy)
     launch = _backward_plan(act, H, dy_row, x_row, options.clamp, options.linear_offset, to.dtype is E5M2, y_to.dtype is E5M2)
-    given = (t if t is None else t.view(torch.uint8) for t in (dx, dx_turned, y_turned))
+    across_given = (t if t is None else t.view(torch.int32) for t in (dx_turned, y_turned))
+    given = dx if dx is None else dx.view(torch.uint8), *across_given
     launch(grid_of(across, down), x, dy, bias, weight, *given, partial, row_sums, to.scale, to.amax, to.saturated, y_to.scale, M)
     dbias = column_sum(partial, torch.empty_like(bias)) if partial is not None and bias is not None else None
     dweight = column_sum(row_sums, torch.empty_like(weight)) if row_sums is not None and weight is not None else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8_cast
+from onepass.kernels import fp8_tile
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.activations import ACTIVATIONS
@@ -223,7 +223,7 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
         x, dy = meta(rows, width * act.parts, dtype=dtype), meta(rows, width, dtype=dtype)
         bias = None if option == "bare" else meta(width * act.parts, dtype=dtype)
         weight = meta(rows, dtype=torch.float32) if everything else None
-        noted = torch.empty(2, fp8_cast.SLOTS, dtype=torch.int32, device="meta")
+        noted = torch.empty(2, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
         for to in (E4M3, E5M2) if everything else (E4M3,):
             target = FP8Target(to, torch.empty((), device="meta"), noted[0], noted[1])
             activation_codes(x, bias, weight, options, FP8Target(to), use_triton=True)

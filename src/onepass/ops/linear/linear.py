@@ -39,7 +39,10 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def _variant(call: Call) -> str:
     """What a call does besides its products."""
     own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
-    said = [describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch", "gradients into main_grad" if own else "gradients to autograd"]
+    said = [
+        describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch",
+        "gradients into main_grad" if own else "gradients to autograd",
+    ]
     if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
         said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
         said += ["divided along the first dimension"] if call.sequence_parallel else []
@@ -122,7 +125,11 @@ def linear(
             sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
         )  # fmt: skip
     fp8 = fp8_state(precision, x, weight, layout, deferred)
-    if fp8 is None and layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
+    if (
+        fp8 is None
+        and layout is None
+        and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias)))
+    ):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
     x = cast(x, product_type(x)) if under_autocast(x) else x
     if fp8 is not None:

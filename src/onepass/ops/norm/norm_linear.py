@@ -26,7 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_product, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_gradient import takes_fp8_gradient
+from onepass.gradients.fp8_product import (
+    FP8Call,
+    FP8Operand,
+    FP8Weight,
+    describe_fp8,
+    fp8_forward,
+    fp8_product,
+    fp8_state,
+    fp8_weight_gradient,
+)
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -204,8 +214,8 @@ def _by_two_ops(
 ) -> Any:  # fmt: skip
     """The norm, whose result the caller wants in its own type, and after it a product in eight bits."""
     layer, eps, centered = options
-    norm, vectors = (layer_norm, (norm_weight, norm_bias)) if layer else (rms_norm, (norm_weight,))
-    found: Any = norm(x, *vectors, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
+    norm: Any = partial(layer_norm, bias=norm_bias) if layer else rms_norm
+    found = norm(x, norm_weight, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
     normed, h = (found, x) if residual is None else found
     return _returned(fp8_product(cast(normed, product), weight, bias, state), normed, h if returns[1] else None)
 
@@ -289,18 +299,17 @@ def _backward_single(
     dy, dnormed, dh = incoming
     needs = _needs(requests)
     need_dweight = requests[3] is not GradRequest.SKIP and dy is not None
-    rows = None if dy is None else rows_of(dy)
     vectors, into = vector_grads(ctx.vectors, requests[1:3]), None
     dh_whole, dnorm_weight, dnorm_bias, normed, turned = dh if needs[0] else None, None, None, None, None
-    if ctx.fp8 is not None and rows is not None:
-        ours, turned = ctx.fp8.gradient_operands(rows, any(needs), need_dweight)
+    if ctx.fp8 is not None and dy is not None:
+        ours, turned = ctx.fp8.gradient_operands(dy, any(needs), need_dweight)
         dnormed = None if ours is None else ctx.fp8.input_gradient(ours, h.shape[:-1], ctx.product)
     elif any(needs):
-        dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, h)
+        dnormed = _through_linear(None if dy is None else rows_of(dy), weight.to(ctx.product), dnormed, h)
     rebuild = need_dweight and turned is None
     if dnormed is not None and (any(needs) or need_dweight):
         into, dh_whole, dnorm_weight, dnorm_bias, normed = _through_norm(
-            ctx, vectors, saved, dnormed, dh, requests, rebuild, ours=rows is not None
+            ctx, vectors, saved, dnormed, dh, requests, rebuild, ours=dy is not None
         )
     elif rebuild:
         normed = _rebuilt(ctx, h, norm_weight, norm_bias)
@@ -310,11 +319,12 @@ def _backward_single(
         keep = operands = None
         if turned is not None:
             turn = fp8.norm_codes_turned if ctx.use_triton else fp8.norm_codes_turned_formula
-            x_turned = ctx.fp8.turned_input(partial(turn, h, saved[4], norm_weight, norm_bias, ctx.options))
+            codes = turn(h, saved[4], norm_weight, norm_bias, ctx.options, ctx.fp8.x_target)
+            x_turned = FP8Operand(codes, ctx.fp8.x_inverse)
             keep = partial(fp8_weight_gradient, turned, x_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
         elif need_dweight:
-            assert rows is not None and normed is not None
-            operands = rows, rows_of(normed.to(ctx.product))
+            assert dy is not None and normed is not None
+            operands = rows_of(dy), rows_of(normed.to(ctx.product))
         if operands is not None and is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
             keep = partial(ctx.deferred.keep, *operands, ctx.parameters[0], ctx.main_grads[0], None)
         dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:5], sums, operands, keep, pending)
@@ -500,7 +510,10 @@ def norm_linear(
             return _returned(y, None, h if returns[1] else None)
         y, normed, h, _ = _forward(*tensors, options, use_triton, product, layout, False)
         return _returned(y, normed if returns[0] else None, h if returns[1] else None)
-    return _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
+    found = _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
+    if state is not None and bias is None:
+        takes_fp8_gradient(found[0] if isinstance(found, tuple) else found, state)
+    return found
 
 
 define_op(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_cast import SLOTS
+from onepass.kernels.fp8_tile import SLOTS
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference

@@ -1,0 +1,69 @@
+"""A gradient in eight bits, from the op that makes it to the backward of the product that takes it.
+
+An activation's backward can write d x as codes and turned, which is what the product before it multiplies. autograd hands on
+tensors of the output's type, so the codes travel as a tensor that says it has that type. Any other operator sees it converted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from onepass.runtime.fp8 import dequantise
+
+if TYPE_CHECKING:
+    from onepass.gradients.fp8_product import FP8Weight
+
+
+class FP8Gradient(Tensor):
+    """A gradient that is kept as codes and their transpose at one scale, and converted where somebody else looks at it.
+
+    Args:
+        codes: of the gradient's shape.
+        turned: the codes of its transpose, as `runtime.fp8.turn` has them.
+        inverse: of the scale, of one element.
+        dtype: the type that the gradient has for others.
+        state: of the product whose scale the codes have.
+    """
+
+    codes: Tensor
+    turned: Tensor
+    inverse_scale: Tensor
+    state: FP8Weight
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, turned: Tensor, inverse: Tensor, dtype: torch.dtype, state: FP8Weight) -> FP8Gradient:
+        made: FP8Gradient = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.turned, made.inverse_scale, made.state = codes, turned, inverse, state
+        return made
+
+    def converted(self) -> Tensor:
+        """Return the gradient as a plain tensor."""
+        return dequantise(self.codes, self.inverse_scale, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FP8Gradient({self.converted()!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:
+            raise RuntimeError("this gradient is kept in eight bits and can't be written in place: clone it before")
+        args, kwargs = tree_map_only(FP8Gradient, FP8Gradient.converted, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+# ---- who takes one ----
+
+
+def takes_fp8_gradient(y: Tensor, state: FP8Weight) -> None:
+    """Mark a product's output: the backward of the next op may hand its gradient over in eight bits."""
+    y.takes_fp8_gradient = state, y._version  # type: ignore[attr-defined]
+
+
+def fp8_taker(x: Tensor) -> FP8Weight | None:
+    """Return the state of the product that made x, if it takes its gradient in eight bits. A view or a changed x has none."""
+    state, version = getattr(x, "takes_fp8_gradient", (None, None))
+    return state if version == x._version else None
