@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients import fp8_product as module
-from onepass.gradients.fp8_product import FP8Weight, fp8_product, unfit_for_fp8
+from onepass.gradients import fp8_weight
+from onepass.gradients.fp8_product import fp8_product
+from onepass.gradients.fp8_weight import FP8Weight, unfit_for_fp8
 from onepass.kernels.language import triton
 from onepass.parallel import MainGrads
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -88,7 +90,8 @@ def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(rec
         return stock(t, *args, **how) if codes is None else stock(t, *args, codes=codes, **how)
 
     for name in ("cast_rows", "cast_tensor"):
-        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+        for each in (module, fp8_weight):
+            monkeypatch.setattr(each, name, partial(counted, getattr(each, name)))
     for _ in range(3):
         fp8_product(x, weight, bias, state).backward(dy)
     _, dx, dweight, dbias = exact_results(x, weight, bias, dy)
@@ -196,22 +199,22 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 
 MUTANTS = {
-    "codes of the weight before": ("FP8Weight.update", "self._version = weight._version", "self._version = 0"),
-    "gradients without their scale": ("FP8Weight.cast", "FP8Operand(each, inverse)", "FP8Operand(each, torch.ones_like(inverse))"),
-    "x's codes at another scale": ("FP8Call.turned_input", ", self.x_inverse)", ", 2 * self.x_inverse)"),
-    "no new scales": ("FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
-    "the bias twice": ("fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
-    "main_grad is not used": ("_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:], weight, bias)", "(None, None)"),
+    "codes of the weight before": (fp8_weight, "FP8Weight.update", "self._version = weight._version", "self._version = 0"),
+    "gradients without their scale": (fp8_weight, "FP8Weight.cast", "FP8Operand(each, inverse)", "FP8Operand(each, inverse / 3)"),
+    "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
+    "no new scales": (fp8_weight, "FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
+    "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
+    "main_grad is not used": (module, "_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:],", "(lambda *_: (None, None))(0,"),
 }
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    mutant = mutate(module, *MUTANTS[name], entry=module)
+    mutant = mutate(*MUTANTS[name], entry=module)
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
-    state = mutant.FP8Weight(weight, mutant.FP8Recipe(amax_history_len=1))
+    state = mutant.FP8Weight(weight, FP8Recipe(amax_history_len=1))
     found = []
     for _ in range(3):
         x.grad = None

@@ -1,9 +1,12 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
-Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the largest
-finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device: microbatches share
-them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its own magnitude found
-by the same pass, run once more: `measure`.
+Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the
+largest finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device:
+microbatches share them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its
+own magnitude found by the same pass, run once more: `measure`.
+
+Where the ranks of a group have rows of one tensor, they `share` its scale. The largest magnitude is then that of all ranks, by a
+collective of 64 numbers before each new scale. Other tensors have a scale of each rank's own.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.kernels.fp8 import exponents_below, power_of_two
 from onepass.kernels.fp8_cast import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
+from onepass.parallel.collectives import raise_to_largest
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 
@@ -65,10 +70,8 @@ def _refresh_plan(length: int, margin: int, recent: bool, first_e5m2: int) -> Bo
     return bound
 
 
-def _refresh_formula(
-    factors: Tensor, amax: Tensor, saturated: Tensor, history: Tensor, steps: Tensor, total: Tensor,
-    types: Sequence[torch.dtype], margin: int, recent: bool,
-) -> None:  # fmt: skip
+def _refresh_formula(state: Sequence[Tensor], types: Sequence[torch.dtype], margin: int, recent: bool) -> None:
+    factors, amax, saturated, history, steps, total = state
     largest = amax.view(torch.float32).amax(1)
     total += saturated.sum(1)
     history.scatter_(1, (steps % history.shape[1]).unsqueeze(1), largest.unsqueeze(1))
@@ -106,6 +109,19 @@ class FP8Scales:
         self.started = [False] * count
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
+        self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
+
+    def share(self, role: str, group: dist.ProcessGroup) -> None:
+        """Let the ranks of a group have one scale for a tensor from now on. Collective where it has a scale already."""
+        if self._groups.get(role) is group:
+            return
+        self._groups[role] = group
+        place = ROLES.index(role)
+        if self.started[place]:  # the smallest scale of the ranks, all powers of two
+            scale, inverse = self._of[place]
+            raise_to_largest(self.history[place], group)
+            raise_to_largest(inverse, group)
+            scale.copy_(1 / inverse)
 
     def type_of(self, role: str) -> torch.dtype:
         return self._types[ROLES.index(role)]
@@ -130,19 +146,26 @@ class FP8Scales:
             self.started[place] = True
 
     def measure(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
-        """Return a row of factors for the largest magnitude that the pass finds."""
+        """Return a row of factors for the largest magnitude that the pass finds, on all ranks that share the scale."""
         place = ROLES.index(role)
         row = self.factors.new_ones(1, _FACTORS)
         noted = torch.zeros(2, 1, SLOTS, dtype=torch.int32, device=row.device).unbind()
         run(FP8Target(self._types[place], row[0, 0], noted[0][0], noted[1][0]))
+        if role in self._groups:
+            raise_to_largest(noted[0], self._groups[role])
         none = self.steps.new_zeros(2, 1).unbind()
         self._refresh(row, *noted, row.new_zeros(1, 1), *none, types=self._types[place : place + 1], recent=True)
         return row[0]
 
     def refresh(self) -> None:
-        """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale."""
+        """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale.
+
+        Collective over groups that share a scale, whether or not their ranks have noted anything.
+        """
+        for role, group in self._groups.items():
+            raise_to_largest(self.amax[ROLES.index(role)], group)
         recent = self.recipe.amax_compute_algo == "most_recent"
-        self._refresh(*(getattr(self, name) for name in _STATE), types=self._types, recent=recent)
+        self._refresh(*[getattr(self, name) for name in _STATE], types=self._types, recent=recent)
 
     def _refresh(self, *state: Tensor, types: Sequence[torch.dtype], recent: bool) -> None:
         """Set the scales of `state`, tensors as `_STATE` names them."""
@@ -150,7 +173,7 @@ class FP8Scales:
             first_e5m2 = types.index(E5M2) if E5M2 in types else len(types)
             _refresh_plan(state[3].shape[1], self.recipe.margin, recent, first_e5m2)((len(types), 1, 1), *state)
         else:
-            _refresh_formula(*state, types, self.recipe.margin, recent)
+            _refresh_formula(state, types, self.recipe.margin, recent)
 
     def saturations(self) -> dict[str, int]:
         """Return how many numbers of each tensor have saturated so far. It waits for the device."""

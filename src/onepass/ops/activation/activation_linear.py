@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_product import FP8Call, fp8_forward
+from onepass.gradients.fp8_weight import FP8Weight, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -164,15 +165,19 @@ def _backward_by_formula(
 
 def _forward_fp8(
     state: FP8Weight, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
-    options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool,
+    options: ActivationOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, noted: bool,
 ) -> tuple[Tensor, FP8Call]:  # fmt: skip
     """Return y by a product in eight bits, and what backward needs of the state."""
+    run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
+    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, layout, noted=noted)
 
-    def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
-        codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
-        return codes.view(-1, codes.shape[-1]), inverse
 
-    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, noted=noted)
+def _activation_codes(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool, target: FP8Target
+) -> tuple[Tensor, Tensor | None]:
+    """Return the activation's codes, by rows."""
+    codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
+    return codes.view(-1, codes.shape[-1]), inverse
 
 
 def _turned_activation(
@@ -214,7 +219,7 @@ class _ActivationLinear(torch.autograd.Function):
         ctx.fp8 = None
         if state is not None:
             y, ctx.fp8 = _forward_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, True
             )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
             ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
@@ -242,26 +247,25 @@ class _ActivationLinear(torch.autograd.Function):
         sums = column_sums(dy) if need_dbias else None
         later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
-            turned = activated = None
+            operand = activated = None
             if ctx.fp8 is None:
                 through = cast(weight, ctx.product) if any(needs) else None
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             else:
-                whole_dy = dy
-                ours, turned = ctx.fp8.gradient_operands(rows_of(dy), any(needs), need_dweight)
-                dactivated = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], ctx.product)
+                dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
-            rebuild = ctx.product if need_dweight and turned is None else None
+            rebuild = ctx.product if need_dweight and operand is None else None
             if dactivated is not None or rebuild is not None:
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(
                     vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
                 )
-            if turned is not None:
-                x = saved.unpack(tuple(kept), ctx.stored)
-                y_turned = ctx.fp8.turned_input(
-                    partial(_turned_activation, x, activation_bias, token_weight, ctx.options, ctx.use_triton)
-                )
-                keep = partial(fp8_weight_gradient, turned, y_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
+            if operand is not None:
+                given = saved.unpack(tuple(kept), ctx.stored), activation_bias, token_weight, ctx.options, ctx.use_triton
+                run, turn = partial(_activation_codes, *given), partial(_turned_activation, *given)
+                keep = partial(
+                    ctx.fp8.weight_gradient, operand, ctx.fp8.start_input(run, turn, later=later), ctx.parameters[0],
+                    ctx.main_grads[0], requests[3], ctx.deferred if later else None,
+                )  # fmt: skip
             elif later:
                 keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
             elif need_dweight:
@@ -364,7 +368,7 @@ def activation_linear(
             tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
     use_triton = chosen == "triton" and x.numel() > 0
-    state = fp8_state(precision, x, weight, layout, deferred)
+    state = fp8_state(precision, x, weight, layout)
     traced = chosen == "torch" and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
     activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
@@ -375,7 +379,7 @@ def activation_linear(
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
         if state is not None:
             return _forward_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, False
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, False
             )[0]
         activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         return tp_product(activated, weight, bias, layout)
