@@ -53,6 +53,16 @@ def norm_linear(x, p, **options):
     return onepass.norm_linear(x, p["norm_weight"], p["weight"], p["bias"], **options)
 
 
+def after_residual(x, p, **options):
+    y, h = norm_linear(x, p, residual=x * 0.5, norm="layer_norm", **options)
+    return y
+
+
+def after_norm(x, p, **options):
+    y, normed = norm_linear(x, p, return_norm_output=True, **options)
+    return y
+
+
 def activation_linear(x, p, **options):
     return onepass.activation_linear(x, p["weight"], p["bias"], "gelu", **options)
 
@@ -65,6 +75,8 @@ CASES = {
     "row, sequence": (partial(linear, reduce_output=True, sequence_parallel=True), True, True),
     "norm": (norm_linear, False, False),
     "norm, sequence": (partial(norm_linear, sequence_parallel=True), False, True),
+    "norm of a sum, sequence": (partial(after_residual, sequence_parallel=True), False, True),
+    "norm returned, sequence": (partial(after_norm, sequence_parallel=True), False, True),
     "activation": (activation_linear, True, False),
     "activation, sequence": (partial(activation_linear, sequence_parallel=True), True, True),
 }

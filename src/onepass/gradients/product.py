@@ -72,8 +72,8 @@ def linear_gradients(
         parameters, main_grads, requests: the weight's and the bias's.
         sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
         rows: those of dy and x, or None where the weight's gradient is made otherwise or not wanted.
-        instead: does in the place of the product for the weight what returns its gradient: keep the operands where it is deferred,
-            or a product in eight bits.
+        instead: does in the place of the product for the weight what returns its gradient: keeps the operands where it is
+            deferred, or makes a product in eight bits.
     """
     (weight, bias), dweight, put = parameters, None, None
     adds, dbias = False, None

@@ -346,7 +346,8 @@ def activation_linear(
         sequence_parallel: y is this rank's part along the first dimension; the bias's gradient is a part of a sum over tp_group.
         deferred: keeps the rebuilt activation and y's gradient until its `flush`, which makes the weight's gradient. The weight
             must carry main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel y's gradient is gathered in eight bits too, at a scale that the ranks share.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:

@@ -104,7 +104,8 @@ def linear(
         reduce_output: each rank has some of the weight's columns and of x's (row parallel). y is summed over the group before the
             bias is added. Under sequence_parallel the bias's gradient is a part of a sum over the group.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel rows are gathered in eight bits too, at a scale that the ranks share; sums are in y's type.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             first three are the same here: PyTorch's products.
 

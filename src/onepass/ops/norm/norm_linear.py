@@ -418,7 +418,8 @@ def norm_linear(
             (`onepass.parallel.reduce_sequence_parallel_grads`).
         deferred: keeps norm(h), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
             main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel norm(h) is gathered in eight bits too, at a scale that the ranks share.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
