@@ -54,12 +54,12 @@ def norm_linear(x, p, **options):
 
 
 def after_residual(x, p, **options):
-    y, h = norm_linear(x, p, residual=x * 0.5, norm="layer_norm", **options)
+    y, _ = norm_linear(x, p, residual=x * 0.5, norm="layer_norm", **options)
     return y
 
 
 def after_norm(x, p, **options):
-    y, normed = norm_linear(x, p, return_norm_output=True, **options)
+    y, _ = norm_linear(x, p, return_norm_output=True, **options)
     return y
 
 
@@ -90,7 +90,8 @@ def whole(sequence=S, step=0):
         return drawn(torch.randn, shape, generator=seeds).bfloat16()
 
     parameters = {"weight": numbers(N, K) / 8, "bias": numbers(N), "norm_weight": numbers(K)}
-    sizes = (torch.arange(sequence, device=torch.get_default_device()) * 2.0 / max(1, sequence)).exp2().view(-1, 1, 1).bfloat16()
+    sizes = drawn(lambda device: (torch.arange(sequence, device=device) * 2.0 / max(1, sequence)).exp2().bfloat16())
+    sizes = sizes.view(-1, 1, 1)
     return numbers(sequence, B, K) * sizes, parameters, numbers(sequence, B, N) * sizes
 
 
@@ -125,7 +126,7 @@ def layer(name, kind, group, sequence=S, call=None):
 
 
 def alone(name, kind, group):
-    """Return what this rank has of its own part of the weight without a group, with all rows of x and dy, and without the bias."""
+    """Return what this rank makes of its part of the weight without a group, with all rows of x and dy, and without the bias."""
     x, parameters, dy = shard(name, group, divide=False)
     parameters["bias"] = None
     y = CASES[name][0](x, parameters, tp_group=None, precision=RECIPES[kind])
@@ -230,7 +231,8 @@ def shared_late(group):
     x, parameters, dy = shard("column, sequence", group)
     scales = []
     for sequence in (False, True):
-        y = onepass.linear(x, parameters["weight"], None, tp_group=group, sequence_parallel=sequence, precision=RECIPES["delayed"])
+        options = {"tp_group": group, "sequence_parallel": sequence, "precision": RECIPES["delayed"]}
+        y = onepass.linear(x, parameters["weight"], **options)
         scales.append(parameters["weight"].fp8.scales.factors[0].clone())
     y.backward(dy)
     return {"scales": scales, "y": y.detach()}
@@ -279,7 +281,7 @@ def released(group):
 
 
 def order(name, kind, group):
-    """Return what forward and backward do, in order: what is sent, as "start gather uint8", waits and products."""
+    """Return what each part of a step does, in order: what is sent, as "start gather uint8", waits and products."""
     x, parameters, dy = shard(name, group)
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
     call(x, parameters).backward(dy)  # scales and codes are there
@@ -291,7 +293,7 @@ def order(name, kind, group):
             if "c10d_functional" in said:
                 sent = f"{said.split('.')[1].split('_')[1]} {args[0].dtype}".replace("torch.", "")
                 here.append("wait" if "wait" in said else f"start {sent}")
-            elif ".mm" in said or ".addmm" in said or "add_gradient" in said:
+            elif ".mm" in said or ".addmm" in said or "scaled_mm" in said or "add_gradient" in said:
                 here.append("product")
             return function(*args, **(kwargs or {}))
 
@@ -301,6 +303,13 @@ def order(name, kind, group):
     here = happened["backward"] = []
     with Watch():
         y.backward(dy)
+    here = happened["flush"] = []
+    later = DeferredWgrad()
+    with_main_grad(parameters)
+    for _ in range(2):
+        call(x, parameters, deferred=later).backward(dy)
+    with Watch():
+        later.flush()
     here = happened["refresh"] = []
     with torch.no_grad():
         parameters["weight"].mul_(2)

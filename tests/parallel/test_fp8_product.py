@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import onepass
 from onepass.gradients import fp8_product as module
 from onepass.gradients import fp8_weight
 from onepass.gradients.fp8_product import fp8_product
@@ -104,7 +105,7 @@ def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(rec
 
 def accumulated(recipe, later=None):
     """Return main_grad after two microbatches of unlike sizes, and a step with other scales before the flush."""
-    x, weight, bias, dy = drawn()
+    x, weight, _, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
     weight.grad_added_to_main_grad = False
     state = FP8Weight(weight, recipe)
@@ -208,6 +209,18 @@ def test_delayed_scales_follow_after_an_update():
     assert decibels(found[0], exact_results(large, weight, bias, dy)[0]) > 28
 
 
+def test_results_can_be_written_in_place():
+    x, *_ = drawn()
+    square = torch.nn.Parameter(torch.eye(64, device=DEVICE, dtype=x.dtype))
+    for product in (
+        onepass.linear,
+        lambda x, weight, bias, **how: onepass.norm_linear(x, None, weight, bias, **how),
+        lambda x, weight, bias, **how: onepass.activation_linear(x, weight, bias, "gelu", **how),
+    ):
+        y = product(x, square, None, precision="fp8")
+        y.add_(1).sum().backward()
+
+
 def test_an_update_between_forward_and_backward_raises():
     x, weight, bias, dy = drawn()
     state = FP8Weight(weight, FP8Recipe())
@@ -255,7 +268,7 @@ MUTANTS = {
     "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
     "no new scales": (fp8_weight, "FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
     "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
-    "main_grad is not used": (module, "_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:],", "(lambda *_: (None, None))(0,"),
+    "main_grad is not used": (module, "_FP8Product.backward", "place = weight, main_grads[0]", "place = weight, None"),
 }
 
 

@@ -31,7 +31,7 @@ from onepass.gradients.product import graph_break_if_deferred, is_deferred, line
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.parallel.collectives import start_all_gather
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum
+from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum, writable
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered
 from onepass.runtime.fp8 import E4M3, FP8Target, scaled_product
 
@@ -250,7 +250,7 @@ class _FP8Product(torch.autograd.Function):
         y, ctx.fp8 = fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)), layout)
         ctx.call = weight, bias, main_grads_of(ctx.needs_input_grad[1:], weight, bias), layout, deferred
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return y
+        return writable(y)
 
     @staticmethod
     @not_twice_differentiable

@@ -223,7 +223,7 @@ class _ActivationLinear(torch.autograd.Function):
             )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
             ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-            return y
+            return writable(y)
         if any(ctx.needs_input_grad[:4]):
             activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
         else:  # the bias alone asks
