@@ -179,6 +179,7 @@ def test_a_scale_that_ranks_had_of_their_own_becomes_one(found):
     first, second = (rank["shared_late"]["scales"] for rank in found)
     assert not first[0].equal(second[0]) and first[1].equal(second[1])
     assert first[1][0] == min(first[0][0], second[0][0]) and first[1][4] == 1 / first[1][0]
+    assert all(rank["shared_late"]["copied"] for rank in found)
     whole_y = torch.cat([rank["shared_late"]["y"] for rank in found], -1)
     assert decibels(whole_y, unsharded("column, sequence")["y"] - whole()[1]["bias"]) > 25
 
@@ -236,7 +237,7 @@ def test_the_next_ones_rows_come_while_this_product_is_made(found, name, kind):
 def test_ranks_that_do_not_agree_are_named(found):
     for rank in found:
         updated, unfit = rank["validated"]
-        assert updated.startswith("x must be the same on all ranks of group, but is of shape (18, 64) and torch.uint8 on its rank")
+        assert updated.startswith("x must be the same on all ranks of group, but is of shape (18, 64) and torch.uint8 on its")
         assert "torch.bfloat16 on its rank 1" in unfit
 
 

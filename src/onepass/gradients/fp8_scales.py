@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,9 @@ class FP8Scales:
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
         self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": {}}  # no group can be pickled: the next call shares again
 
     def share(self, role: str, group: dist.ProcessGroup) -> None:
         """Let the ranks of a group have one scale for a tensor from now on. Collective where it has a scale already."""
