@@ -144,6 +144,7 @@ class FP8Call(NamedTuple):
                 nothing.
             later: the gradient is deferred: `flush` gathers and turns.
         """
+        self.state.check_unchanged(self.version)
         target = FP8Target(E4M3, self.x_scale)
         if self.layout is None or not self.layout.gathers_x:
             return lambda: FP8Operand(turn(target), self.x_inverse)
@@ -188,9 +189,12 @@ class FP8Call(NamedTuple):
         if asks_x:
             dx = dy.new_empty(M * ranks, self.state.turned.codes.shape[0])
             multiply(own, self.state.turned, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
-        if wide is not None:
+        whole = own
+        if coming is not None:
+            whole = coming.wait()
+        elif wide is not None:
             rows = wide.wait()
-        whole = coming.wait() if coming is not None else own if wide is None else _cast_as(own, rows)
+            whole = _cast_as(own, rows)
         if dx is not None:
             for first, last in ((0, M * rank), (M * (rank + 1), M * ranks)):
                 if first < last:
