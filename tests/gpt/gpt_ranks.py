@@ -91,6 +91,7 @@ def run(rank, ranks, folder, backend):
     world = dist.group.WORLD
     found = {name: case(world, **options) for name, options in CASES.items()}
     found["main_grad"] = [with_main_grads(world, fusion) for fusion in (True, False)]
+    found["eight bits"] = [eight_bits(world, sequence) for sequence in (False, True)]
     found["copied"], found["loaded"] = copied(world), loaded(world, folder)
     dcp.save(sharded_state_dict(started(configured(ranks), world)), checkpoint_id=f"{folder}/saved")
     torch.save(found, f"{folder}/{rank}.pt")
@@ -115,6 +116,25 @@ def loaded(group, folder):
     _, model = load_huggingface(own, tp_group=group, tensor_model_parallel_size=2, sequence_parallel=True)
     with torch.no_grad():
         return whole(given()[0]), model(given()[0])
+
+
+def eight_bits(group, sequence, precision=True):
+    """Return the losses of three steps in eight bits, and the gradients of the first."""
+    ranks = 1 if group is None else group.size()
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 37}
+    spread = {"tensor_model_parallel_size": ranks, "sequence_parallel": sequence and ranks > 1}
+    config = Config(**SHAPE | sizes, **spread, **({"fp8_format": "hybrid"} if precision else {}))
+    model = Model(config, tp_group=group, seed=3)
+    found, optimizer = {"losses": []}, torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(*given(step)[:2])
+        loss.backward()
+        reduce_sequence_parallel_grads(model, group)
+        found["losses"].append(loss.detach())
+        found.setdefault("grads", {name: t.grad.clone() for name, t in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def with_main_grads(group, fusion):

@@ -87,3 +87,14 @@ def test_what_two_ranks_saved_one_loads(found, folder):
     dcp.load(sharded_state_dict(model), checkpoint_id=str(folder / "saved"), no_dist=True)
     for name, t in started(configured(1)).state_dict().items():
         assert torch.equal(model.state_dict()[name], t), name
+
+
+@pytest.mark.parametrize("sequence", (False, True))
+def test_two_ranks_in_eight_bits_are_as_one(found, sequence):
+    single, exact = (gpt_ranks.eight_bits(None, False, precision) for precision in (True, False))
+    for rank in found:
+        ours = rank["eight bits"][sequence]
+        for a, b, c in zip(ours["losses"], single["losses"], exact["losses"], strict=True):
+            assert abs(a - c) < 0.02 and abs(a - b) < 0.02 and a != c
+        for name in ("layers.0.input_layernorm.weight", "layers.1.pre_mlp_layernorm.weight"):
+            assert relative(ours["grads"][name], exact["grads"][name]) < 0.158  # 16 dB

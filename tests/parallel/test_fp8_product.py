@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import onepass
 from onepass.gradients import fp8_product as module
-from onepass.gradients.fp8_product import FP8Weight, fp8_product, unfit_for_fp8
+from onepass.gradients import fp8_weight
+from onepass.gradients.fp8_product import fp8_product
+from onepass.gradients.fp8_weight import FP8Weight, unfit_for_fp8
 from onepass.kernels.language import triton
-from onepass.parallel import MainGrads
+from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.mutants import mutate
 
@@ -88,7 +91,8 @@ def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(rec
         return stock(t, *args, **how) if codes is None else stock(t, *args, codes=codes, **how)
 
     for name in ("cast_rows", "cast_tensor"):
-        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+        for each in (module, fp8_weight):
+            monkeypatch.setattr(each, name, partial(counted, getattr(each, name)))
     for _ in range(3):
         fp8_product(x, weight, bias, state).backward(dy)
     _, dx, dweight, dbias = exact_results(x, weight, bias, dy)
@@ -99,18 +103,69 @@ def test_main_grad_takes_each_microbatch_and_the_weights_codes_are_made_once(rec
     assert sum(shape in (weight.shape, weight.t().shape) for shape in casts) == (2 if recipe.scaling == "row" else 1)
 
 
+def accumulated(recipe, later=None):
+    """Return main_grad after two microbatches of unlike sizes, and a step with other scales before the flush."""
+    x, weight, _, dy = drawn()
+    weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
+    weight.grad_added_to_main_grad = False
+    state = FP8Weight(weight, recipe)
+    for size in (1, 0.25):
+        fp8_product(x.detach() * size, weight, None, state, None, later).backward(dy * size)
+    assert weight.grad_added_to_main_grad and not weight.grad.any()
+    kept = weight.main_grad.clone()
+    for size in (64, 4096):
+        with torch.no_grad():
+            weight.mul_(2)
+        y = fp8_product((x.detach() * size).requires_grad_(), weight.detach(), None, state)
+        y.backward(dy * size)
+    if later is not None:
+        later.flush()
+    return kept, weight.main_grad
+
+
+@recipes
+def test_a_deferred_gradient_is_the_one_that_backward_makes(recipe):
+    """It keeps a byte a number where its product is in eight bits, and the scales of its own step."""
+    _, at_once = accumulated(recipe)
+    later = DeferredWgrad()
+    flush, sizes = later.flush, []
+    later.flush = lambda: (sizes.append(later.nbytes), flush())
+    kept, flushed = accumulated(recipe, later)
+    assert not kept.any() and at_once.any() and flushed.equal(at_once)
+    assert sizes[0] <= 2 * (80 * (64 + 96) + 64) if recipe.has_wgrad else sizes[0] == 2 * 2 * 75 * (64 + 96)
+
+
+@recipes
+def test_a_limit_defers_the_first_and_autograd_grad_takes_its_own(recipe):
+    x, weight, bias, dy = drawn()
+    weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
+    state, later = FP8Weight(weight, recipe), DeferredWgrad(limit=1)
+    for _ in range(2):
+        fp8_product(x, weight, bias, state, None, later).backward(dy)
+    once = weight.main_grad.clone()
+    assert len(later) == 1 and once.any()
+    later.flush()
+    assert weight.main_grad.equal(2 * once)
+    y = fp8_product(x, weight, bias, state, None, later)
+    (grad,) = torch.autograd.grad(y, weight, dy)
+    assert not len(later) and decibels(grad, once) > 40
+
+
+@pytest.mark.parametrize("put_off", (False, True))
 @pytest.mark.parametrize("release", (False, True))
 @pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16), ids=str)
-def test_main_grads_of_any_kind(kind, release):
+def test_main_grads_of_any_kind(kind, release, put_off):
     """A step's first gradient is written by the product where main_grad's memory comes with it."""
     x, weight, _, dy = drawn()
     main_grads = MainGrads([weight], dtype=kind, release=release)
-    state = FP8Weight(weight, FP8Recipe())
+    state, later = FP8Weight(weight, FP8Recipe()), DeferredWgrad() if put_off else None
     for _ in range(2):
         main_grads.zero_()
         with main_grads.accumulate():
-            fp8_product(x, weight, None, state).backward(dy)
-        fp8_product(x, weight, None, state).backward(dy)
+            fp8_product(x, weight, None, state, None, later).backward(dy)
+        fp8_product(x, weight, None, state, None, later).backward(dy)
+        if later is not None:
+            later.flush()
         main_grads.finish()
         exact = 2 * exact_results(x, weight, torch.zeros(96, device=DEVICE), dy)[2]
         assert decibels(weight.main_grad, exact) > 22
@@ -152,6 +207,18 @@ def test_delayed_scales_follow_after_an_update():
     found = results(large, weight, bias, dy, state)
     assert (state.scales.factors[:, 0] < before).tolist() == [True, False, False]  # the weight's follows one update later
     assert decibels(found[0], exact_results(large, weight, bias, dy)[0]) > 28
+
+
+def test_results_can_be_written_in_place():
+    x, *_ = drawn()
+    square = torch.nn.Parameter(torch.eye(64, device=DEVICE, dtype=x.dtype))
+    for product in (
+        onepass.linear,
+        lambda x, weight, bias, **how: onepass.norm_linear(x, None, weight, bias, **how),
+        lambda x, weight, bias, **how: onepass.activation_linear(x, weight, bias, "gelu", **how),
+    ):
+        y = product(x, square, None, precision="fp8")
+        y.add_(1).sum().backward()
 
 
 def test_an_update_between_forward_and_backward_raises():
@@ -196,26 +263,22 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 
 MUTANTS = {
-    "codes of the weight before": ("FP8Weight.update", "self._version = weight._version", "self._version = 0"),
-    "gradients without their scale": (
-        "FP8Weight.cast",
-        "FP8Operand(each, inverse)",
-        "FP8Operand(each, torch.ones_like(inverse))",
-    ),
-    "x's codes at another scale": ("_FP8Product.backward", "ctx.fp8.x_inverse)", "2 * ctx.fp8.x_inverse)"),
-    "no new scales": ("FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
-    "the bias twice": ("fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
-    "main_grad is not used": ("_FP8Product.forward", "main_grads_of(ctx.needs_input_grad[1:], weight, bias)", "(None, None)"),
+    "codes of the weight before": (fp8_weight, "FP8Weight.update", "self._version = weight._version", "self._version = 0"),
+    "gradients without their scale": (fp8_weight, "FP8Weight.cast", "FP8Operand(each, inverse)", "FP8Operand(each, inverse / 3)"),
+    "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
+    "no new scales": (fp8_weight, "FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
+    "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
+    "main_grad is not used": (module, "_FP8Product.backward", "place = weight, main_grads[0]", "place = weight, None"),
 }
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    mutant = mutate(module, *MUTANTS[name], entry=module)
+    mutant = mutate(*MUTANTS[name], entry=module)
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
-    state = mutant.FP8Weight(weight, mutant.FP8Recipe(amax_history_len=1))
+    state = mutant.FP8Weight(weight, FP8Recipe(amax_history_len=1))
     found = []
     for _ in range(3):
         x.grad = None

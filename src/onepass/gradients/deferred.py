@@ -102,7 +102,8 @@ class DeferredWgrad:
 
     Each weight must carry `main_grad`. With `MainGrads` a bucket waits until its weights' gradients are flushed, and `finish`
     raises where they are not. If you reduce gradients in another way, call `check_flushed` before. `torch.autograd.grad` by the
-    weight returns its gradient at once. A bias's gradient is never deferred: it is a sum, not a product.
+    weight returns its gradient at once. A bias's gradient is never deferred: it is a sum, not a product. A layer whose weight's
+    gradient is a product in eight bits (`precision`) keeps codes with the scales of their step: half the bytes.
 
     In torch.distributed.pipelining, zero-bubble schedules included, `dw_builder` makes the weights' products where the schedule
     places them, straight into main_grad:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from onepass.runtime.fp8 import dequantise
 
 if TYPE_CHECKING:
-    from onepass.gradients.fp8_product import FP8Weight
+    from onepass.gradients.fp8_weight import FP8Weight
+    from onepass.parallel.tensor_parallel import TPLayout
 
 
 class FP8Gradient(Tensor):
@@ -58,9 +59,13 @@ class FP8Gradient(Tensor):
 # ---- who takes one ----
 
 
-def takes_fp8_gradient(y: Tensor, state: FP8Weight) -> None:
-    """Mark a product's output: the backward of the next op may hand its gradient over in eight bits."""
-    y.takes_fp8_gradient = state, y._version  # type: ignore[attr-defined]
+def takes_fp8_gradient(y: Tensor, state: FP8Weight, bias: Tensor | None, layout: TPLayout | None) -> None:
+    """Mark a product's output: the backward of the next op may hand its gradient over in eight bits.
+
+    A bias needs the sums of a gradient that was not rounded, and where ranks have rows of it, all of them share a scale.
+    """
+    if bias is None and (layout is None or not layout.gathers_dy):
+        y.takes_fp8_gradient = state, y._version  # type: ignore[attr-defined]
 
 
 def fp8_taker(x: Tensor) -> FP8Weight | None:

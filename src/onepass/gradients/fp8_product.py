@@ -1,8 +1,10 @@
-"""The product of a linear layer in eight bits, forward and backward.
+"""The product of a linear layer in eight bits, forward and backward, on one rank or over those of a group.
 
 Forward casts x, and multiplies it by the weight's codes. Backward casts dy in both layouts, and multiplies it by the weight's
-turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. The weight's codes are made
-after each update of the weight, in both layouts, and shared by microbatches.
+turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. Rows that the ranks of a group
+have are gathered as codes (gradients/fp8_weight.py has the table), and turned where they arrive. Sums over ranks are in 16 bits.
+
+A deferred gradient keeps its operands as turned codes, or by rows where `flush` gathers them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
-from onepass.gradients.fp8_scales import FP8Scales, factors_of
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -26,165 +28,16 @@ from onepass.gradients.main_grad import (
     overwrite_main_grad,
     put_gradient,
 )
-from onepass.gradients.product import linear_gradients
+from onepass.gradients.product import graph_break_if_deferred, is_deferred, linear_gradients
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered, under_functorch
-from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
-from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+from onepass.parallel.collectives import start_all_gather
+from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum, writable
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered
+from onepass.runtime.fp8 import E4M3, FP8Target, scaled_product
 
 if TYPE_CHECKING:
     from onepass.gradients.deferred import DeferredWgrad
-
-
-class FP8Operand(NamedTuple):
-    """Codes, by rows or turned, with the inverse of their scale, as a product takes them."""
-
-    codes: Tensor
-    inverse: Tensor
-
-
-Pass = Callable[[FP8Target], tuple[Tensor, Tensor | None]]  # writes codes for a target; returns them, and a row's own inverses
-
-
-class FP8Weight:
-    """A weight in eight bits, by its rows and turned, with the scales of its layer."""
-
-    def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
-        self.recipe = recipe
-        self.scales = FP8Scales(recipe, weight.device)
-        self._version: int | None = None
-
-    # ---- the weight ----
-
-    def update(self, weight: Tensor) -> None:
-        """After an update of the weight set all scales, and make its codes again."""
-        if self._version == weight._version:
-            return
-        weight_now = weight.detach()
-        if self.recipe.scaling == "row":
-            self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
-        else:
-            if self._version is not None and self.recipe.scaling == "delayed":
-                self.scales.refresh()
-            rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
-            assert rows is not None and turned is not None
-            self.rows, self.turned = rows, turned
-        self._version = weight._version
-
-    def gradient_target(self) -> tuple[FP8Target, Tensor] | None:
-        """Return what another op's backward writes dy for, and the scale's inverse; None where it can't know the scale."""
-        if self.recipe.scaling != "delayed" or not self.recipe.has_wgrad or not self.scales.has_started("gradient"):
-            return None
-        return self.scales.target("gradient"), self.scales.factors_of("gradient").inverse.clone()
-
-    def check_unchanged(self, version: int) -> None:
-        """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
-        if self._version != version:
-            raise RuntimeError("weight must not be updated between forward and backward: its codes are another's by now")
-
-    @property
-    def version(self) -> int:
-        assert self._version is not None
-        return self._version
-
-    # ---- the other operands ----
-
-    def target(self, role: str, run: Callable[[FP8Target], object], *, lasting: bool = False) -> tuple[FP8Target, Tensor]:
-        """Return what a pass writes codes for, by the recipe, and the inverse of the scale that it has.
-
-        Args:
-            run: the pass itself. Where the scale comes from this tensor, it runs once more before.
-            lasting: the scale is kept beyond the next update.
-        """
-        scales = self.scales
-        if self.recipe.scaling == "current":
-            scale, inverse = factors_of(scales.measure(role, run))
-            return FP8Target(scales.type_of(role), scale), inverse
-        scales.start(role, run)
-        target, inverse = scales.target(role), scales.factors_of(role).inverse
-        if lasting:
-            scale, inverse = factors_of(scales.row_of(role).clone())
-            target = target._replace(scale=scale)
-        return target, inverse
-
-    def input_operand(self, run: Pass, noted: bool) -> tuple[FP8Operand, Tensor | None]:
-        """Return the codes of x that a pass writes, and their scale where rows share one. `noted`: the scales to come see it."""
-        if self.recipe.scaling == "row":
-            codes, inverse = run(FP8Target(E4M3))
-            assert inverse is not None
-            return FP8Operand(codes, inverse), None
-        target, inverse = self.target("input", run)
-        codes, _ = run(target if noted else FP8Target(E4M3, target.scale))
-        return FP8Operand(codes, inverse), target.scale
-
-    def cast(
-        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False
-    ) -> tuple[FP8Operand | None, FP8Operand | None]:
-        """Cast rows in one layout or both. By row there is no turned one."""
-        if self.recipe.scaling == "row":
-            return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
-        target, inverse = self.target(role, partial(cast_tensor, x, codes=False), lasting=lasting)
-        found = cast_tensor(x, target, codes=codes, turned=turned)
-        plain, across = (None if each is None else FP8Operand(each, inverse) for each in found)
-        return plain, across
-
-
-def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
-    """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
-    state: FP8Weight | None = getattr(weight, "fp8", None)
-    if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
-        state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
-    return state
-
-
-def fp8_state(
-    precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None = None,
-    deferred: DeferredWgrad | None = None,
-) -> FP8Weight | None:  # fmt: skip
-    """Return the state of a product in eight bits, or None where it keeps its type. Raise where `precision` can't be had."""
-    if precision is None:
-        return None
-    recipe = recipe_of(precision)
-    check_fp8(x, weight)
-    if recipe is None or unfit_for_fp8(x, weight) is not None:
-        return None
-    if under_functorch():
-        raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
-    if torch.compiler.is_compiling():
-        raise RuntimeError("precision must be None under torch.compile")
-    if layout is not None:
-        raise ValueError("precision must be None over a tp_group of several ranks")
-    if deferred is not None:
-        raise ValueError("precision must be None with deferred")
-    return fp8_weight(weight, recipe)
-
-
-def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
-    """Return what `explain` says of a product's precision, or None where there is nothing to say."""
-    recipe = recipe_of(precision)
-    if recipe is None:
-        return None
-    unfit = unfit_for_fp8(x, weight)
-    if unfit is not None:
-        return f"products in their own type, as {unfit}"
-    kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
-    wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
-    return f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})"
-
-
-def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Return a @ b.T."""
-    return scaled_product(a.codes, a.inverse, b.codes, b.inverse, dtype, fast=fast)
-
-
-def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
-    """Return why this product stays in its own type, or None."""
-    N, K = weight.shape
-    if N % MULTIPLE or K % MULTIPLE:
-        return f"the weight's sizes, {N} x {K}, are not multiples of {MULTIPLE}"
-    return None if x.numel() else "there is nothing to do"
 
 
 # ---- the weight's gradient ----
@@ -223,89 +76,218 @@ _add_op = registered(f"add_fp8_gradient(Tensor(a!) main_grad, {_OPERANDS}) -> ()
 _PRODUCT = GradientKind(_product, _overwrite, _overwrite_op, _add_product, _add_op)
 
 
-def fp8_weight_gradient(
-    dy: FP8Operand, x: FP8Operand, weight: Tensor, main_grad: Tensor | None, request: GradRequest
-) -> Tensor | None:
-    """Put the weight's gradient, made of turned operands, where it belongs, and return what autograd gets."""
-    return put_gradient(_PRODUCT, (dy.codes, dy.inverse, x.codes, x.inverse), weight, main_grad, request)
+class _DeferredFP8Product:
+    """A weight's gradient that is made of eight-bit operands in `flush` (gradients/deferred.py).
+
+    Args:
+        dy, x: turned, or this rank's rows of the one whose rows the layout divides. Their scales are copied: those of the layer
+            may be the next step's by then.
+    """
+
+    def __init__(self, dy: FP8Operand, x: FP8Operand, layout: TPLayout | None) -> None:
+        self.layout = layout
+        self.tensors = {"dy": dy.codes, "dy's scale": dy.inverse.clone(), "x": x.codes, "x's scale": x.inverse.clone()}
+
+    def check(self) -> None:
+        pass
+
+    def start(self) -> tuple[PendingOperand | None, PendingOperand | None]:
+        if self.layout is None:
+            return None, None
+        (dy, x), group = self._operands(), self.layout.group
+        dy_comes, x_comes = self.layout.gathers_dy, self.layout.gathers_x
+        return PendingOperand(dy, group) if dy_comes else None, PendingOperand(x, group) if x_comes else None
+
+    def add(self, coming: tuple[PendingOperand | None, PendingOperand | None], main_grad: Tensor) -> None:
+        own = self._operands()
+        dy, x = (mine if each is None else each.wait().turned() for mine, each in zip(own, coming, strict=True))
+        _add_product(main_grad, *dy, *x)
+
+    def _operands(self) -> tuple[FP8Operand, FP8Operand]:
+        dy, dy_inverse, x, x_inverse = self.tensors.values()
+        return FP8Operand(dy, dy_inverse), FP8Operand(x, x_inverse)
 
 
 # ---- forward and backward ----
 
 
+class OutputGradient(NamedTuple):
+    """What backward makes of dy."""
+
+    dx: Tensor | None  # of all rows; of a column-parallel layer a term of a sum over the ranks
+    operand: FP8Operand | None  # of a weight's gradient in eight bits: turned, or this rank's rows where `flush` gathers them
+    rows: Tensor  # of one in 16 bits: all of them, or this rank's where `flush` gathers them
+
+
 class FP8Call(NamedTuple):
-    """What the backward of one call needs of its layer's state."""
+    """What the backward of one call needs of its layer's state.
+
+    Call `start_input` first, so that x's rows come under dx's product; then `output_gradient`, start dx's sum, and make the
+    weight's gradient under that.
+    """
 
     state: FP8Weight
     version: int
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
-
-    def gradient_operands(self, dy: Tensor, asks_x: bool, asks_weight: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
-        """Cast dy for the products that the pass asks for: by rows for dx, turned for an eight-bit gradient of the weight."""
-        state = self.state
-        state.check_unchanged(self.version)
-        in_fp8 = asks_weight and state.recipe.has_wgrad
-        if not (asks_x or in_fp8):
-            return None, None
-        if isinstance(dy, FP8Gradient) and dy.state is state:
-            ours, turned = FP8Operand(rows_of(dy.codes), dy.inverse_scale), FP8Operand(dy.turned, dy.inverse_scale)
-            return ours if asks_x else None, turned if in_fp8 else None
-        return state.cast("gradient", rows_of(dy), codes=asks_x, turned=in_fp8)
-
-    def input_gradient(self, ours: FP8Operand, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dx. `shape`: all of its dimensions but the last."""
-        return multiply(ours, self.state.turned, dtype, fast=False).view(*shape, -1)
+    layout: TPLayout | None
 
     @property
-    def x_target(self) -> FP8Target:
-        """What x's codes are written for once more, turned: forward's scale. Nothing is noted."""
-        return FP8Target(E4M3, self.x_scale)
+    def has_wgrad(self) -> bool:
+        """Whether the weight's gradient is an eight-bit product."""
+        return self.state.recipe.has_wgrad
+
+    def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
+        """Return what makes x's operand of an eight-bit gradient of the weight. Where x's rows are gathered, that starts here.
+
+        Args:
+            run, turn: write the codes of this rank's x, by rows and turned, for a target that has forward's scale and notes
+                nothing.
+            later: the gradient is deferred: `flush` gathers and turns.
+        """
+        self.state.check_unchanged(self.version)
+        target = FP8Target(E4M3, self.x_scale)
+        if self.layout is None or not self.layout.gathers_x:
+            return lambda: FP8Operand(turn(target), self.x_inverse)
+        own = FP8Operand(run(target)[0], self.x_inverse)
+        if later:
+            return lambda: own
+        coming = PendingOperand(own, self.layout.group)
+        return lambda: coming.wait().turned()
+
+    def output_gradient(self, dy: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
+        """Cast dy for the products that the pass asks for, and make dx. Collective where dy's rows are gathered.
+
+        Args:
+            later: the weight's gradient is deferred.
+        """
+        self.state.check_unchanged(self.version)
+        in_fp8 = asks_weight and self.has_wgrad
+        if self.layout is not None and self.layout.gathers_dy:
+            return self._gathered_output_gradient(dy, self.layout, asks_x, in_fp8, asks_weight and not in_fp8, later)
+        if isinstance(dy, FP8Gradient) and dy.state is self.state:
+            dx = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), dy) if asks_x else None
+            return OutputGradient(dx, FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else None, dy)
+        rows = rows_of(dy)
+        if not (asks_x or in_fp8):
+            return OutputGradient(None, None, rows)
+        ours, turned = self.state.cast("gradient", rows, codes=asks_x, turned=in_fp8)
+        return OutputGradient(None if ours is None else self._input_gradient(ours, dy), turned, rows)
+
+    def _input_gradient(self, ours: FP8Operand, dy: Tensor) -> Tensor:
+        return multiply(ours, self.state.turned, dy.dtype, fast=False).view(*dy.shape[:-1], -1)
+
+    def _gathered_output_gradient(
+        self, dy: Tensor, layout: TPLayout, asks_x: bool, in_fp8: bool, in_16_bits: bool, later: bool
+    ) -> OutputGradient:
+        """The same of a dy whose rows the ranks have. They come under dx's product of this rank's own.
+
+        Where the weight's gradient takes them in 16 bits, codes are not sent too: each rank makes them of what it gets.
+        """
+        rows, group = rows_of(dy), layout.group
+        wide = start_all_gather(rows, group) if in_16_bits and not later else None
+        if not (asks_x or in_fp8):
+            return OutputGradient(None, None, rows if wide is None else wide.wait())
+        own, _ = self.state.cast("gradient", rows)
+        assert own is not None
+        coming = PendingOperand(own, group) if wide is None and (asks_x or not later) else None
+        M, rank, ranks, dx = len(rows), group.rank(), group.size(), None
+        if asks_x:
+            dx = dy.new_empty(M * ranks, self.state.turned.codes.shape[0])
+            multiply(own, self.state.turned, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
+        whole = own
+        if coming is not None:
+            whole = coming.wait()
+        elif wide is not None:
+            rows = wide.wait()
+            whole = _cast_as(own, rows)
+        if dx is not None:
+            for first, last in ((0, M * rank), (M * (rank + 1), M * ranks)):
+                if first < last:
+                    multiply(whole.part(first, last), self.state.turned, dy.dtype, fast=False, out=dx[first:last])
+            dx = dx.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
+        return OutputGradient(dx, None if not in_fp8 else own if later else whole.turned(), rows)
+
+    def weight_gradient(
+        self, dy: FP8Operand, x: Callable[[], FP8Operand], weight: Tensor, main_grad: Tensor | None, request: GradRequest,
+        deferred: DeferredWgrad | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
+        operand = x()
+        if deferred is not None:
+            return deferred.keep_work(_DeferredFP8Product(dy, operand, self.layout), weight, main_grad)
+        return put_gradient(_PRODUCT, (*dy, *operand), weight, main_grad, request)
+
+
+def _cast_as(own: FP8Operand, rows: Tensor) -> FP8Operand:
+    """Cast rows at the scale that some of them have, or at their own."""
+    if own.inverse.dim():
+        return FP8Operand(*cast_rows(rows, own.codes.dtype))
+    codes, _ = cast_tensor(rows, FP8Target(own.codes.dtype, 1 / own.inverse))  # of a power of two that is exact
+    assert codes is not None
+    return FP8Operand(codes, own.inverse)
 
 
 def fp8_forward(
     state: FP8Weight, weight: Tensor, bias: Tensor | None, shape: Sequence[int], dtype: torch.dtype, run: Pass,
-    *, noted: bool = True,
+    layout: TPLayout | None = None, *, noted: bool = True,
 ) -> tuple[Tensor, FP8Call]:  # fmt: skip
     """Return x @ weight.T + bias, and what backward needs.
 
     Args:
         shape: x's dimensions but the last.
-        run: writes x's codes.
+        run: writes the codes of this rank's x.
         noted: x's magnitudes count for the scales to come, as in training.
     """
     state.update(weight)
     ours, scale = state.input_operand(run, noted)
-    y = multiply(ours, state.rows, dtype, fast=True).view(*shape, -1)
-    return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale)
+    whole = ours
+    if layout is not None and layout.gathers_x:
+        whole, shape = PendingOperand(ours, layout.group).wait(), (shape[0] * layout.group.size(), *shape[1:])
+    y = multiply(whole, state.rows, dtype, fast=True).view(*shape, -1)
+    if layout is not None and layout.by_row:
+        y = start_sum(y, layout).wait()
+    return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, layout)
 
 
 class _FP8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight) -> Tensor:
-        y, ctx.fp8 = fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)))
-        ctx.call = weight, bias, main_grads_of(ctx.needs_input_grad[1:], weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight, layout: TPLayout | None,
+        deferred: DeferredWgrad | None,
+    ) -> Tensor:  # fmt: skip
+        graph_break_if_deferred(deferred)
+        y, ctx.fp8 = fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)), layout)
+        ctx.call = weight, bias, main_grads_of(ctx.needs_input_grad[1:], weight, bias), layout, deferred
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return y
+        return writable(y)
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        weight, bias, main_grads = ctx.call
+        (x,), fp8 = ctx.saved_tensors, ctx.fp8
+        weight, bias, main_grads, layout, deferred = ctx.call
         x_request, *requests = grad_requests(ctx, True, True, bias is not None)
         asks_x, asks_weight, asks_bias = (each is not GradRequest.SKIP for each in (x_request, *requests))
-        ours, turned = ctx.fp8.gradient_operands(dy, asks_x, asks_weight)
-        dx = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], dy.dtype)
-        make = wide = None
-        if turned is not None:
-            x_turned = FP8Operand(_cast_turned(rows_of(x), ctx.fp8.x_target), ctx.fp8.x_inverse)
-            make = partial(fp8_weight_gradient, turned, x_turned, weight, main_grads[0], requests[0])
-        elif asks_weight:
-            wide = rows_of(dy), rows_of(x)
+        later = is_deferred(deferred, weight, requests[0])
+        operand = gathering = summing = instead = wide = None
+        if asks_weight and fp8.has_wgrad:
+            operand = fp8.start_input(partial(_cast_plain, rows_of(x)), partial(_cast_turned, rows_of(x)), later=later)
+        elif asks_weight and not later:
+            gathering = start_gather(x, layout)
+        gradient = fp8.output_gradient(dy, asks_x, asks_weight, later=later)
+        if gradient.dx is not None and layout is not None and not layout.by_row:
+            summing = start_sum(gradient.dx, layout)
+        place = weight, main_grads[0]
+        if operand is not None:
+            instead = partial(fp8.weight_gradient, gradient.operand, operand, *place, requests[0], deferred if later else None)
+        elif later:
+            instead = partial(deferred.keep, dy, x, *place, layout)
+        elif gathering is not None:
+            wide = gradient.rows, rows_of(gathering.wait())
         sums = column_sums(dy) if asks_bias else None
-        dweight, dbias = linear_gradients((weight, bias), main_grads, requests, sums, wide, make)
-        return dx, dweight, dbias, None
+        dweight, dbias = linear_gradients((weight, bias), main_grads, requests, sums, wide, instead)
+        return gradient.dx if summing is None else summing.wait(), dweight, dbias, None, None, None
 
 
 def _cast_plain(rows: Tensor, target: FP8Target) -> tuple[Tensor, Tensor | None]:
@@ -325,11 +307,14 @@ def _cast_turned(rows: Tensor, target: FP8Target) -> Tensor:
 _apply = fast_apply(_FP8Product)
 
 
-def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight) -> Tensor:
+def fp8_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight, layout: TPLayout | None = None,
+    deferred: DeferredWgrad | None = None,
+) -> Tensor:  # fmt: skip
     """Return x @ weight.T + bias, with products in eight bits by the state's recipe."""
     if needs_grad(x, weight, bias):
-        y: Tensor = _apply(x, weight, bias, state)
-        if bias is None:
-            takes_fp8_gradient(y, state)
+        y: Tensor = _apply(x, weight, bias, state, layout, deferred)
+        takes_fp8_gradient(y, state, bias, layout)
         return y
-    return fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)), noted=False)[0]
+    run = partial(_cast_plain, rows_of(x))
+    return fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, run, layout, noted=False)[0]

@@ -1,24 +1,29 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
-Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the largest
-finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device. So microbatches
-share them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its own magnitude
-found by the same pass, run once more: `measure`.
+Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the
+largest finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device:
+microbatches share them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its
+own magnitude found by the same pass, run once more: `measure`.
+
+Where the ranks of a group have rows of one tensor, they `share` its scale. The largest magnitude is then that of all ranks, by a
+collective of 64 numbers before each new scale. Other tensors have a scale of each rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.kernels.fp8 import exponents_below, power_of_two
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
+from onepass.parallel.collectives import raise_to_largest
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 
@@ -104,6 +109,22 @@ class FP8Scales:
         self.started = [False] * count
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
+        self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": {}}  # no group can be pickled: the next call shares again
+
+    def share(self, role: str, group: dist.ProcessGroup) -> None:
+        """Let the ranks of a group have one scale for a tensor from now on. Collective where it has a scale already."""
+        if self._groups.get(role) is group:
+            return
+        self._groups[role] = group
+        place = ROLES.index(role)
+        if self.started[place]:  # the smallest scale of the ranks, all powers of two
+            scale, inverse = self._of[place]
+            raise_to_largest(self.history[place], group)
+            raise_to_largest(inverse, group)
+            scale.copy_(1 / inverse)
 
     def type_of(self, role: str) -> torch.dtype:
         return self._types[ROLES.index(role)]
@@ -131,19 +152,26 @@ class FP8Scales:
             self.started[place] = True
 
     def measure(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
-        """Return a row of factors for the largest magnitude that the pass finds."""
+        """Return a row of factors for the largest magnitude that the pass finds, on all ranks that share the scale."""
         place = ROLES.index(role)
         row = self.factors.new_ones(1, _FACTORS)
         noted = torch.zeros(2, 1, SLOTS, dtype=torch.int32, device=row.device).unbind()
         run(FP8Target(self._types[place], row[0, 0], noted[0][0], noted[1][0]))
+        if role in self._groups:
+            raise_to_largest(noted[0], self._groups[role])
         none = self.steps.new_zeros(2, 1).unbind()
         self._refresh(row, *noted, row.new_zeros(1, 1), *none, types=self._types[place : place + 1], recent=True)
         return row[0]
 
     def refresh(self) -> None:
-        """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale."""
+        """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale.
+
+        Collective over groups that share a scale, whether or not their ranks have noted anything.
+        """
+        for role, group in self._groups.items():
+            raise_to_largest(self.amax[ROLES.index(role)], group)
         recent = self.recipe.amax_compute_algo == "most_recent"
-        self._refresh(*(getattr(self, name) for name in _STATE), types=self._types, recent=recent)
+        self._refresh(*[getattr(self, name) for name in _STATE], types=self._types, recent=recent)
 
     def _refresh(self, *state: Tensor, types: Sequence[torch.dtype], recent: bool) -> None:
         """Set the scales of `state`, tensors as `_STATE` names them."""

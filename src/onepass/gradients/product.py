@@ -72,7 +72,8 @@ def linear_gradients(
         parameters, main_grads, requests: the weight's and the bias's.
         sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
         rows: those of dy and x, or None where the weight's gradient is made otherwise or not wanted.
-        instead: returns the weight's gradient in the place of a 16-bit product: an eight-bit one, or one that is put off.
+        instead: does in the place of the product for the weight what returns its gradient: keeps the operands where it is
+            deferred, or makes a product in eight bits.
     """
     (weight, bias), dweight, put = parameters, None, None
     adds, dbias = False, None

@@ -36,7 +36,7 @@ def is_rare(largest, scale, E5M2: tl.constexpr):
 def tile_codes(x, scale, rare, E5M2: tl.constexpr):
     """Return a tile's codes. Where nothing `is_rare` the instruction that rounds is all that is needed."""
     if PTX:
-        if rare:
+        if rare:  # noqa: SIM108 - Triton's conditional expressions run both sides
             codes = operand_codes(x, scale, E5M2)
         else:
             codes = rounded_codes(x * scale, E5M2)

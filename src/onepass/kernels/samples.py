@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8_cast, fp8_tile
+from onepass.kernels import fp8_cast, fp8_tile, fp8_turn
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import CoveringCall, meta
 
 
 def covering_calls() -> Iterator[CoveringCall]:
-    """Casts by row and by tensor: both types, rows that are held and read again, even and odd multiples of 16."""
+    """Casts by row and by tensor: both types, rows that are held and read again, even and odd multiples of 16. Turned codes."""
     for width in (2048, 4096, 14336, 28672, 5008):
         for dtype in (torch.bfloat16, torch.float32):
             for to in (E4M3, E5M2):
@@ -26,7 +26,9 @@ def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
         noted = torch.empty(2, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, noted[0], noted[1]), turned=True)
-        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
+        codes, _ = fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
+        assert codes is not None
+        fp8_turn.turn_codes(codes)
         return x
 
     return CoveringCall(f"fp8 cast 8192x{width} {'e5m2' if to is E5M2 else 'e4m3'}", dtype, run, 89)

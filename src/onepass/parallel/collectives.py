@@ -110,6 +110,13 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     return Pending(summing, _identity if running is result else result.copy_)
 
 
+def raise_to_largest(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Set each number of x to the largest that a rank of the group has. The current stream waits, and the CPU goes on."""
+    if _is_validating():
+        _check_agreement("x", _describe(x), group)
+    _ops.wait_tensor(_ops.all_reduce_(x, "max", group.group_name))
+
+
 def _yield_multiprocessors(sent: Tensor) -> None:
     """Pause the current stream, so that the collective gets the few multiprocessors that it needs.
 

@@ -33,6 +33,16 @@ class TPLayout(NamedTuple):
     by_row: bool  # each rank has some columns of x, and y is the sum; otherwise some columns of y, and dx is the sum
     sequence: bool  # the tensor that all would have alike, x or y, is divided along the first dimension
 
+    @property
+    def gathers_x(self) -> bool:
+        """Whether each rank has some rows of x."""
+        return self.sequence and not self.by_row
+
+    @property
+    def gathers_dy(self) -> bool:
+        """Whether each rank has some rows of dy."""
+        return self.sequence and self.by_row
+
 
 def tp_layout(group: dist.ProcessGroup | None, *, by_row: bool, sequence: bool) -> TPLayout | None:
     """Return the layout, or None where the group has one rank."""
@@ -60,7 +70,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def start_gather(x: Tensor, layout: TPLayout | None) -> Pending:
     """Gather all rows of the x that the product takes."""
-    return start_all_gather(x, layout.group) if layout is not None and layout.sequence and not layout.by_row else Pending(x)
+    return start_all_gather(x, layout.group) if layout is not None and layout.gathers_x else Pending(x)
 
 
 def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None) -> Tensor:
@@ -70,7 +80,7 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
         return F.linear(x, weight, bias)
     if not layout.by_row:
         return F.linear(start_gather(x, layout).wait(), weight, bias)
-    y = _start_sum(F.linear(x, weight), layout).wait()
+    y = start_sum(F.linear(x, weight), layout).wait()
     return y if bias is None else y + bias
 
 
@@ -86,7 +96,7 @@ def writable(y: Tensor) -> Tensor:
 
 def start_input_gradient(dy: Tensor, weight: Tensor, layout: TPLayout) -> Pending:
     """Make dx and start its sum. Make the parameters' gradients before waiting."""
-    return _start_sum(input_gradient(dy, weight), layout)
+    return start_sum(input_gradient(dy, weight), layout)
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
@@ -98,7 +108,7 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 def row_gradients(dy: Tensor, weight: Tensor | None, need_rows: bool, layout: TPLayout | None) -> tuple[Tensor, Tensor | None]:
     """Return all rows of dy, if needed, and dx, if there is a weight, of a row-parallel product or one on a single rank."""
-    if layout is not None and layout.sequence and (need_rows or weight is not None):
+    if layout is not None and layout.gathers_dy and (need_rows or weight is not None):
         return _gathered_output_gradient(dy, weight, layout)
     return dy, None if weight is None else input_gradient(dy, weight)
 
@@ -130,8 +140,8 @@ def start_gather_rows(dy: Tensor, x: Tensor, layout: TPLayout | None) -> tuple[P
     return start_all_gather(dy, layout.group) if layout.sequence else Pending(dy), Pending(x)
 
 
-def _start_sum(x: Tensor, layout: TPLayout) -> Pending:
-    """Sum x over the ranks. x is overwritten."""
+def start_sum(x: Tensor, layout: TPLayout) -> Pending:
+    """Sum a product over the ranks: y of a row-parallel layer, dx of a column-parallel one. x is overwritten."""
     return (start_reduce_scatter if layout.sequence else start_all_reduce)(x, layout.group)
 
 

@@ -34,6 +34,7 @@ from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.fp8_scales import FP8Scales
 from onepass.kernels import fp8_cast, fp8_tile
+from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
@@ -219,7 +220,9 @@ def _fp8_casts(*xs: Tensor) -> None:
         noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
         fp8_cast.cast_rows(x)
         target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
-        fp8_cast.cast_tensor(x, target, turned=True)
+        codes, _ = fp8_cast.cast_tensor(x, target, turned=True)
+        assert codes is not None
+        turn_codes(codes)
         FP8Scales(FP8Recipe(), x.device).refresh()
 
 

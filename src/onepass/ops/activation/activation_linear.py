@@ -27,15 +27,8 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import FP8Gradient, fp8_taker
-from onepass.gradients.fp8_product import (
-    FP8Call,
-    FP8Operand,
-    FP8Weight,
-    describe_fp8,
-    fp8_forward,
-    fp8_state,
-    fp8_weight_gradient,
-)
+from onepass.gradients.fp8_product import FP8Call, fp8_forward
+from onepass.gradients.fp8_weight import FP8Weight, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -70,7 +63,7 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
-from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 
@@ -173,15 +166,19 @@ def _backward_by_formula(
 
 def _forward_fp8(
     state: FP8Weight, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
-    options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool,
+    options: ActivationOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, noted: bool,
 ) -> tuple[Tensor, FP8Call]:  # fmt: skip
     """Return y by a product in eight bits, and what backward needs of the state."""
+    run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
+    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, layout, noted=noted)
 
-    def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
-        codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
-        return codes.view(-1, codes.shape[-1]), inverse
 
-    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, noted=noted)
+def _activation_codes(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool, target: FP8Target
+) -> tuple[Tensor, Tensor | None]:
+    """Return the activation's codes, by rows."""
+    codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
+    return codes.view(-1, codes.shape[-1]), inverse
 
 
 def _turned_activation(
@@ -193,6 +190,10 @@ def _turned_activation(
     return found.y_turned
 
 
+def _already_turned(codes: Tensor, target: FP8Target) -> Tensor:
+    return codes
+
+
 def _backward_fp8(
     ctx: Any, vectors: VectorGrads | None, dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
     needs: Needs, target: FP8Target, inverse: Tensor,
@@ -201,7 +202,7 @@ def _backward_fp8(
     if vectors is not None:
         (bias,) = vectors.wide(bias)
     found = fp8.activation_backward_codes(
-        dy, x, bias, token_weight, ctx.options, target, ctx.fp8.x_target,
+        dy, x, bias, token_weight, ctx.options, target, FP8Target(E4M3, ctx.fp8.x_scale),
         need_dbias=needs[1], need_dtoken_weight=needs[2], use_triton=ctx.use_triton,
     )  # fmt: skip
     assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
@@ -239,10 +240,12 @@ class _ActivationLinear(torch.autograd.Function):
         ctx.fp8 = None
         if state is not None:
             ctx.taker = taker
-            y, ctx.fp8 = _forward_fp8(state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True)
+            y, ctx.fp8 = _forward_fp8(
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, True
+            )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
             ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-            return y
+            return writable(y)
         if any(ctx.needs_input_grad[:4]):
             activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
         else:  # the bias alone asks
@@ -266,18 +269,16 @@ class _ActivationLinear(torch.autograd.Function):
         sums = column_sums(dy) if need_dbias else None
         later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
-            turned = activated = None
+            operand = activated = None
             if ctx.fp8 is None:
                 through = cast(weight, ctx.product) if any(needs) else None
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             else:
-                whole_dy = dy
-                ours, turned = ctx.fp8.gradient_operands(dy, any(needs), need_dweight)
-                dactivated = None if ours is None else ctx.fp8.input_gradient(ours, dy.shape[:-1], ctx.product)
+                dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
-            rebuild = ctx.product if need_dweight and turned is None else None
+            rebuild = ctx.product if need_dweight and operand is None else None
             y_codes = None
-            if turned is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
+            if operand is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)
                 dx, dactivation_bias, dtoken_weight, y_codes = _backward_fp8(
                     ctx, vectors, dactivated, x, activation_bias, token_weight, needs, *handed
@@ -286,12 +287,15 @@ class _ActivationLinear(torch.autograd.Function):
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(
                     vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
                 )
-            if turned is not None:
-                if y_codes is None:
-                    x = saved.unpack(tuple(kept), ctx.stored)
-                    y_codes = _turned_activation(x, activation_bias, token_weight, ctx.options, ctx.use_triton, ctx.fp8.x_target)
-                y_turned = FP8Operand(y_codes, ctx.fp8.x_inverse)
-                keep = partial(fp8_weight_gradient, turned, y_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
+            if operand is not None:
+                given = saved.unpack(tuple(kept), ctx.stored), activation_bias, token_weight, ctx.options, ctx.use_triton
+                run, turn = partial(_activation_codes, *given), partial(_turned_activation, *given)
+                if y_codes is not None:
+                    turn = partial(_already_turned, y_codes)
+                keep = partial(
+                    ctx.fp8.weight_gradient, operand, ctx.fp8.start_input(run, turn, later=later), ctx.parameters[0],
+                    ctx.main_grads[0], requests[3], ctx.deferred if later else None,
+                )  # fmt: skip
             elif later:
                 keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
             elif need_dweight:
@@ -372,7 +376,8 @@ def activation_linear(
         sequence_parallel: y is this rank's part along the first dimension; the bias's gradient is a part of a sum over tp_group.
         deferred: keeps the rebuilt activation and y's gradient until its `flush`, which makes the weight's gradient. The weight
             must carry main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel y's gradient is gathered in eight bits too, at a scale that the ranks share.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -394,7 +399,7 @@ def activation_linear(
             tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
     use_triton = chosen == "triton" and x.numel() > 0
-    state = fp8_state(precision, x, weight, layout, deferred)
+    state = fp8_state(precision, x, weight, layout)
     traced = chosen == "torch" and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
     activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
@@ -404,24 +409,15 @@ def activation_linear(
     product = product_type(x)
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
         if state is not None:
-            return _forward_fp8(state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, False)[0]
+            return _forward_fp8(
+                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, False
+            )[0]
         activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         return tp_product(activated, weight, bias, layout)
     return _apply(  # type: ignore[no-any-return]
-        x,
-        activation_bias,
-        token_weight,
-        weight,
-        bias,
-        options,
-        use_triton,
-        product,
-        save,
-        layout,
-        deferred,
-        state,
+        x, activation_bias, token_weight, weight, bias, options, use_triton, product, save, layout, deferred, state,
         None if state is None else fp8_taker(x),
-    )
+    )  # fmt: skip
 
 
 define_op(

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import describe_fp8, fp8_product, fp8_state
+from onepass.gradients.fp8_product import fp8_product
+from onepass.gradients.fp8_weight import describe_fp8, fp8_state
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product
 from onepass.parallel.collectives import group_of_several
@@ -39,10 +40,8 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def _variant(call: Call) -> str:
     """What a call does besides its products."""
     own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
-    said = [
-        describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch",
-        "gradients into main_grad" if own else "gradients to autograd",
-    ]
+    said = [describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch"]
+    said += ["gradients into main_grad" if own else "gradients to autograd"]
     if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
         said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
         said += ["divided along the first dimension"] if call.sequence_parallel else []
@@ -105,7 +104,8 @@ def linear(
         reduce_output: each rank has some of the weight's columns and of x's (row parallel). y is summed over the group before the
             bias is added. Under sequence_parallel the bias's gradient is a part of a sum over the group.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel rows are gathered in eight bits too, at a scale that the ranks share; sums are in y's type.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             first three are the same here: PyTorch's products.
 
@@ -124,16 +124,13 @@ def linear(
             "linear", chosen, x, weight, bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
             sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
         )  # fmt: skip
-    fp8 = fp8_state(precision, x, weight, layout, deferred)
-    if (
-        fp8 is None
-        and layout is None
-        and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias)))
-    ):
+    fp8 = fp8_state(precision, x, weight, layout)
+    own = accumulates_elsewhere(weight) or accumulates_elsewhere(bias)
+    if fp8 is None and layout is None and (under_functorch() or not own):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
     x = cast(x, product_type(x)) if under_autocast(x) else x
     if fp8 is not None:
-        return fp8_product(x, weight, bias, fp8)
+        return fp8_product(x, weight, bias, fp8, layout, deferred)
     return linear_product(x, weight, bias, layout, deferred)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.dispatch import needs_grad, under_functorch
+
+if TYPE_CHECKING:
+    from onepass.gradients.vectors import VectorGrads
 
 
 class NormOptions(NamedTuple):
@@ -64,3 +67,31 @@ def add_rounded(x: Tensor, residual: Tensor, stored: torch.dtype) -> Tensor:
         return rounded
     rest = rounded - h.detach()
     return h + torch.where(rest.isnan() | (rest == 0), -0.0, rest)  # inf - inf is NaN; -0.0 changes nothing, not even 0's sign
+
+
+def norm_backward_formula(
+    vectors: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    stats: Tensor | None, options: NormOptions, need_dx: bool, need_dweight: bool, need_dbias: bool,
+    dx_type: torch.dtype, rebuild: bool, *, into_dy: bool,
+) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Do what `kernels.backward_into` does, by autograd. It adds to no main_grad."""
+    if vectors is not None:
+        weight, bias = vectors.wide(weight, bias)
+    layer, eps, centered = options
+    needs = need_dx, need_dweight, need_dbias
+    wide = torch.promote_types(x.dtype, torch.float32)
+    leaves = [
+        None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)
+    ]
+    with torch.enable_grad():
+        normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
+    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    found = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
+    dx, dweight, dbias = (
+        next(found) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
+    )
+    if dx is not None and dh is not None:
+        dx += dh  # autograd made it for us
+    types = (dx_type, *(None if t is None else t.dtype for t in (weight, bias)))
+    dx, dweight, dbias = (None if t is None else t.to(dtype) for t, dtype in zip((dx, dweight, dbias), types, strict=True))
+    return None, dx, dweight, dbias, normed.detach().to(x.dtype)

@@ -27,16 +27,7 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
-from onepass.gradients.fp8_product import (
-    FP8Call,
-    FP8Operand,
-    FP8Weight,
-    describe_fp8,
-    fp8_forward,
-    fp8_product,
-    fp8_state,
-    fp8_weight_gradient,
-)
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -60,15 +51,16 @@ from onepass.gradients.vectors import (
     vector_grads,
     with_fp32_grads,
 )
-from onepass.ops.norm import fp8, kernels
-from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
-from onepass.ops.norm.norm import layer_norm, rms_norm
+from onepass.ops.norm import kernels
+from onepass.ops.norm.formula import NormOptions, add_rounded, norm_backward_formula, norm_formula
+from onepass.ops.norm.fp8_linear import norm_linear_fp8, norm_then_linear, start_norm_operand
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
     rows_of,
     start_gather,
     start_input_gradient,
+    start_sum,
     tp_layout,
     writable,
 )
@@ -76,7 +68,6 @@ from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
-from onepass.runtime.fp8 import FP8Target
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 
@@ -138,34 +129,6 @@ def _norm_forward(
     return cast(formula, x.dtype), h, None
 
 
-def _backward_by_formula(
-    vectors: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    stats: Tensor | None, options: NormOptions, need_dx: bool, need_dweight: bool, need_dbias: bool,
-    dx_type: torch.dtype, rebuild: bool, *, into_dy: bool,
-) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """As `kernels.backward_into`, which adds to no main_grad here."""
-    if vectors is not None:
-        weight, bias = vectors.wide(weight, bias)
-    layer, eps, centered = options
-    needs = need_dx, need_dweight, need_dbias
-    wide = torch.promote_types(x.dtype, torch.float32)
-    leaves = [
-        None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)
-    ]
-    with torch.enable_grad():
-        normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
-    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
-    dx, dweight, dbias = (
-        next(found) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
-    )
-    if dx is not None and dh is not None:
-        dx += dh  # autograd made it for us
-    types = (dx_type, *(None if t is None else t.dtype for t in (weight, bias)))
-    dx, dweight, dbias = (None if t is None else t.to(dtype) for t, dtype in zip((dx, dweight, dbias), types, strict=True))
-    return None, dx, dweight, dbias, normed.detach().to(x.dtype)
-
-
 def _forward(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     options: NormOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, keep: bool,
@@ -175,24 +138,6 @@ def _forward(
     normed = cast(normed, product)
     whole = start_gather(normed, layout).wait()
     return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, h, stats
-
-
-def _forward_fp8(
-    state: FP8Weight, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, FP8Call]:  # fmt: skip
-    """y by a product in eight bits, h, the rows' statistics, and what backward needs of the state."""
-    found: list[tuple[Tensor | None, Tensor | None]] = []
-
-    def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
-        codes_of = fp8.norm_codes if use_triton else fp8.norm_codes_formula
-        codes, inverse, h, stats = codes_of(x, residual, norm_weight, norm_bias, options, target, keep)
-        found.append((h, stats))
-        return codes.view(-1, codes.shape[-1]), inverse
-
-    y, call = fp8_forward(state, weight, bias, x.shape[:-1], product, run, noted=keep)
-    h, stats = found[-1]
-    return y, x if h is None else h, stats, call
 
 
 def _traced(
@@ -206,18 +151,6 @@ def _traced(
     else:
         y = linear_product(normed.to(product_type(x)), weight, bias, layout, deferred)
     return _returned(y, normed if returns[0] else None, h if returns[1] else None)
-
-
-def _by_two_ops(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    options: NormOptions, returns: tuple[bool, bool], product: torch.dtype, state: FP8Weight, backend: str,
-) -> Any:  # fmt: skip
-    """The norm, whose result the caller wants in its own type, and after it a product in eight bits."""
-    layer, eps, centered = options
-    norm: Any = partial(layer_norm, bias=norm_bias) if layer else rms_norm
-    found = norm(x, norm_weight, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
-    normed, h = (found, x) if residual is None else found
-    return _returned(fp8_product(cast(normed, product), weight, bias, state), normed, h if returns[1] else None)
 
 
 # ---- autograd ----
@@ -237,7 +170,7 @@ class _NormLinear(torch.autograd.Function):
         if state is None:
             y, normed, h, stats = _forward(*tensors, options, use_triton, product, layout, True)
         else:
-            y, h, stats, ctx.fp8 = _forward_fp8(state, *tensors, options, use_triton, product, True)
+            y, h, stats, ctx.fp8 = norm_linear_fp8(state, *tensors, options, use_triton, product, layout, True)
         ctx.options, ctx.use_triton, ctx.returns, ctx.product = options, use_triton, returns, product
         ctx.layout, ctx.deferred = layout, deferred
         ctx.types = x.dtype, None if residual is None else residual.dtype
@@ -283,7 +216,7 @@ def _through_norm(
     x_type, residual_type = ctx.types
     dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
     needs = _needs(requests)
-    backward: Callable[..., Any] = kernels.backward_into if ctx.use_triton else _backward_by_formula
+    backward: Callable[..., Any] = kernels.backward_into if ctx.use_triton else norm_backward_formula
     into_dy = ours and dx_type == ctx.product
     dh = dh if needs[0] else None
     return backward(  # type: ignore[no-any-return]
@@ -300,13 +233,13 @@ def _backward_single(
     needs = _needs(requests)
     need_dweight = requests[3] is not GradRequest.SKIP and dy is not None
     vectors, into = vector_grads(ctx.vectors, requests[1:3]), None
-    dh_whole, dnorm_weight, dnorm_bias, normed, turned = dh if needs[0] else None, None, None, None, None
+    dh_whole, dnorm_weight, dnorm_bias, normed, operand = dh if needs[0] else None, None, None, None, None
+    later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
     if ctx.fp8 is not None and dy is not None:
-        ours, turned = ctx.fp8.gradient_operands(dy, any(needs), need_dweight)
-        dnormed = None if ours is None else ctx.fp8.input_gradient(ours, h.shape[:-1], ctx.product)
+        dnormed, operand, _ = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
     elif any(needs):
         dnormed = _through_linear(None if dy is None else rows_of(dy), weight.to(ctx.product), dnormed, h)
-    rebuild = need_dweight and turned is None
+    rebuild = need_dweight and operand is None
     if dnormed is not None and (any(needs) or need_dweight):
         into, dh_whole, dnorm_weight, dnorm_bias, normed = _through_norm(
             ctx, vectors, saved, dnormed, dh, requests, rebuild, ours=dy is not None
@@ -317,15 +250,13 @@ def _backward_single(
     with name_written(_written_by_norm(vectors, into)):
         dx, dresidual = _split(ctx, dh_whole, requests)
         keep = operands = None
-        if turned is not None:
-            turn = fp8.norm_codes_turned if ctx.use_triton else fp8.norm_codes_turned_formula
-            codes = turn(h, saved[4], norm_weight, norm_bias, ctx.options, ctx.fp8.x_target)
-            x_turned = FP8Operand(codes, ctx.fp8.x_inverse)
-            keep = partial(fp8_weight_gradient, turned, x_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
+        if operand is not None:
+            start = start_norm_operand(ctx.fp8, saved, ctx.options, ctx.use_triton, later)
+            keep = _fp8_weight_gradient(ctx, operand, start, requests[3], later)
         elif need_dweight:
             assert dy is not None and normed is not None
             operands = rows_of(dy), rows_of(normed.to(ctx.product))
-        if operands is not None and is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
+        if operands is not None and later:
             keep = partial(ctx.deferred.keep, *operands, ctx.parameters[0], ctx.main_grads[0], None)
         dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:5], sums, operands, keep, pending)
     if vectors is not None:
@@ -340,14 +271,22 @@ def _backward_parallel(
     h, norm_weight, norm_bias, weight, _ = saved
     dy, dnormed, dh = incoming
     assert dy is not None
-    gathering = summing = keep = rows = None
-    if requests[3] is not GradRequest.SKIP:
+    gathering = summing = keep = rows = start = None
+    need_dweight, later = requests[3] is not GradRequest.SKIP, is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
+    if need_dweight and ctx.fp8 is not None and ctx.fp8.has_wgrad:
+        start = start_norm_operand(ctx.fp8, saved, ctx.options, ctx.use_triton, later)
+    elif need_dweight:
         normed = _rebuilt(ctx, h, norm_weight, norm_bias)
-        if is_deferred(ctx.deferred, ctx.parameters[0], requests[3]):
+        if later:
             keep = partial(ctx.deferred.keep, dy, normed, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
         else:
             gathering = start_gather(normed, ctx.layout)
-    if any(_needs(requests)):
+    if ctx.fp8 is not None:
+        through, operand, _ = ctx.fp8.output_gradient(dy, any(_needs(requests)), need_dweight, later=later)
+        summing = None if through is None else start_sum(through, ctx.layout)
+        if start is not None:
+            keep = _fp8_weight_gradient(ctx, operand, start, requests[3], later)
+    elif any(_needs(requests)):
         summing = start_input_gradient(dy, weight.to(ctx.product), ctx.layout)
     if gathering is not None:
         rows = rows_of(dy), rows_of(gathering.wait())
@@ -365,6 +304,14 @@ def _backward_parallel(
         if vectors is not None:
             grads = vectors.put(into, *grads)
     return dx, *grads, dweight, dbias, dresidual
+
+
+def _fp8_weight_gradient(
+    ctx: Any, dy: FP8Operand | None, normed: Callable[[], FP8Operand], request: GradRequest, later: bool
+) -> partial[Any]:
+    """Return what puts an eight-bit gradient of the weight where it belongs."""
+    place = ctx.parameters[0], ctx.main_grads[0], request, ctx.deferred if later else None
+    return partial(ctx.fp8.weight_gradient, dy, normed, *place)
 
 
 def _written_by_norm(vectors: VectorGrads | None, into: KernelTargets | None) -> list[str]:
@@ -471,7 +418,8 @@ def norm_linear(
             (`onepass.parallel.reduce_sequence_parallel_grads`).
         deferred: keeps norm(h), made again, and y's gradient for the weight's, until its `flush`. The weight must carry
             main_grad.
-        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
+            sequence_parallel norm(h) is gathered in eight bits too, at a scale that the ranks share.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -492,7 +440,7 @@ def norm_linear(
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0
-    state = fp8_state(precision, x, weight, layout, deferred)
+    state = fp8_state(precision, x, weight, layout)
     traced = not use_triton and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
     if traced:
         norm_weight, norm_bias = with_fp32_grads(norm_weight, norm_bias)
@@ -503,16 +451,17 @@ def norm_linear(
         return _traced(*tensors, options, returns, layout, deferred)
     product = product_type(x)
     if state is not None and return_norm_output:
-        return _by_two_ops(*tensors, options, returns, product, state, chosen)
+        y, normed, h = norm_then_linear(*tensors, options, product, state, layout, deferred, chosen)
+        return _returned(y, normed, h if returns[1] else None)
     if not needs_grad(*tensors):
         if state is not None:
-            y, h, *_ = _forward_fp8(state, *tensors, options, use_triton, product, False)
+            y, h, *_ = norm_linear_fp8(state, *tensors, options, use_triton, product, layout, False)
             return _returned(y, None, h if returns[1] else None)
         y, normed, h, _ = _forward(*tensors, options, use_triton, product, layout, False)
         return _returned(y, normed if returns[0] else None, h if returns[1] else None)
     found = _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
-    if state is not None and bias is None:
-        takes_fp8_gradient(found[0] if isinstance(found, tuple) else found, state)
+    if state is not None:
+        takes_fp8_gradient(found[0] if isinstance(found, tuple) else found, state, bias, layout)
     return found
 
 

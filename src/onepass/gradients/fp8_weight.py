@@ -1,0 +1,208 @@
+"""The weight of a linear layer in eight bits, the operands of its products, and whether a product is in eight bits at all.
+
+The weight's codes are made after each of its updates, in both layouts, and shared by microbatches. Over the ranks of a group:
+
+                 x                         dy                        the weight
+    column       all rows on every rank    own columns, own scale    own rows, own scale
+      sequence   own rows, one scale       own columns, own scale    own rows, own scale
+    row          own columns, own scale    all rows on every rank    own columns, own scale
+      sequence   own columns, own scale    own rows, one scale       own columns, own scale
+
+A tensor whose rows are divided over the ranks is cast at one scale, and gathered as codes: the bits that one rank would make of
+all rows, in half the bytes. What every rank has whole gets the same scale on each of them by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.gradients.fp8_scales import FP8Scales, factors_of
+from onepass.kernels.fp8_cast import cast_rows, cast_tensor
+from onepass.kernels.fp8_turn import turn_codes
+from onepass.parallel.collectives import Pending, start_all_gather
+from onepass.parallel.tensor_parallel import TPLayout
+from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
+from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+
+
+class FP8Operand(NamedTuple):
+    """Codes, by rows or turned, with the inverse of their scale, as a product takes them."""
+
+    codes: Tensor
+    inverse: Tensor
+
+    def part(self, first: int, last: int) -> FP8Operand:
+        """Return some of its rows."""
+        return FP8Operand(self.codes[first:last], self.inverse[first:last] if self.inverse.dim() else self.inverse)
+
+    def turned(self) -> FP8Operand:
+        """Return the transpose of rows that share a scale."""
+        return FP8Operand(turn_codes(self.codes), self.inverse)
+
+
+class PendingOperand:
+    """The rows of all ranks, which are being gathered."""
+
+    def __init__(self, own: FP8Operand, group: dist.ProcessGroup) -> None:
+        """`own`: rows at a scale that all ranks share, or at scales of their own."""
+        self._dtype = own.codes.dtype
+        self._codes = start_all_gather(own.codes.view(torch.uint8), group)
+        self._inverse = start_all_gather(own.inverse, group) if own.inverse.dim() else Pending(own.inverse)
+
+    def wait(self) -> FP8Operand:
+        return FP8Operand(self._codes.wait().view(self._dtype), self._inverse.wait())
+
+
+Pass = Callable[[FP8Target], tuple[Tensor, Tensor | None]]  # writes codes for a target; returns them, and a row's own inverses
+
+
+def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None) -> Tensor:
+    """Return a @ b.T."""
+    return scaled_product(a.codes, a.inverse, b.codes, b.inverse, dtype, fast=fast, out=out)
+
+
+class FP8Weight:
+    """A weight in eight bits, by its rows and turned, with the scales of its layer."""
+
+    def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
+        self.recipe = recipe
+        self.scales = FP8Scales(recipe, weight.device)
+        self._version: int | None = None
+
+    # ---- the weight ----
+
+    def update(self, weight: Tensor) -> None:
+        """After an update of the weight set all scales, and make its codes again."""
+        if self._version == weight._version:
+            return
+        weight_now = weight.detach()
+        if self.recipe.scaling == "row":
+            self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
+        else:
+            if self._version is not None and self.recipe.scaling == "delayed":
+                self.scales.refresh()
+            rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
+            assert rows is not None and turned is not None
+            self.rows, self.turned = rows, turned
+        self._version = weight._version
+
+    def check_unchanged(self, version: int) -> None:
+        """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
+        if self._version != version:
+            raise RuntimeError("weight must not be updated between forward and backward: its codes are another's by now")
+
+    @property
+    def version(self) -> int:
+        assert self._version is not None
+        return self._version
+
+    # ---- the other operands ----
+
+    def gradient_target(self) -> tuple[FP8Target, Tensor] | None:
+        """Return what another op's backward writes dy for, and the scale's inverse; None where it can't know the scale."""
+        if self.recipe.scaling != "delayed" or not self.recipe.has_wgrad or not self.scales.has_started("gradient"):
+            return None
+        return self.scales.target("gradient"), self.scales.factors_of("gradient").inverse.clone()
+
+    def share(self, layout: TPLayout) -> None:
+        """Let the ranks have one scale for the tensor that is divided by rows over them."""
+        if layout.gathers_x or layout.gathers_dy:
+            self.scales.share("input" if layout.gathers_x else "gradient", layout.group)
+
+    def target(self, role: str, run: Callable[[FP8Target], object], *, lasting: bool = False) -> tuple[FP8Target, Tensor]:
+        """Return what a pass writes codes for, by the recipe, and the inverse of the scale that it has.
+
+        Args:
+            run: the pass itself. Where the scale comes from this tensor, it runs once more before.
+            lasting: the scale is kept beyond the next update.
+        """
+        scales = self.scales
+        if self.recipe.scaling == "current":
+            scale, inverse = factors_of(scales.measure(role, run))
+            return FP8Target(scales.type_of(role), scale), inverse
+        scales.start(role, run)
+        target, inverse = scales.target(role), scales.factors_of(role).inverse
+        if lasting:
+            scale, inverse = factors_of(scales.row_of(role).clone())
+            target = target._replace(scale=scale)
+        return target, inverse
+
+    def input_operand(self, run: Pass, noted: bool) -> tuple[FP8Operand, Tensor | None]:
+        """Return the codes of x that a pass writes, and their scale where rows share one. `noted`: the scales to come see it."""
+        if self.recipe.scaling == "row":
+            codes, inverse = run(FP8Target(E4M3))
+            assert inverse is not None
+            return FP8Operand(codes, inverse), None
+        target, inverse = self.target("input", run)
+        codes, _ = run(target if noted else FP8Target(E4M3, target.scale))
+        return FP8Operand(codes, inverse), target.scale
+
+    def cast(
+        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False
+    ) -> tuple[FP8Operand | None, FP8Operand | None]:
+        """Cast rows in one layout or both. By row there is no turned one."""
+        if self.recipe.scaling == "row":
+            return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
+        target, inverse = self.target(role, partial(cast_tensor, x, codes=False), lasting=lasting)
+        found = cast_tensor(x, target, codes=codes, turned=turned)
+        plain, across = (None if each is None else FP8Operand(each, inverse) for each in found)
+        return plain, across
+
+
+def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
+    """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
+    state: FP8Weight | None = getattr(weight, "fp8", None)
+    if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
+        state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
+    return state
+
+
+def fp8_state(
+    precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None = None
+) -> FP8Weight | None:  # fmt: skip
+    """Return the state of a product that `precision` wants in eight bits, or None where it keeps its type. Raise where it can't.
+
+    Ranks that have parts of one weight must all have parts that fit, or none: `validate()` sees where they gather other types.
+    """
+    if precision is None:
+        return None
+    recipe = recipe_of(precision)
+    check_fp8(x, weight)
+    if recipe is None or unfit_for_fp8(x, weight) is not None:
+        return None
+    if under_functorch():
+        raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
+    if torch.compiler.is_compiling():
+        raise RuntimeError("precision must be None under torch.compile")
+    state = fp8_weight(weight, recipe)
+    if layout is not None:
+        state.share(layout)
+    return state
+
+
+def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
+    """Return what `explain` says of a product's precision, or None where there is nothing to say."""
+    recipe = recipe_of(precision)
+    if recipe is None:
+        return None
+    unfit = unfit_for_fp8(x, weight)
+    if unfit is not None:
+        return f"products in their own type, as {unfit}"
+    kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
+    wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
+    return f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})"
+
+
+def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
+    """Return why this product stays in its own type, or None."""
+    N, K = weight.shape
+    if N % MULTIPLE or K % MULTIPLE:
+        return f"the weight's sizes, {N} x {K}, are not multiples of {MULTIPLE}"
+    return None if x.numel() else "there is nothing to do"
