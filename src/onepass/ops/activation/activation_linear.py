@@ -237,12 +237,12 @@ class _ActivationLinear(torch.autograd.Function):
             each is not GradRequest.SKIP for each in requests
         )
         needs = need_dx, need_dactivation_bias, need_dtoken_weight
-        keep = rows = into = dx = dactivation_bias = dtoken_weight = None
+        keep = rows = into = dx = dactivation_bias = dtoken_weight = turned = None
         vectors = vector_grads(ctx.vectors, requests[1:2])
         sums = column_sums(dy) if need_dbias else None
         later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
-            turned = activated = None
+            activated = None
             if ctx.fp8 is None:
                 through = cast(weight, ctx.product) if any(needs) else None
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
@@ -256,19 +256,19 @@ class _ActivationLinear(torch.autograd.Function):
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(
                     vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
                 )
+            if turned is None and later:
+                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
+            elif turned is None and need_dweight:
+                assert activated is not None
+                rows = rows_of(whole_dy), rows_of(activated)
+        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
+        with name_written([] if into is None else ["activation_bias"]):
             if turned is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)
                 y_turned = ctx.fp8.turned_input(
                     partial(_turned_activation, x, activation_bias, token_weight, ctx.options, ctx.use_triton)
                 )
                 keep = partial(fp8_weight_gradient, turned, y_turned, ctx.parameters[0], ctx.main_grads[0], requests[3])
-            elif later:
-                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
-            elif need_dweight:
-                assert activated is not None
-                rows = rows_of(whole_dy), rows_of(activated)
-        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
-        with name_written([] if into is None else ["activation_bias"]):
             dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
         if vectors is not None:
             (dactivation_bias,) = vectors.autograd_grads(into, put)

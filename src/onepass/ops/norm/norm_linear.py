@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_product, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -52,7 +52,6 @@ from onepass.gradients.vectors import (
 )
 from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
-from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -169,9 +168,16 @@ def _forward(
 
 def _forward_fp8(
     state: FP8Weight, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, FP8Call]:  # fmt: skip
-    """y by a product in eight bits, h, the rows' statistics, and what backward needs of the state."""
+    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, returns_norm: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, FP8Call]:  # fmt: skip
+    """y by a product in eight bits, norm(h) if it is asked for, h, the rows' statistics, and what backward needs of the state.
+
+    norm(h) is written by a pass of its own, before: codes are those of the fp32 norm, whether it is returned or not.
+    """
+    normed = None
+    if returns_norm:
+        normed, x, _ = _norm_forward(x, residual, norm_weight, norm_bias, options, use_triton, keep=False)
+        normed, residual = cast(normed, product), None
     found: list[tuple[Tensor | None, Tensor | None]] = []
 
     def run(target: FP8Target) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +188,7 @@ def _forward_fp8(
 
     y, call = fp8_forward(state, weight, bias, x.shape[:-1], product, run, noted=keep)
     h, stats = found[-1]
-    return y, x if h is None else h, stats, call
+    return y, normed, x if h is None else h, stats, call
 
 
 def _traced(
@@ -196,18 +202,6 @@ def _traced(
     else:
         y = linear_product(normed.to(product_type(x)), weight, bias, layout, deferred)
     return _returned(y, normed if returns[0] else None, h if returns[1] else None)
-
-
-def _by_two_ops(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    options: NormOptions, returns: tuple[bool, bool], product: torch.dtype, state: FP8Weight, backend: str,
-) -> Any:  # fmt: skip
-    """The norm, whose result the caller wants in its own type, and after it a product in eight bits."""
-    layer, eps, centered = options
-    norm, vectors = (layer_norm, (norm_weight, norm_bias)) if layer else (rms_norm, (norm_weight,))
-    found: Any = norm(x, *vectors, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
-    normed, h = (found, x) if residual is None else found
-    return _returned(fp8_product(cast(normed, product), weight, bias, state), normed, h if returns[1] else None)
 
 
 # ---- autograd ----
@@ -227,7 +221,7 @@ class _NormLinear(torch.autograd.Function):
         if state is None:
             y, normed, h, stats = _forward(*tensors, options, use_triton, product, layout, True)
         else:
-            y, h, stats, ctx.fp8 = _forward_fp8(state, *tensors, options, use_triton, product, True)
+            y, normed, h, stats, ctx.fp8 = _forward_fp8(state, *tensors, options, use_triton, product, True, returns[0])
         ctx.options, ctx.use_triton, ctx.returns, ctx.product = options, use_triton, returns, product
         ctx.layout, ctx.deferred = layout, deferred
         ctx.types = x.dtype, None if residual is None else residual.dtype
@@ -294,7 +288,8 @@ def _backward_single(
     dh_whole, dnorm_weight, dnorm_bias, normed, turned = dh if needs[0] else None, None, None, None, None
     if ctx.fp8 is not None and rows is not None:
         ours, turned = ctx.fp8.gradient_operands(rows, any(needs), need_dweight)
-        dnormed = None if ours is None else ctx.fp8.input_gradient(ours, h.shape[:-1], ctx.product)
+        through = None if ours is None else ctx.fp8.input_gradient(ours, h.shape[:-1], ctx.product)
+        dnormed = through if through is None or dnormed is None else through.add_(dnormed)
     elif any(needs):
         dnormed = _through_linear(rows, weight.to(ctx.product), dnormed, h)
     rebuild = need_dweight and turned is None
@@ -492,12 +487,10 @@ def norm_linear(
     if traced:
         return _traced(*tensors, options, returns, layout, deferred)
     product = product_type(x)
-    if state is not None and return_norm_output:
-        return _by_two_ops(*tensors, options, returns, product, state, chosen)
     if not needs_grad(*tensors):
         if state is not None:
-            y, h, *_ = _forward_fp8(state, *tensors, options, use_triton, product, False)
-            return _returned(y, None, h if returns[1] else None)
+            y, normed, h, *_ = _forward_fp8(state, *tensors, options, use_triton, product, False, returns[0])
+            return _returned(y, normed, h if returns[1] else None)
         y, normed, h, _ = _forward(*tensors, options, use_triton, product, layout, False)
         return _returned(y, normed if returns[0] else None, h if returns[1] else None)
     return _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
