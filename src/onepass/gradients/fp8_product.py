@@ -48,27 +48,43 @@ Pass = Callable[[FP8Target], tuple[Tensor, Tensor | None]]  # writes codes for a
 
 
 class FP8Weight:
-    """A weight in eight bits, by its rows and turned, with the scales of its layer."""
+    """A weight in eight bits, by its rows and turned, with the scales of its layer.
+
+    A copy and a pickle have the scales and their history, and make the codes anew.
+    """
 
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
         self._version: int | None = None
+        self._address = 0
+
+    def __reduce__(self) -> tuple[Callable[..., FP8Weight], tuple[FP8Recipe, dict[str, Tensor]]]:
+        return _from_scales, (self.recipe, self.scales.state_dict())
 
     # ---- the weight ----
 
     def update(self, weight: Tensor) -> None:
-        """After an update of the weight set all scales, and make its codes again."""
-        if self._version == weight._version:
+        """After an update of the weight set all scales, and make its codes again.
+
+        Assigned `weight.data` lies elsewhere: that is no step, but another weight, whose scale is measured. A write through
+        `weight.data` changes neither version nor address: nobody sees it.
+        """
+        if self._version == weight._version and self._address == weight.data_ptr():
             return
-        weight_now = weight.detach()
+        with torch.inference_mode(False):  # codes and scales serve training too
+            self._make_codes(weight.detach(), weight._version)
+        self._version, self._address = weight._version, weight.data_ptr()
+
+    def _make_codes(self, weight_now: Tensor, version: int) -> None:
         if self.recipe.scaling == "row":
             self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
         else:
-            if self._version is not None and self.recipe.scaling == "delayed":
+            if self._version == version:
+                self.scales.restart("weight")
+            elif self._version is not None and self.recipe.scaling == "delayed":
                 self.scales.refresh()
             self.rows, self.turned = self.cast("weight", weight_now, turned=True, lasting=True)
-        self._version = weight._version
 
     def check_unchanged(self, version: int) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
@@ -122,11 +138,27 @@ class FP8Weight:
         return plain, across
 
 
+def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
+    """Return a state without codes, on the scales' device."""
+    state = FP8Weight(scales["factors"], recipe)
+    state.scales.load_state_dict(scales)
+    return state
+
+
+def _carrier(weight: Tensor) -> Tensor:
+    """Return the tensor that carries a weight's state: of a view of all of it, which is made for a call, what it views."""
+    base = weight._base
+    same = base is not None and (base.shape, base.stride(), base.dtype) == (weight.shape, weight.stride(), weight.dtype)
+    return base if same else weight  # type: ignore[return-value]
+
+
 def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
     """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
+    weight = _carrier(weight)
     state: FP8Weight | None = getattr(weight, "fp8", None)
     if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
-        state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state
 
 

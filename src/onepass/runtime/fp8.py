@@ -67,6 +67,8 @@ def check_fp8(x: Tensor, weight: Tensor) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype is torch.float64:
             raise TypeError(f"{name} must be fp32, bf16 or fp16 with precision='fp8', but is fp64")
+    if weight.is_inference():
+        raise RuntimeError("weight must not be made in inference_mode with precision='fp8': its updates would not be seen")
     check_gpu("precision", x)
 
 
