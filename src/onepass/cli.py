@@ -158,6 +158,8 @@ def _options(function: Callable[..., Any]) -> list[tuple[Parameter, Any]]:
         hint = hints.get(parameter.name)
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if len(kinds) > 1 and str in kinds:  # a name, or an object that it stands for
+            kinds = (str,)
         if len(kinds) == 1 and (kinds[0] in (str, int, float, bool) or _is_tensor(kinds[0])):
             found.append((parameter, kinds[0]))
     return found

@@ -29,7 +29,7 @@ from onepass.gradients.product import linear_gradients
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered, under_functorch
+from onepass.runtime.dispatch import fast_apply, has_address, needs_grad, not_twice_differentiable, registered, under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
@@ -70,11 +70,12 @@ class FP8Weight:
         Assigned `weight.data` lies elsewhere: that is no step, but another weight, whose scale is measured. A write through
         `weight.data` changes neither version nor address: nobody sees it.
         """
-        if self._version == weight._version and self._address == weight.data_ptr():
+        address = weight.data_ptr() if has_address(weight) else 0
+        if self._version == weight._version and self._address == address:
             return
         with torch.inference_mode(False):  # codes and scales serve training too
             self._make_codes(weight.detach(), weight._version)
-        self._version, self._address = weight._version, weight.data_ptr()
+        self._version, self._address = weight._version, address
 
     def _make_codes(self, weight_now: Tensor, version: int) -> None:
         if self.recipe.scaling == "row":

@@ -195,7 +195,7 @@ def bias_activation(
         kernels.check_finite(x)
     chosen = choose("bias_activation", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
+        return run_other(
             "bias_activation", chosen, x, bias, activation,
             token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, dropout=float(dropout), save=save, out=out,
         )  # fmt: skip
@@ -215,8 +215,8 @@ def bias_activation(
     token_weight = None if token_weight is None else token_weight.contiguous()
     seed = drawn if number is None else None
     if not needs_grad(x, bias, token_weight):
-        return kernels.forward(x, bias, token_weight, seed, options, x.dtype)  # type: ignore[no-any-return]
-    return _apply(x, bias, token_weight, seed, options, save)  # type: ignore[no-any-return]
+        return kernels.forward(x, bias, token_weight, seed, options, x.dtype)
+    return _apply(x, bias, token_weight, seed, options, save)
 
 
 define_op(

@@ -129,7 +129,8 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 def _output(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     target = FP8Target(dtype, scale, amax, saturated)
     codes, inverse = activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
@@ -141,7 +142,8 @@ def _output(
 
 def _output_fake(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lead, width = x.shape[:-1], x.shape[-1] // activation_of(options.activation).parts
     inverse = x.new_empty((*lead, 1), dtype=torch.float32) if scale is None else torch.empty_like(scale)

@@ -27,13 +27,7 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
-from onepass.gradients.main_grad import (
-    GradRequest,
-    accumulates_elsewhere,
-    grad_requests,
-    main_grads_of,
-    name_written,
-)
+from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere, grad_requests, main_grads_of, name_written
 from onepass.gradients.product import (
     describe_products,
     graph_break_if_deferred,
@@ -212,8 +206,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         residual: Tensor | None, options: NormOptions, use_triton: bool, returns: tuple[bool, bool],
-        product: torch.dtype,
-        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
+        product: torch.dtype, layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
     ) -> Any:  # fmt: skip
         """`returns`: norm(h), h."""
         graph_break_if_deferred(deferred)
