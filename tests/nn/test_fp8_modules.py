@@ -51,8 +51,13 @@ def test_modules_run_in_eight_bits_and_share_codes_between_microbatches(make, fu
     module, x = drawn(make)
     for each in module.modules():
         each.gradient_accumulation_fusion = fused
-    made, stock = [], FP8Weight._make_codes
-    monkeypatch.setattr(FP8Weight, "_make_codes", lambda *args: (made.append(1), stock(*args)))
+    made, stock = [], FP8Weight.cast
+
+    def noted(state, role, *args, **how):
+        made.extend([1] if role == "weight" else [])
+        return stock(state, role, *args, **how)
+
+    monkeypatch.setattr(FP8Weight, "cast", noted)
     for _ in range(2):
         run(module, x).sum().backward()
     layers = 2 if isinstance(module, MLP) else 1

@@ -147,6 +147,17 @@ def test_one_gradient_alone_is_that_of_all(case, recipe, backend):
         assert decibels(found, whole[name]) > 45, name
 
 
+@backends
+@cases
+def test_results_can_be_written_in_place(case, backend):
+    for tensors, dys in (case.draw(), case.draw(lead=(25,))):
+        expected = case.results(tensors, dys, precision="fp8", backend=backend)
+        ys = case(tensors, precision="fp8", backend=backend)
+        ys[0].mul_(2)  # h among the others is saved for backward, and autograd refuses
+        (found,) = torch.autograd.grad(ys, [tensors["weight"]], [dys[0] / 2, *dys[1 : len(ys)]])
+        assert found.equal(expected["weight"])
+
+
 # ---- scales ----
 
 

@@ -28,7 +28,7 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.product import linear_gradients
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of
+from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, writable
 from onepass.runtime.dispatch import fast_apply, has_address, needs_grad, not_twice_differentiable, registered, under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
@@ -73,19 +73,20 @@ class FP8Weight:
         address = weight.data_ptr() if has_address(weight) else 0
         if self._version == weight._version and self._address == address:
             return
+        weight_now = weight.detach()
         with torch.inference_mode(False):  # codes and scales serve training too
-            self._make_codes(weight.detach(), weight._version)
-        self._version, self._address = weight._version, address
-
-    def _make_codes(self, weight_now: Tensor, version: int) -> None:
-        if self.recipe.scaling == "row":
-            self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
-        else:
-            if self._version == version:
-                self.scales.restart("weight")
-            elif self._version is not None and self.recipe.scaling == "delayed":
-                self.scales.refresh()
-            self.rows, self.turned = self.cast("weight", weight_now, turned=True, lasting=True)
+            if self.recipe.scaling == "row":
+                self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
+            else:
+                if self._version == weight._version:
+                    self.scales.restart("weight")
+                elif self._version is not None and self.recipe.scaling == "delayed":
+                    self.scales.refresh()
+                rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
+                assert rows is not None and turned is not None
+                self.rows, self.turned = rows, turned
+        self._version = weight._version
+        self._address = address
 
     def check_unchanged(self, version: int) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
@@ -307,7 +308,7 @@ class _FP8Product(torch.autograd.Function):
         y, ctx.fp8 = fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)))
         ctx.call = weight, bias, main_grads_of(ctx.needs_input_grad[1:], weight, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return y
+        return writable(y)
 
     @staticmethod
     @not_twice_differentiable

@@ -154,7 +154,7 @@ class FP8Scales:
             first_e5m2 = types.index(E5M2) if E5M2 in types else len(types)
             _refresh_plan(state[3].shape[1], self.recipe.margin, recent, first_e5m2)((len(types), 1, 1), *state)
         else:
-            _refresh_formula(*state, types, self.recipe.margin, recent)
+            _refresh_formula(*state, types=types, margin=self.recipe.margin, recent=recent)
 
     def saturations(self) -> dict[str, int]:
         """Return how many numbers of each tensor have saturated so far. It waits for the device."""

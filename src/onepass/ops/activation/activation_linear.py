@@ -217,14 +217,12 @@ class _ActivationLinear(torch.autograd.Function):
                 state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, True
             )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
-            ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-            return y
-        if any(ctx.needs_input_grad[:4]):
+        elif any(ctx.needs_input_grad[:4]):
             activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
         else:  # the bias alone asks
             activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-        return writable(tp_product(activated, weight, bias, layout))
+        return writable(tp_product(activated, weight, bias, layout) if state is None else y)
 
     @staticmethod
     @not_twice_differentiable
