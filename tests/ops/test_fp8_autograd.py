@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import FP8Recipe
-from onepass.kernels.language import triton
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, random_tensors
 from onepass.testing import contract
@@ -269,19 +268,19 @@ def test_transforms_raise(name):
 # ---- what looks at options ----
 
 
+@backends
 @one_of_each
 @recipes
-def test_explain_says_how_products_run(case, recipe):
+def test_explain_says_how_products_run(case, recipe, backend):
     tensors, _ = case.draw()
 
     def said(precision):
-        return onepass.explain(case.function, **case.given(tensors), **case.options, precision=precision).variant
+        return onepass.explain(case.function, **case.given(tensors), **case.options, precision=precision, backend=backend).variant
 
     assert "eight bits" not in said(None)
-    if case.function is onepass.linear or triton is not None:
-        kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
-        wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
-        assert f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})" in said(recipe)
+    kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
+    wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
+    assert f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})" in said(recipe)
     assert not hasattr(tensors["weight"], "fp8")
 
 

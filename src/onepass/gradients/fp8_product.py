@@ -32,6 +32,7 @@ from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, wri
 from onepass.runtime.dispatch import fast_apply, has_address, needs_grad, not_twice_differentiable, registered, under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+from onepass.runtime.op import FORMULA, Call
 
 if TYPE_CHECKING:
     from onepass.gradients.deferred import DeferredWgrad
@@ -197,6 +198,12 @@ def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
     kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
     wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
     return f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})"
+
+
+def describe_formula(call: Call) -> str:
+    """Return what `explain` says of an op's formula, whose product has a precision."""
+    said = describe_fp8(call.precision, call.x, call.weight)
+    return FORMULA if said is None else f"the PyTorch formula; {said}"
 
 
 def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool) -> Tensor:

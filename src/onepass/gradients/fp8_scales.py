@@ -67,7 +67,7 @@ def _refresh_plan(length: int, margin: int, recent: bool, first_e5m2: int) -> Bo
 
 def _refresh_formula(
     factors: Tensor, amax: Tensor, saturated: Tensor, history: Tensor, steps: Tensor, total: Tensor,
-    types: Sequence[torch.dtype], margin: int, recent: bool,
+    *, types: Sequence[torch.dtype], margin: int, recent: bool,
 ) -> None:  # fmt: skip
     largest = amax.view(torch.float32).amax(1)
     total += saturated.sum(1)

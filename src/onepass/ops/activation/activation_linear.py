@@ -26,7 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_product import (
+    FP8Call,
+    FP8Weight,
+    describe_formula,
+    describe_fp8,
+    fp8_forward,
+    fp8_state,
+    fp8_weight_gradient,
+)
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -387,4 +395,5 @@ define_op(
     check=_check_call,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
+    formula=describe_formula,
 )

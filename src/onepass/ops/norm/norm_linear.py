@@ -26,7 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import FP8Call, FP8Weight, describe_fp8, fp8_forward, fp8_state, fp8_weight_gradient
+from onepass.gradients.fp8_product import (
+    FP8Call,
+    FP8Weight,
+    describe_formula,
+    describe_fp8,
+    fp8_forward,
+    fp8_state,
+    fp8_weight_gradient,
+)
 from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere, grad_requests, main_grads_of, name_written
 from onepass.gradients.product import (
     describe_products,
@@ -67,20 +75,10 @@ NORMS = ("rms_norm", "layer_norm")
 
 
 def norm_linear_reference(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    norm: str = "rms_norm",
-    eps: float = 1e-6,
-    zero_centered_gamma: bool = False,
-    return_norm_output: bool = False,
-    residual: Tensor | None = None,
-    return_input: bool = False,
-    stored: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, norm_bias: Tensor | None = None,
+    *, norm: str = "rms_norm", eps: float = 1e-6, zero_centered_gamma: bool = False, return_norm_output: bool = False,
+    residual: Tensor | None = None, return_input: bool = False, stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
     normed, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
@@ -497,4 +495,5 @@ define_op(
     ),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=_variant,
+    formula=describe_formula,
 )  # fmt: skip
