@@ -211,7 +211,8 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
         call = partial(_call, args, known, DTYPES[args.dtype])
         x, options = call(torch.device("meta") if elsewhere else device)  # a CPU build of PyTorch can't index GPU tensors
-        known.function(x, **options | {"backend": "torch"})  # raises what the call itself would raise
+        plain = {"precision": None} if "precision" in options else {}  # a product in eight bits casts real weights
+        known.function(x, **options | plain | {"backend": "torch"})  # raises what the call itself would raise
         x, options = call(device)
         explanation = explain(args.op, x, **options)
     if not elsewhere:
