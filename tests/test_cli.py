@@ -83,6 +83,16 @@ def test_explain_prints_what_explain_returns(capsys):
     assert out.strip() == str(backend.explain("bias_activation", x, bias, "swiglu", clamp=7.0, linear_offset=1.0))
 
 
+def test_explain_takes_the_names_of_eight_bits(capsys):
+    x, weight = torch.empty(16, 32), torch.empty(48, 32)
+    given = "--shape 16,32 --device cpu --dtype fp32"
+    status, out, _ = _run(capsys, "explain", "rms_norm", *given.split(), "--out", "fp8")
+    assert (status, out.strip()) == (0, str(backend.explain("rms_norm", x, out="fp8")))
+    status, out, err = _run(capsys, "explain", "linear", *given.split(), "--weight", "48,32", "--precision", "fp8")
+    assert (status, err) == (0, "")
+    assert out.strip() == str(backend.explain("linear", x, weight, precision="fp8"))
+
+
 def test_explain_gives_a_linear_layer_a_bias_of_its_outputs(capsys):
     options = "--shape 16,32 --device cpu --norm-weight 32 --weight 48,32 --bias"
     status, out, err = _run(capsys, "explain", "norm_linear", *options.split())

@@ -21,6 +21,7 @@ from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
+from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.validation import validate
 
@@ -36,6 +37,8 @@ _norm_backends.register()  # selected by name only, never by "auto"; imports non
 __version__ = _version("onepass")
 __all__ = [
     "FP8Recipe",
+    "FP8Target",
+    "FP8Tensor",
     "activation_linear",
     "attention",
     "bias_activation",

@@ -158,6 +158,8 @@ def _options(function: Callable[..., Any]) -> list[tuple[Parameter, Any]]:
         hint = hints.get(parameter.name)
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if len(kinds) > 1 and str in kinds:  # a name, or an object that it stands for
+            kinds = (str,)
         if len(kinds) == 1 and (kinds[0] in (str, int, float, bool) or _is_tensor(kinds[0])):
             found.append((parameter, kinds[0]))
     return found
@@ -209,7 +211,8 @@ def _explained(args: argparse.Namespace) -> tuple[Explanation, list[str]]:
     with FakeTensorMode(), _pretended_gpu() if elsewhere else contextlib.nullcontext():
         call = partial(_call, args, known, DTYPES[args.dtype])
         x, options = call(torch.device("meta") if elsewhere else device)  # a CPU build of PyTorch can't index GPU tensors
-        known.function(x, **options | {"backend": "torch"})  # raises what the call itself would raise
+        plain = {"precision": None} if "precision" in options else {}  # a product in eight bits casts real weights
+        known.function(x, **options | plain | {"backend": "torch"})  # raises what the call itself would raise
         x, options = call(device)
         explanation = explain(args.op, x, **options)
     if not elsewhere:

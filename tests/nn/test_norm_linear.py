@@ -52,6 +52,7 @@ def test_the_op_gets_every_option(norm, monkeypatch):
     seen = []
     monkeypatch.setattr("onepass.nn.norm_linear.norm_linear", lambda *args, **options: seen.append((args, options)))
     told = {"eps": 1e-3, "zero_centered_gamma": True, "return_norm_output": True, "return_input": True}
+    told["precision"] = "fp8"
     layer, x, residual = NormLinear(8, 4, norm=norm, **told), torch.randn(2, 8), torch.randn(2, 8)
     layer(x, residual)
     options = told | {"norm": norm, "norm_bias": layer.layer_norm_bias, "residual": residual, "deferred": None}

@@ -151,6 +151,10 @@ class FP8Scales:
             self.factors[place] = self.measure(role, run)
             self.started[place] = True
 
+    def restart(self, role: str) -> None:
+        """Let the next pass of a tensor find its scale, as the first did."""
+        self.started[ROLES.index(role)] = False
+
     def measure(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
         """Return a row of factors for the largest magnitude that the pass finds, on all ranks that share the scale."""
         place = ROLES.index(role)

@@ -27,9 +27,10 @@ from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout
-from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.dispatch import has_address, under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+from onepass.runtime.op import FORMULA, Call
 
 
 class FP8Operand(NamedTuple):
@@ -69,29 +70,45 @@ def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, ou
 
 
 class FP8Weight:
-    """A weight in eight bits, by its rows and turned, with the scales of its layer."""
+    """A weight in eight bits, by its rows and turned, with the scales of its layer.
+
+    A copy and a pickle have the scales and their history, and make the codes anew.
+    """
 
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
         self._version: int | None = None
+        self._address = 0
+
+    def __reduce__(self) -> tuple[Callable[..., FP8Weight], tuple[FP8Recipe, dict[str, Tensor]]]:
+        return _from_scales, (self.recipe, self.scales.state_dict())
 
     # ---- the weight ----
 
     def update(self, weight: Tensor) -> None:
-        """After an update of the weight set all scales, and make its codes again."""
-        if self._version == weight._version:
+        """After an update of the weight set all scales, and make its codes again.
+
+        Assigned `weight.data` lies elsewhere: that is no step, but another weight, whose scale is measured. A write through
+        `weight.data` changes neither version nor address: nobody sees it.
+        """
+        address = weight.data_ptr() if has_address(weight) else 0
+        if self._version == weight._version and self._address == address:
             return
         weight_now = weight.detach()
-        if self.recipe.scaling == "row":
-            self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
-        else:
-            if self._version is not None and self.recipe.scaling == "delayed":
-                self.scales.refresh()
-            rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
-            assert rows is not None and turned is not None
-            self.rows, self.turned = rows, turned
+        with torch.inference_mode(False):  # codes and scales serve training too
+            if self.recipe.scaling == "row":
+                self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
+            else:
+                if self._version == weight._version:
+                    self.scales.restart("weight")
+                elif self._version is not None and self.recipe.scaling == "delayed":
+                    self.scales.refresh()
+                rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
+                assert rows is not None and turned is not None
+                self.rows, self.turned = rows, turned
         self._version = weight._version
+        self._address = address
 
     def check_unchanged(self, version: int) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
@@ -156,11 +173,27 @@ class FP8Weight:
         return plain, across
 
 
+def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
+    """Return a state without codes, on the scales' device."""
+    state = FP8Weight(scales["factors"], recipe)
+    state.scales.load_state_dict(scales)
+    return state
+
+
+def _carrier(weight: Tensor) -> Tensor:
+    """Return the tensor that carries a weight's state: of a view of all of it, which is made for a call, what it views."""
+    base = weight._base
+    same = base is not None and (base.shape, base.stride(), base.dtype) == (weight.shape, weight.stride(), weight.dtype)
+    return base if same else weight  # type: ignore[return-value]
+
+
 def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
     """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
+    weight = _carrier(weight)
     state: FP8Weight | None = getattr(weight, "fp8", None)
     if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
-        state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state
 
 
@@ -198,6 +231,12 @@ def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
     kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
     wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
     return f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})"
+
+
+def describe_formula(call: Call) -> str:
+    """Return what `explain` says of an op's formula, whose product has a precision."""
+    said = describe_fp8(call.precision, call.x, call.weight)
+    return FORMULA if said is None else f"the PyTorch formula; {said}"
 
 
 def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.kernels.fp8_output import FP8Output
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.backend import register_backend
 from onepass.runtime.dispatch import not_twice_differentiable
@@ -42,6 +43,7 @@ class NormCall:
     residual: Tensor | None
     centered: bool
     memory_efficient: bool
+    out: FP8Output
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,16 @@ class NormPackage:
 
 def _rms_call(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
-    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
 ) -> NormCall:  # fmt: skip
-    return NormCall(False, x, weight, None, float(eps), residual, zero_centered_gamma, memory_efficient)
+    return NormCall(False, x, weight, None, float(eps), residual, zero_centered_gamma, memory_efficient, out)
 
 
 def _layer_call(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False,
+    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
 ) -> NormCall:  # fmt: skip
-    return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient)
+    return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient, out)
 
 
 # ---- common to all packages ----
@@ -88,6 +90,8 @@ def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any
         return "x has no rows"
     if call.memory_efficient:
         return f"memory_efficient keeps no statistics, and {package.title} keeps them"
+    if call.out is not None:
+        return f"out asks for codes, which are onepass's own, not {package.title}'s"
     return package.refuses(call)
 
 

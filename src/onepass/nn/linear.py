@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gradients.deferred import DeferredWgrad
+from onepass.nn.fp8_state import drop_fp8_state, shown_precision
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
@@ -38,6 +39,13 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         check_input(input, self.in_features, "in_features")
         return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        drop_fp8_state(self, state_dict, prefix)
+
+    def extra_repr(self) -> str:
+        return ", ".join([super().extra_repr(), *shown_precision(self.precision)])
 
 
 def check_input(x: Tensor, size: int, name: str, said: str = "x") -> None:
@@ -82,7 +90,8 @@ class _ParallelLinear(DividedParameters):
 
     def extra_repr(self) -> str:
         said = [f"{self.input_size}", f"{self.output_size}", f"bias={self.bias is not None}", f"tp={self.ranks}"]
-        return ", ".join(said + [f"{name}=True" for name in self._flags if getattr(self, name)])
+        said += [f"{name}=True" for name in self._flags if getattr(self, name)]
+        return ", ".join(said + shown_precision(self.precision))
 
 
 class ColumnParallelLinear(_ParallelLinear):

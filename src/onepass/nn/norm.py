@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.nn.fp8_state import drop_fp8_state
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.checks import check_eps
 
@@ -39,9 +40,10 @@ class MarkedParameters(nn.Module):
         self.mark_parameters()
         return applied
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self.mark_parameters()
+        drop_fp8_state(self, state_dict, prefix)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.gradients.deferred import DeferredWgrad
+from onepass.nn.fp8_state import shown_precision
 from onepass.nn.norm import MarkedParameters, is_size
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.checks import check_eps
@@ -123,4 +124,5 @@ class NormLinear(MarkedParameters):
         said += [f"eps={self.eps}"]
         said += ["norm_bias=False"] if self.norm == "layer_norm" and self.layer_norm_bias is None else []
         options = ("zero_centered_gamma", "return_norm_output", "return_input", "sequence_parallel")
-        return ", ".join(said + [f"{name}=True" for name in options if getattr(self, name)])
+        said += [f"{name}=True" for name in options if getattr(self, name)]
+        return ", ".join(said + shown_precision(self.precision))

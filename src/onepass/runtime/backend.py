@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onepass.runtime.op import OPS, Backend, Op, Reason
+from onepass.runtime.op import FORMULA, OPS, Backend, Op, Reason
 from onepass.runtime.process_setting import ProcessSetting, SettingChange
 
 _log = logging.getLogger("onepass")
@@ -174,7 +174,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     if chosen == "triton":
         variant = known.variant(call)
     elif chosen == "torch":
-        variant = known.formula(call) if known.formula else "the PyTorch formula, its inputs saved and nothing else"
+        variant = known.formula(call) if known.formula else FORMULA
     else:
         variant = f"{chosen}'s own kernels"
     asked = backend is not None and backend != "auto"

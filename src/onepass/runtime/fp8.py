@@ -25,9 +25,9 @@ class FP8Target(NamedTuple):
     """What a pass writes its result for: an operand of an eight-bit product.
 
     Args:
-        dtype: E4M3 or E5M2.
+        dtype: E4M3 or E5M2: torch.float8_e4m3fn or torch.float8_e5m2.
         scale: fp32, of one element; None gives each row a scale of its own.
-        amax: int32 [kernels.fp8_tile.SLOTS], the bits of fp32 numbers, which are raised to the largest finite magnitude written.
+        amax: int32 [64], the bits of fp32 numbers. One or more are raised to the largest finite magnitude written.
         saturated: int32, as many, to which the counts of finite numbers that saturate are added. Given with amax.
     """
 
@@ -35,6 +35,22 @@ class FP8Target(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
     saturated: Tensor | None = None
+
+
+class FP8Tensor(NamedTuple):
+    """A tensor as codes and the inverse of their scale, which is a power of two. The tensor is about codes * inverse.
+
+    Args:
+        codes: of the tensor's shape, contiguous, torch.float8_e4m3fn or torch.float8_e5m2.
+        inverse: fp32, ``[..., 1]`` of the leading dimensions where each row has its own scale, else of one element.
+    """
+
+    codes: Tensor
+    inverse: Tensor
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return codes * inverse, rounded to a type."""
+        return dequantise(self.codes, self.inverse, dtype)
 
 
 @lru_cache
@@ -51,10 +67,15 @@ def check_fp8(x: Tensor, weight: Tensor) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype is torch.float64:
             raise TypeError(f"{name} must be fp32, bf16 or fp16 with precision='fp8', but is fp64")
+    if weight.is_inference():
+        raise RuntimeError("weight must not be made in inference_mode with precision='fp8': its updates would not be seen")
+    check_gpu("precision", x)
+
+
+def check_gpu(argument: str, x: Tensor) -> None:
+    """Raise where the argument asks for eight bits on a GPU that has none."""
     if x.is_cuda and (unfit := _unfit_gpu(x.device)) is not None:
-        raise RuntimeError(
-            f"precision must be None on this GPU: products in eight bits need compute capability 8.9 or later, but {unfit}"
-        )
+        raise RuntimeError(f"{argument} must be None on this GPU: eight bits need compute capability 8.9 or later, but {unfit}")
 
 
 def largest(dtype: torch.dtype) -> float:

@@ -22,6 +22,7 @@ import torch
 from onepass.runtime.dispatch import needs_dispatcher, registered
 
 Reason = str | None  # why a backend can't take a call, or None
+FORMULA = "the PyTorch formula, its inputs saved and nothing else"  # what "torch" does, as `explain` says it
 
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import FP8Gradient, fp8_taker
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
-from onepass.gradients.fp8_weight import FP8Weight, describe_fp8, fp8_state
+from onepass.gradients.fp8_weight import FP8Weight, describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -244,14 +244,12 @@ class _ActivationLinear(torch.autograd.Function):
                 state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, True
             )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
-            ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-            return writable(y)
-        if any(ctx.needs_input_grad[:4]):
+        elif any(ctx.needs_input_grad[:4]):
             activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
         else:  # the bias alone asks
             activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
         ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-        return writable(tp_product(activated, weight, bias, layout))
+        return writable(tp_product(activated, weight, bias, layout) if state is None else y)
 
     @staticmethod
     @not_twice_differentiable
@@ -264,12 +262,12 @@ class _ActivationLinear(torch.autograd.Function):
             each is not GradRequest.SKIP for each in requests
         )
         needs = need_dx, need_dactivation_bias, need_dtoken_weight
-        keep = rows = into = dx = dactivation_bias = dtoken_weight = None
+        keep = rows = into = dx = dactivation_bias = dtoken_weight = operand = y_codes = None
         vectors = vector_grads(ctx.vectors, requests[1:2])
         sums = column_sums(dy) if need_dbias else None
         later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
         if any(needs) or need_dweight:
-            operand = activated = None
+            activated = None
             if ctx.fp8 is None:
                 through = cast(weight, ctx.product) if any(needs) else None
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
@@ -277,7 +275,6 @@ class _ActivationLinear(torch.autograd.Function):
                 dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
             rebuild = ctx.product if need_dweight and operand is None else None
-            y_codes = None
             if operand is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)
                 dx, dactivation_bias, dtoken_weight, y_codes = _backward_fp8(
@@ -287,6 +284,13 @@ class _ActivationLinear(torch.autograd.Function):
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(
                     vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
                 )
+            if operand is None and later:
+                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
+            elif operand is None and need_dweight:
+                assert activated is not None
+                rows = rows_of(whole_dy), rows_of(activated)
+        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
+        with name_written([] if into is None else ["activation_bias"]):
             if operand is not None:
                 given = saved.unpack(tuple(kept), ctx.stored), activation_bias, token_weight, ctx.options, ctx.use_triton
                 run, turn = partial(_activation_codes, *given), partial(_turned_activation, *given)
@@ -296,13 +300,6 @@ class _ActivationLinear(torch.autograd.Function):
                     ctx.fp8.weight_gradient, operand, ctx.fp8.start_input(run, turn, later=later), ctx.parameters[0],
                     ctx.main_grads[0], requests[3], ctx.deferred if later else None,
                 )  # fmt: skip
-            elif later:
-                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
-            elif need_dweight:
-                assert activated is not None
-                rows = rows_of(whole_dy), rows_of(activated)
-        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
-        with name_written([] if into is None else ["activation_bias"]):
             dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
         if vectors is not None:
             (dactivation_bias,) = vectors.autograd_grads(into, put)
@@ -425,4 +422,5 @@ define_op(
     check=_check_call,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
+    formula=describe_formula,
 )

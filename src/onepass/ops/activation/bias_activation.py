@@ -16,23 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
+from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, output_target
 from onepass.kernels.philox import STEPS, Seed, dropout_formula, row_numbers, threshold_of
 from onepass.kernels.seeds import draw_seed
-from onepass.ops.activation import kernels
+from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
-from onepass.runtime.op import Call, define_op
+from onepass.runtime.fp8 import FP8Target, FP8Tensor
+from onepass.runtime.op import FORMULA, Call, define_op
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
@@ -115,16 +117,41 @@ _apply = fast_apply(_BiasActivation)
 
 def _check(call: Call) -> None:
     kernels.check_activation(call.x, call.bias, call.activation, call.token_weight, call.clamp, call.linear_offset, call.save)
-    threshold_of("dropout", call.dropout)
+    _output_target(call.out, call.x, threshold_of("dropout", call.dropout))
+
+
+def _output_target(out: FP8Output, x: Tensor, threshold: int) -> FP8Target | None:
+    target = output_target(out, x)
+    if target is not None and threshold:
+        raise ValueError("dropout must be 0 with out='fp8': codes are not dropped")
+    return target
 
 
 def _variant(call: Call) -> str:
     """Describe the kernels of a call and their tiles."""
+    target = output_target(call.out, call.x)
+    if target is not None and call.x.numel():
+        return f"forward in one pass over x; {describe_output(target)}; no backward"
     threshold = threshold_of("dropout", call.dropout)
     said = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
     return f"{said}; {threshold} of {STEPS} dropped in the same kernels" if threshold else said
 
 
+def _describe_formula(call: Call) -> str:
+    target = output_target(call.out, call.x)
+    return FORMULA if target is None else f"the PyTorch formula; {describe_output(target)}; no backward"
+
+
+@overload
+def bias_activation(
+    x: Tensor, bias: Tensor | None = ..., activation: str = ..., *, token_weight: Tensor | None = ..., clamp: float | None = ...,
+    linear_offset: float = ..., dropout: float = ..., save: str = ..., out: None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def bias_activation(
+    x: Tensor, bias: Tensor | None = ..., activation: str = ..., *, token_weight: Tensor | None = ..., clamp: float | None = ...,
+    linear_offset: float = ..., dropout: float = ..., save: str = ..., out: FP8Target | str, backend: str | None = ...,
+) -> FP8Tensor: ...  # fmt: skip
 def bias_activation(
     x: Tensor,
     bias: Tensor | None = None,
@@ -135,8 +162,9 @@ def bias_activation(
     linear_offset: float = 0.0,
     dropout: float = 0.0,
     save: str = "input",
+    out: FP8Output = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Any:
     """Add a bias and apply an activation in one pass; the backward gives the bias gradient in one pass too.
 
     Args:
@@ -151,22 +179,30 @@ def bias_activation(
             random numbers come from PyTorch's default generator of x's device. There is no training mode: pass 0 in evaluation.
         save: how x is kept for backward: ``input`` as it is, ``fp8`` in about half of bf16's bytes with a bounded error,
             ``offload`` in the host's memory.
+        out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
+            can't be differentiated: no input may require grad, but under `torch.no_grad`. Not with dropout.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once.
+        ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once. With `out` it is an `onepass.FP8Tensor`: ``codes``
+        ``[..., H]``, and ``inverse`` of their scale, fp32 ``[..., 1]`` where each row has its own.
     """
     act = kernels.check_activation(x, bias, activation, token_weight, clamp, linear_offset, save)
     threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
+    target = _output_target(out, x, threshold)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
     chosen = choose("bias_activation", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
+        return run_other(
             "bias_activation", chosen, x, bias, activation,
-            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, dropout=float(dropout), save=save,
+            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, dropout=float(dropout), save=save, out=out,
         )  # fmt: skip
+    if target is not None:
+        check_forward_only(x, bias, token_weight)
+        options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
+        return fp8.activation_output(x, bias, token_weight, options, target, chosen == "triton")
     drawn = draw_seed(x, bias, token_weight) if threshold else None
     number = drawn if isinstance(drawn, int) else None
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None, threshold, number)
@@ -179,8 +215,8 @@ def bias_activation(
     token_weight = None if token_weight is None else token_weight.contiguous()
     seed = drawn if number is None else None
     if not needs_grad(x, bias, token_weight):
-        return kernels.forward(x, bias, token_weight, seed, options, x.dtype)  # type: ignore[no-any-return]
-    return _apply(x, bias, token_weight, seed, options, save)  # type: ignore[no-any-return]
+        return kernels.forward(x, bias, token_weight, seed, options, x.dtype)
+    return _apply(x, bias, token_weight, seed, options, save)
 
 
 define_op(
@@ -188,6 +224,7 @@ define_op(
     check=_check,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
+    formula=_describe_formula,
 )
 
 

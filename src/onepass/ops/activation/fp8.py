@@ -6,7 +6,7 @@ Shapes   x [..., W], bias [W], token_weight [...] or [..., 1], y and dy [..., H]
          gradient sums over rows.
 Bytes    of 16-bit x and dy, a number of y, gated: forward 4 + 1, or 8 + 1 where rows of more than 8192 have scales of their own;
          backward 4 + 2 read, and 2 + 2 + 1 written as dx, dx turned and y turned.
-Kernels  ops/activation/fp8_kernels.py. They are not registered ops: whoever calls them is opaque to a compiler.
+Kernels  ops/activation/fp8_kernels.py. Only `activation_output` is a registered op: other callers are opaque to a compiler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from onepass.ops.activation import fp8_kernels
+from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.runtime import fp8
-from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8 import FP8Target, FP8Tensor
+from onepass.runtime.op import Registered
 
 
 class ActivationGradients(NamedTuple):
@@ -48,7 +50,7 @@ def activation_codes(
     if use_triton and x.numel():
         return fp8_kernels.forward_codes(x, _contiguous(bias), _contiguous(token_weight), options, target)
     with torch.no_grad():
-        y = activation_formula(x, bias, token_weight, options).float()
+        y = activation_formula(x, bias, token_weight, options).float().contiguous()
     return fp8.quantise_rows(y, target.dtype) if target.scale is None else (fp8.quantise_tensor(y, target), None)
 
 
@@ -120,3 +122,46 @@ def _check_options(options: ActivationOptions) -> None:
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.detach().contiguous()
+
+
+# ---- `out=` of bias_activation: a registered op, which compilers see ----
+
+
+def _output(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    target = FP8Target(dtype, scale, amax, saturated)
+    codes, inverse = activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
+    if scale is not None:
+        return codes, 1 / scale
+    assert inverse is not None
+    return codes, inverse.view(*codes.shape[:-1], 1)
+
+
+def _output_fake(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lead, width = x.shape[:-1], x.shape[-1] // activation_of(options.activation).parts
+    inverse = x.new_empty((*lead, 1), dtype=torch.float32) if scale is None else torch.empty_like(scale)
+    return x.new_empty((*lead, width), dtype=dtype), inverse
+
+
+_output_op = Registered(
+    "bias_activation_codes(Tensor x, Tensor? bias, Tensor? token_weight, Tensor? scale, Tensor(a!)? amax, "
+    "Tensor(b!)? saturated, ActivationOptions options, ScalarType dtype, bool use_triton) -> (Tensor, Tensor)",
+    _output,
+    _output_fake,
+    ActivationOptions,
+)
+
+
+def activation_output(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, target: FP8Target, use_triton: bool
+) -> FP8Tensor:
+    """Return y as codes."""
+    noted = target.scale, target.amax, target.saturated
+    return FP8Tensor(*_output_op(x, bias, token_weight, *noted, options, target.dtype, use_triton))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_product import fp8_product
-from onepass.gradients.fp8_weight import describe_fp8, fp8_state
+from onepass.gradients.fp8_weight import describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product
 from onepass.parallel.collectives import group_of_several
@@ -139,4 +139,5 @@ define_op(
     check=_check,
     unsupported=lambda call: None,  # PyTorch's products run everywhere
     variant=_variant,
+    formula=describe_formula,
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.fp8_cast import TILE_H, TILE_M
+from onepass.kernels.fp8_output import describe_output
 from onepass.kernels.fp8_tile import QUAD, SLOTS
 from onepass.kernels.launch import Bound, grid_of
 from onepass.kernels.layout import Groups, as_groups, as_rows
@@ -22,7 +23,8 @@ from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.forward import SHORT, NormForwardTiles, forward_tiles, new_stats, norm_statistics
 from onepass.ops.norm.fp8_kernels import long_codes_kernel, short_codes_kernel, turned_codes_kernel
 from onepass.runtime import fp8
-from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target
+from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target, FP8Tensor
+from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div
 
 _SHORT = 2048  # the longest row that lies in one program's registers whole: one more than a norm's of 16 bits, as measured
@@ -159,3 +161,60 @@ def _statistics_formula(h: Tensor, options: NormOptions) -> Tensor:
         rows = rows - mean[:, None]
     rstd = torch.rsqrt(rows.square().mean(1) + options.eps)
     return torch.cat((rstd, mean)) if options.layer else rstd
+
+
+# ---- `out=` of the norms: a registered op, which compilers see ----
+
+
+def _output(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: NormOptions, dtype: torch.dtype, use_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    run = norm_codes if use_triton and x.numel() else norm_codes_formula
+    codes, inverse, h, _ = run(x, residual, weight, bias, options, FP8Target(dtype, scale, amax, saturated), False)
+    if scale is not None:
+        inverse = 1 / scale
+    assert inverse is not None
+    return codes, inverse.view(*x.shape[:-1], 1) if scale is None else inverse, h
+
+
+def _output_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    options: NormOptions, dtype: torch.dtype, use_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if scale is None else torch.empty_like(scale)
+    return x.new_empty(x.shape, dtype=dtype), inverse, None if residual is None else x.new_empty(x.shape)
+
+
+_output_op = Registered(
+    "norm_codes(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, Tensor(a!)? amax, "
+    "Tensor(b!)? saturated, NormOptions options, ScalarType dtype, bool use_triton) -> (Tensor, Tensor, Tensor?)",
+    _output,
+    _output_fake,
+    NormOptions,
+)
+
+
+def norm_output(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: NormOptions, target: FP8Target, use_triton: bool,
+) -> FP8Tensor | tuple[FP8Tensor, Tensor]:  # fmt: skip
+    """Return y as codes, with a residual (y, h)."""
+    noted = target.scale, target.amax, target.saturated
+    codes, inverse, h = _output_op(x, residual, weight, bias, *noted, options, target.dtype, use_triton)
+    y = FP8Tensor(codes, inverse)
+    return y if h is None else (y, h)
+
+
+def output_variant(x: Tensor, residual: Tensor | None, layer: bool, target: FP8Target) -> str:
+    """Describe the kernel of a call with `out=`, and its tiles."""
+    if not x.numel():
+        return "the PyTorch formula, as there is nothing to do"
+    tiles = codes_tiles(x.shape[-1], layer, x.dtype is torch.float32, residual is not None, target.scale is None)
+    if tiles.short:
+        said = f"forward with {tiles.block_m} rows a program, in registers"
+    else:
+        said = f"forward with one row a program, in pieces of {tiles.block_h}, {tiles.held} of them held in registers"
+    return f"{said}; {describe_output(target)}; no backward"

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.deferred import DeferredWgrad
-from onepass.gradients.fp8_product import FP8Call, fp8_forward, fp8_product
+from onepass.gradients.fp8_product import FP8Call, fp8_forward
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.parallel.tensor_parallel import TPLayout
-from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target
 
 
@@ -51,16 +48,3 @@ def start_norm_operand(
         return codes.view(-1, codes.shape[-1]), inverse
 
     return call.start_input(run, partial(turn, h, stats, norm_weight, norm_bias, options), later=later)
-
-
-def norm_then_linear(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    options: NormOptions, product: torch.dtype, state: FP8Weight, layout: TPLayout | None, deferred: DeferredWgrad | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y, norm(h), which the caller wants in its own type, and h, by a norm and after it a product in eight bits."""
-    layer, eps, centered = options
-    norm: Any = partial(layer_norm, bias=norm_bias) if layer else rms_norm
-    found = norm(x, norm_weight, eps=eps, residual=residual, zero_centered_gamma=centered, backend=backend)
-    normed, h = (found, x) if residual is None else found
-    return fp8_product(cast(normed, product), weight, bias, state, layout, deferred), normed, h

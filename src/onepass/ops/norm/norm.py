@@ -20,13 +20,15 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests, name_written
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
-from onepass.ops.norm import kernels
+from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, output_target
+from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
-from onepass.runtime.op import define_op
+from onepass.runtime.fp8 import FP8Target, FP8Tensor
+from onepass.runtime.op import FORMULA, Call, define_op
 
 
 def rms_norm_reference(
@@ -135,16 +137,21 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
 
 def _norm(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: NormOptions, memory_efficient: bool, backend: str | None,
+    options: NormOptions, memory_efficient: bool, out: FP8Output, backend: str | None,
 ) -> Any:  # fmt: skip
+    target = output_target(out, x)
     chosen = choose(name, backend, kernels.norm_unsupported(x))
     if chosen not in NATIVE:
         vectors = (weight, bias) if options.layer else (weight,)
         centered = options.zero_centered_gamma
         return run_other(
             name, chosen, x, *vectors, options.eps,
-            residual=residual, zero_centered_gamma=centered, memory_efficient=memory_efficient,
+            residual=residual, zero_centered_gamma=centered, memory_efficient=memory_efficient, out=out,
         )  # fmt: skip
+    if target is not None:
+        check_forward_only(x, residual, weight, bias)
+        vectors = contiguous_param(weight), contiguous_param(bias)
+        return fp8.norm_output(x, residual, *vectors, options, target, chosen == "triton")
     if chosen == "torch" or x.numel() == 0:
         formula = partial(_native_formula, options=options)
         return run_formula(formula, "input", x, shared=with_fp32_grads(weight, bias), per_row=(residual,))
@@ -163,13 +170,23 @@ def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+) -> FP8Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+) -> tuple[FP8Tensor, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -178,6 +195,7 @@ def rms_norm(
     residual: Tensor | None = None,
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
+    out: FP8Output = None,
     backend: str | None = None,
 ) -> Any:
     """RMSNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
@@ -190,26 +208,40 @@ def rms_norm(
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
         memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
             for it); the gradients are the same.
+        out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
+            can't be differentiated: no input may require grad, but under `torch.no_grad`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+        With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
+        each row has its own.
     """
     _check(x, residual, weight, None, eps, zero_centered_gamma)
     options = NormOptions(False, float(eps), zero_centered_gamma)
-    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, backend)
+    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, out, backend)
 
 
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+) -> FP8Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+) -> tuple[FP8Tensor, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -219,6 +251,7 @@ def layer_norm(
     residual: Tensor | None = None,
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
+    out: FP8Output = None,
     backend: str | None = None,
 ) -> Any:
     """LayerNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
@@ -231,25 +264,49 @@ def layer_norm(
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
         memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
             for it); the gradients are the same.
+        out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
+            can't be differentiated: no input may require grad, but under `torch.no_grad`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+        With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
+        each row has its own.
     """
     _check(x, residual, weight, bias, eps, zero_centered_gamma)
     options = NormOptions(True, float(eps), zero_centered_gamma)
-    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, backend)
+    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, out, backend)
+
+
+def _check_call(call: Call, bias: Tensor | None = None) -> None:
+    _check(call.x, call.residual, call.weight, bias, call.eps, call.zero_centered_gamma)
+    output_target(call.out, call.x)
+
+
+def _variant(call: Call, layer: bool) -> str:
+    """Describe the kernels of a call and their tiles."""
+    target = output_target(call.out, call.x)
+    if target is not None:
+        return fp8.output_variant(call.x, call.residual, layer, target)
+    return kernels.norm_variant(call.x, call.residual, call.weight, layer, call.memory_efficient)
+
+
+def _describe_formula(call: Call) -> str:
+    target = output_target(call.out, call.x)
+    return FORMULA if target is None else f"the PyTorch formula; {describe_output(target)}; no backward"
 
 
 define_op(
     rms_norm,
-    check=lambda call: _check(call.x, call.residual, call.weight, None, call.eps, call.zero_centered_gamma),
+    check=_check_call,
     unsupported=lambda call: kernels.norm_unsupported(call.x),
-    variant=lambda call: kernels.norm_variant(call.x, call.residual, call.weight, False, call.memory_efficient),
+    variant=lambda call: _variant(call, False),
+    formula=_describe_formula,
 )
 define_op(
     layer_norm,
-    check=lambda call: _check(call.x, call.residual, call.weight, call.bias, call.eps, call.zero_centered_gamma),
+    check=lambda call: _check_call(call, call.bias),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
-    variant=lambda call: kernels.norm_variant(call.x, call.residual, call.weight, True, call.memory_efficient),
+    variant=lambda call: _variant(call, True),
+    formula=_describe_formula,
 )

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, describe_fp8, fp8_state
+from onepass.gradients.fp8_product import FP8Call
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -53,7 +54,7 @@ from onepass.gradients.vectors import (
 )
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_backward_formula, norm_formula
-from onepass.ops.norm.fp8_linear import norm_linear_fp8, norm_then_linear, start_norm_operand
+from onepass.ops.norm.fp8_linear import norm_linear_fp8, start_norm_operand
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -75,20 +76,10 @@ NORMS = ("rms_norm", "layer_norm")
 
 
 def norm_linear_reference(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    norm: str = "rms_norm",
-    eps: float = 1e-6,
-    zero_centered_gamma: bool = False,
-    return_norm_output: bool = False,
-    residual: Tensor | None = None,
-    return_input: bool = False,
-    stored: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, norm_bias: Tensor | None = None,
+    *, norm: str = "rms_norm", eps: float = 1e-6, zero_centered_gamma: bool = False, return_norm_output: bool = False,
+    residual: Tensor | None = None, return_input: bool = False, stored: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
     normed, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
@@ -140,6 +131,25 @@ def _forward(
     return F.linear(whole, weight.to(product), None if bias is None else bias.to(product)), normed, h, stats
 
 
+def _forward_fp8(
+    state: FP8Weight, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, keep: bool,
+    returns_norm: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, FP8Call]:  # fmt: skip
+    """y by a product in eight bits, norm(h) if it is asked for, h, the rows' statistics, and what backward needs of the state.
+
+    norm(h) is written by a pass of its own, before: codes are those of the fp32 norm, whether it is returned or not.
+    """
+    normed = None
+    if returns_norm:
+        normed, x, _ = _norm_forward(x, residual, norm_weight, norm_bias, options, use_triton, keep=False)
+        normed, residual = cast(normed, product), None
+    y, h, stats, call = norm_linear_fp8(
+        state, x, norm_weight, norm_bias, weight, bias, residual, options, use_triton, product, layout, keep
+    )
+    return y, normed, h, stats, call
+
+
 def _traced(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     options: NormOptions, returns: tuple[bool, bool], layout: TPLayout | None, deferred: DeferredWgrad | None,
@@ -161,8 +171,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         residual: Tensor | None, options: NormOptions, use_triton: bool, returns: tuple[bool, bool],
-        product: torch.dtype,
-        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
+        product: torch.dtype, layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
     ) -> Any:  # fmt: skip
         """`returns`: norm(h), h."""
         graph_break_if_deferred(deferred)
@@ -170,7 +179,8 @@ class _NormLinear(torch.autograd.Function):
         if state is None:
             y, normed, h, stats = _forward(*tensors, options, use_triton, product, layout, True)
         else:
-            y, h, stats, ctx.fp8 = norm_linear_fp8(state, *tensors, options, use_triton, product, layout, True)
+            found = _forward_fp8(state, *tensors, options, use_triton, product, layout, True, returns[0])
+            y, normed, h, stats, ctx.fp8 = found
         ctx.options, ctx.use_triton, ctx.returns, ctx.product = options, use_triton, returns, product
         ctx.layout, ctx.deferred = layout, deferred
         ctx.types = x.dtype, None if residual is None else residual.dtype
@@ -236,7 +246,8 @@ def _backward_single(
     dh_whole, dnorm_weight, dnorm_bias, normed, operand = dh if needs[0] else None, None, None, None, None
     later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
     if ctx.fp8 is not None and dy is not None:
-        dnormed, operand, _ = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
+        through, operand, _ = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
+        dnormed = through if through is None or dnormed is None else through.add_(dnormed)
     elif any(needs):
         dnormed = _through_linear(None if dy is None else rows_of(dy), weight.to(ctx.product), dnormed, h)
     rebuild = need_dweight and operand is None
@@ -450,13 +461,10 @@ def norm_linear(
     if traced:
         return _traced(*tensors, options, returns, layout, deferred)
     product = product_type(x)
-    if state is not None and return_norm_output:
-        y, normed, h = norm_then_linear(*tensors, options, product, state, layout, deferred, chosen)
-        return _returned(y, normed, h if returns[1] else None)
     if not needs_grad(*tensors):
         if state is not None:
-            y, h, *_ = norm_linear_fp8(state, *tensors, options, use_triton, product, layout, False)
-            return _returned(y, None, h if returns[1] else None)
+            y, normed, h, *_ = _forward_fp8(state, *tensors, options, use_triton, product, layout, False, returns[0])
+            return _returned(y, normed, h if returns[1] else None)
         y, normed, h, _ = _forward(*tensors, options, use_triton, product, layout, False)
         return _returned(y, normed if returns[0] else None, h if returns[1] else None)
     found = _apply(*tensors, options, use_triton, returns, product, layout, deferred, state)
@@ -473,4 +481,5 @@ define_op(
     ),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=_variant,
+    formula=describe_formula,
 )  # fmt: skip
