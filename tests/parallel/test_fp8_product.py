@@ -196,8 +196,12 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 
 MUTANTS = {
-    "codes of the weight before": ("FP8Weight.update", "self._version = weight._version", "self._version = 0"),
-    "gradients without their scale": ("FP8Weight.cast", "FP8Operand(each, inverse)", "FP8Operand(each, torch.ones_like(inverse))"),
+    "codes of the weight before": ("FP8Weight.update", "self._version, self._counted = version, False", "self._version = (0, 0)"),
+    "gradients without their scale": (
+        "FP8Weight.cast",
+        "FP8Operand(each, inverse)",
+        "FP8Operand(each, torch.ones_like(inverse))",
+    ),
     "x's codes at another scale": ("FP8Call.turned_input", ", self.x_inverse)", ", 2 * self.x_inverse)"),
     "no new scales": ("FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
     "the bias twice": ("fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),

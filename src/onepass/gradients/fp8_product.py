@@ -7,7 +7,9 @@ after each update of the weight, in both layouts, and shared by microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,15 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_scales import FP8Scales, factors_of
+from onepass.gradients.fp8_updates import (
+    BEFORE_ANY,
+    Version,
+    count_optimizer_steps,
+    is_divided,
+    may_have_changed,
+    version_of,
+    whole_of,
+)
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -53,13 +64,16 @@ class FP8Weight:
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
-        self._version: int | None = None
+        self._version: Version | None = None
+        self._counted = False  # what a cast of this weight notes is in a loaded state already
+        count_optimizer_steps()
 
     # ---- the weight ----
 
     def update(self, weight: Tensor) -> None:
         """After an update of the weight set all scales, and make its codes again."""
-        if self._version == weight._version:
+        version = version_of(weight)
+        if self._version == version:
             return
         weight_now = weight.detach()
         if self.recipe.scaling == "row":
@@ -67,18 +81,43 @@ class FP8Weight:
         else:
             if self._version is not None and self.recipe.scaling == "delayed":
                 self.scales.refresh()
-            self.rows, self.turned = self.cast("weight", weight_now, turned=True, lasting=True)
-        self._version = weight._version
+            self.rows, self.turned = self.cast("weight", weight_now, turned=True, lasting=True, noted=not self._counted)
+        self._version, self._counted = version, False
 
-    def check_unchanged(self, version: int) -> None:
+    @contextmanager
+    def unchanged(self, weight: Tensor) -> Iterator[None]:
+        """Keep codes and scales through a block that writes the values into the weight that it has already."""
+        current = self._version is not None and not may_have_changed(weight, self._version)
+        yield
+        if current and not is_divided(weight):
+            self._version = version_of(weight)
+
+    def check_unchanged(self, version: Version) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
         if self._version != version:
             raise RuntimeError("weight must not be updated between forward and backward: its codes are another's by now")
 
     @property
-    def version(self) -> int:
+    def version(self) -> Version:
         assert self._version is not None
         return self._version
+
+    # ---- state ----
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is no state to save, as before the first forward."""
+        return self._version is None and not self._counted
+
+    def state_dict(self, weight: Tensor) -> dict[str, Any]:
+        """Return what a resumed run needs to go on with the same bits: plain tensors, a dict and a bool. Codes are made again."""
+        updated = self._version is not None and may_have_changed(weight, self._version)
+        return {**self.scales.state_dict(), "recipe": asdict(self.recipe), "updated": updated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of the same recipe. The weight's codes are made at its next use, from the values that it then has."""
+        self.scales.load_state_dict(state)
+        self._version, self._counted = (BEFORE_ANY, False) if state["updated"] else (None, True)
 
     # ---- the other operands ----
 
@@ -111,12 +150,13 @@ class FP8Weight:
         return FP8Operand(codes, inverse), target.scale
 
     def cast(
-        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False
+        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False, noted: bool = True
     ) -> tuple[FP8Operand | None, FP8Operand | None]:
-        """Cast rows in one layout or both. By row there is no turned one."""
+        """Cast rows in one layout or both. By row there is no turned one. `noted`: the scales to come see it."""
         if self.recipe.scaling == "row":
             return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
         target, inverse = self.target(role, partial(cast_tensor, x, codes=False), lasting=lasting)
+        target = target if noted else FP8Target(target.dtype, target.scale)
         found = cast_tensor(x, target, codes=codes, turned=turned)
         plain, across = (None if each is None else FP8Operand(each, inverse) for each in found)
         return plain, across
@@ -124,6 +164,7 @@ class FP8Weight:
 
 def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
     """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
+    weight = whole_of(weight)
     state: FP8Weight | None = getattr(weight, "fp8", None)
     if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
         state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
@@ -228,13 +269,11 @@ class FP8Call(NamedTuple):
     """What the backward of one call needs of its layer's state."""
 
     state: FP8Weight
-    version: int
+    version: Version
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
 
-    def gradient_operands(
-        self, rows: Tensor, asks_x: bool, asks_weight: bool
-    ) -> tuple[FP8Operand | None, FP8Operand | None]:
+    def gradient_operands(self, rows: Tensor, asks_x: bool, asks_weight: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
         """Cast dy for the products that the pass asks for: by rows for dx, turned for an eight-bit gradient of the weight."""
         self.state.check_unchanged(self.version)
         in_fp8 = asks_weight and self.state.recipe.has_wgrad

@@ -38,7 +38,7 @@ class FP8Target(NamedTuple):
 
 
 @lru_cache
-def _unfit_gpu(device: torch.device) -> str | None:
+def unfit_gpu(device: torch.device) -> str | None:
     """Return why a GPU has no products in eight bits, or None."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= _CAPABILITY:
@@ -51,7 +51,7 @@ def check_fp8(x: Tensor, weight: Tensor) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype is torch.float64:
             raise TypeError(f"{name} must be fp32, bf16 or fp16 with precision='fp8', but is fp64")
-    if x.is_cuda and (unfit := _unfit_gpu(x.device)) is not None:
+    if x.is_cuda and (unfit := unfit_gpu(x.device)) is not None:
         raise RuntimeError(
             f"precision must be None on this GPU: products in eight bits need compute capability 8.9 or later, but {unfit}"
         )
