@@ -289,11 +289,11 @@ def test_a_view_has_the_state_of_its_parameter():
 
 
 class ByData(torch.optim.SGD):
-    """Writes weights past their versions."""
+    """Writes weights past their versions, so large that some saturate."""
 
     def step(self):
         for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad * (0.3 * parameter.data.norm() / parameter.grad.norm()))
+            parameter.data.mul_(2.2).sub_(parameter.grad * (0.3 * parameter.data.norm() / parameter.grad.norm()))
 
 
 def _goes_on(nn):
@@ -329,7 +329,7 @@ def _goes_on(nn):
         one, two = (layer.weight.fp8.scales.state_dict() for layer in made)
         found += [tensor.equal(two[name]) for name, tensor in one.items()]
         exact = torch.nn.functional.linear(torch.ones(16, 32), made[0].weight)
-        found.append((made[0](torch.ones(16, 32))[0] - exact).norm().item() < 0.05 * exact.norm().item())
+        found.append((made[0](torch.ones(16, 32))[0] - exact).norm().item() < 0.3 * exact.norm().item())
     return all(found)
 
 

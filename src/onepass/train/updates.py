@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ class Update(ABC):
     """Handles the gradients of one model, and its optimizer."""
 
     optimizer: torch.optim.Optimizer
+    _delayed: Sequence[FP8Layer] = ()  # layers in eight bits with delayed scales
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         self.model, self.options, self.layout = model, options, layout
