@@ -184,6 +184,15 @@ def test_sizes_that_no_eight_bit_product_takes_are_named():
     assert unfit_for_fp8(x[:0], weight) == "there is nothing to do"
 
 
+@recipes
+def test_results_can_be_written_in_place(recipe):
+    x, weight, bias, dy = drawn()
+    plain = results(x, weight, bias, dy, FP8Weight(weight, recipe))
+    y = fp8_product(x, weight, bias, FP8Weight(weight, recipe)).mul_(2)
+    for ours, exact in zip(torch.autograd.grad(y, (x, weight, bias), dy / 2), plain[1:], strict=True):
+        assert ours.equal(exact)
+
+
 def test_a_forward_without_gradients_leaves_no_trace():
     x, weight, bias, dy = drawn()
     state = FP8Weight(weight, FP8Recipe())

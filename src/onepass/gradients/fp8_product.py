@@ -264,6 +264,9 @@ def fp8_weight_gradient(
 
 # ---- forward and backward ----
 
+# Another shape. Results may be written in place, which autograd forbids of a view.
+_as_no_view = torch.ops.aten._unsafe_view.default
+
 
 class FP8Call(NamedTuple):
     """What the backward of one call needs of its layer's state."""
@@ -303,7 +306,8 @@ def fp8_forward(
     """
     state.update(weight)
     ours, scale = state.input_operand(run, noted)
-    y = multiply(ours, state.rows, dtype, fast=True).view(*shape, -1)
+    y = multiply(ours, state.rows, dtype, fast=True)
+    y = _as_no_view(y, [*shape, y.shape[1]])
     return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale)
 
 

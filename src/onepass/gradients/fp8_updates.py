@@ -46,4 +46,6 @@ def is_divided(weight: Tensor) -> bool:
 def whole_of(weight: Tensor) -> Tensor:
     """Return the parameter that a view shows all of, or the tensor itself. A view is made anew for each call."""
     base = weight._base
-    return weight if base is None or base.shape != weight.shape or base.stride() != weight.stride() else base
+    if base is None or (base.shape, base.stride(), base.dtype) != (weight.shape, weight.stride(), weight.dtype):
+        return weight
+    return base

@@ -72,8 +72,8 @@ def fp8_state_dict(module: nn.Module) -> dict[str, dict[str, Any]]:
     in use, not copies. A weight has no state before its first forward. Ranks that share a weight have states of their own.
     """
     for each in fp8_layers(module):
-        if is_divided(each.weight) and _state_of(each.weight) is None:
-            raise ValueError(f"{each.name} must be whole, but fully_shard has divided it: call unshard() of its module before")
+        if _state_of(each.weight) is None:
+            _check_whole(each.name, each.weight)
     return {
         name: state.state_dict(parameter)
         for name, parameter in module.named_parameters()
@@ -91,6 +91,7 @@ def load_fp8_state_dict(module: nn.Module, state: Mapping[str, Mapping[str, Any]
     for name, theirs in state.items():
         if name not in parameters:
             raise ValueError(f"state must be of the module's parameters, but has {name}")
+        _check_whole(name, parameters[name])
         own = _state_of(parameters[name])
         recipe = FP8Recipe(**theirs["recipe"])
         check_same_recipe(name, recipe, recipes.get(name, recipe if own is None else own.recipe))
@@ -109,6 +110,11 @@ def check_same_recipe(name: str, theirs: FP8Recipe, ours: FP8Recipe) -> None:
     for field in before:
         if field != "wgrad" and before[field] != now[field]:
             raise ValueError(f"{field} must be {before[field]!r} for {name}, as in the state, but is {now[field]!r}")
+
+
+def _check_whole(name: str, weight: Tensor) -> None:
+    if is_divided(weight):
+        raise ValueError(f"{name} must be whole, but fully_shard has divided it: call unshard() of its module before")
 
 
 def _state_of(parameter: Tensor) -> FP8Weight | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _FIELDS = (
 )  # fmt: skip
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
 _RECIPE = ("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+_BLOCK = re.compile(r"fp8\.history\.layers\.(\d{1,9})\.")  # a tensor of scales (scales.py)
 _SCALING = (
     "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
     "rope_scaling_original_max_position_embeddings",
@@ -48,35 +50,30 @@ def check_compatible(path: Path, theirs: Mapping[str, Any], config: Config) -> N
 # ---- eight bits ----
 
 
-def check_recipe(path: Path, theirs: Mapping[str, Any], config: Config) -> None:
+def check_recipe(path: Path, theirs: object, config: Config) -> None:
     """Raise CommandError where the checkpoint's scales are of another recipe. `theirs`: the settings that it was saved with.
 
     A run in 16 bits takes any checkpoint, and a run in eight bits takes one of 16 bits.
     """
-    if config.fp8_format is None or theirs.get("fp8_format") is None:
+    if config.fp8_format is None or not isinstance(theirs, dict) or theirs.get("fp8_format") is None:
         return
     apart = [name for name in _RECIPE if theirs.get(name) != getattr(config, name)]
     if apart:
         said = ", ".join(
-            f"--{name.replace('_', '-')} is {theirs.get(name)} there and {getattr(config, name)} here" for name in apart
+            f"--{name.replace('_', '-')} is {theirs.get(name)!s:.30} there and {getattr(config, name)} here" for name in apart
         )
         raise CommandError(f"the checkpoint {path} must be of this run's eight-bit recipe, but is of another: {said}")
 
 
-def scales_there(theirs: Mapping[str, Any], config: Config) -> str | None:
-    """Return what a run says where a checkpoint of these settings doesn't have all scales that it takes, or None."""
+def scales_there(tensors: Iterable[str], config: Config) -> str | None:
+    """Return what a run says where a checkpoint with these tensors doesn't have the scales that it takes, or None."""
+    there = {int(found[1]) for name in tensors if (found := _BLOCK.match(name))}
     if config.fp8_format is None:
-        return "the checkpoint's eight-bit scales are left out: this run has none" if theirs.get("fp8_format") else None
-    if config.fp8_recipe != "delayed":
+        return "the checkpoint's eight-bit scales are left out: this run has none" if there else None
+    taken = [layer for layer in range(config.num_layers) if config.precision(layer) is not None]
+    new = [str(layer + 1) for layer in taken if layer not in there]
+    if config.fp8_recipe != "delayed" or not new:
         return None
-    if theirs.get("fp8_format") is None:
-        return "the checkpoint is of a run without eight-bit products: their scales start anew"
-    before, now = (_blocks_in_fp8(values, config) for values in (theirs, config.to_dict()))
-    new = sorted(now - before)
-    return f"the checkpoint has no scales for blocks {', '.join(str(n + 1) for n in new)}: they start anew" if new else None
-
-
-def _blocks_in_fp8(values: Mapping[str, Any], config: Config) -> set[int]:
-    ends = "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
-    there = config.replace(**{name: values[name] for name in ends if name in values})
-    return {layer for layer in range(config.num_layers) if there.precision(layer) is not None}
+    if not there:
+        return "the checkpoint has no scales of eight-bit products: they start anew"
+    return f"the checkpoint has no scales for {'block' if len(new) == 1 else 'blocks'} {', '.join(new)}: they start anew"

@@ -90,13 +90,13 @@ def check(path: Path, config: Config) -> dict[str, Any]:
     """Return the checkpoint's index. Raise CommandError if it is of another model."""
     index = folders.read_index_or_advise(path)
     check_compatible(path, index["model"], config)
-    check_recipe(path, index.get("config", {}), config)
+    check_recipe(path, index.get("config"), config)
     return index
 
 
 def describe_scales(path: Path, config: Config) -> str | None:
     """Return what a run in eight bits says of a checkpoint that doesn't have all of its scales, or None."""
-    return scales_there(folders.read_index(path).get("config", {}), config)
+    return scales_there(folders.read_index(path)["tensors"], config)
 
 
 def check_vocabulary(path: Path, vocabulary: str) -> None:

@@ -92,6 +92,6 @@ def _as_fp32(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _as_state(found: Mapping[str, Tensor]) -> dict[str, Any]:
-    steps, low, high, started, updated = found["counts"].long().unbind(1)
+    steps, low, high, started, updated = found["counts"].nan_to_num(0.0).clamp(0, _BASE).long().unbind(1)
     numbers = {"steps": steps, "saturated": low + high * _BASE, "started": started.bool()}
     return {**{kind: found[kind] for kind in ("scale", "amax", "history")}, **numbers, "updated": bool(updated[0])}
