@@ -107,6 +107,7 @@ def run(rank, ranks, folder, backend):
         fp8_product.version_of = lambda weight: (weight._version, 0)
         found["fsdp, steps are not counted"] = case(folder / "not counted", LAYOUTS["fsdp"])
         fp8_product.version_of = counted
+        found["loaded between steps"] = loaded_between_steps(folder / "loaded")
         found["another layout"] = other_layout(folder / "data" / "checkpoints" / "step-00000002")
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -125,6 +126,23 @@ def case(folder, settings):
         "stale": fresh.stale,
         "used": fresh.used,
     }
+
+
+def loaded_between_steps(folder):
+    """Return which codes are stale after a load under fully_shard."""
+    config, options = configured(**FP8 | {"use_fsdp": True, "fp8_recipe": "tensorwise"})
+    layout = _groups(config, torch.device("cpu"))
+    trained = make(config, options, layout)
+    go(trained, layout, 0, 1)
+    path = saved(folder, 1, trained, config, options, layout)
+    go(trained, layout, 1, 2)
+    trained.steps.loss(batch(99, layout))
+    fresh = FreshCodes()
+    checkpoint.load(path, trained, config, layout)
+    trained.steps.loss(batch(99, layout))
+    fp8_product.FP8Weight.update = fresh._stock
+    assert fresh.used
+    return fresh.stale
 
 
 def other_layout(path):

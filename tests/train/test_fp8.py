@@ -234,13 +234,7 @@ def _stepped_by(kind, layer):
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
         return optimizer.step
     if kind == "by .data":
-
-        class ByData(torch.optim.Optimizer):
-            def step(self):
-                for parameter in self.param_groups[0]["params"]:
-                    parameter.data.add_(parameter.grad, alpha=-0.1)
-
-        return ByData(layer.parameters(), {}).step
+        return ByData(layer.parameters()).step
     main_grads = MainGrads(layer)
     if kind == "masters":
         optimizer = MasterWeights(main_grads, lambda groups: torch.optim.AdamW(groups, lr=0.1))
@@ -425,6 +419,12 @@ def test_layouts_agree_and_take_each_others_scales(found):
         for name in ("zero", "fsdp"):
             for mine, theirs in zip(rank[name]["lines"][0], rank["data"]["lines"][0], strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+@needs_gloo
+def test_a_load_between_steps_is_seen(found):
+    for rank in found:
+        assert rank["loaded between steps"] == []
 
 
 @needs_gloo

@@ -2,6 +2,7 @@
 
 PyTorch counts what writes a tensor in `_version`. It misses writes through `weight.data`, as some optimizers make, and gathers of
 fully_shard, whose optimizer steps shards. So the steps of all optimizers count too. A step of another model's costs a cast.
+Of shards that are loaded between two steps nothing tells, unless the state is loaded too.
 """
 
 from __future__ import annotations

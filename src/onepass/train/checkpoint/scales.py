@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -52,26 +51,26 @@ class LoadedScales:
     """Chunks to be read from a checkpoint, and then put into the model. Layers without a state there start anew."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Any]) -> None:
-        self._layers = {each.name: each for each in _layers(model)}
+        self._model = model
         sizes = (len(ROLES),)
         self._found = {
-            name: {
+            each.name: {
                 "scale": torch.empty(sizes),
                 "amax": torch.empty(sizes),
                 "history": torch.empty(*sizes, each.recipe.amax_history_len),
                 "counts": torch.empty(*sizes, _COUNTS),
             }
-            for name, each in self._layers.items()
-            if f"fp8.history.{name}" in tensors
+            for each in _layers(model)
+            if f"fp8.history.{each.name}" in tensors
         }
         self.chunks = [chunk for name, found in self._found.items() for chunk in _chunks(name, found)]
 
     def put(self) -> None:
-        for name, each in self._layers.items():
+        for each in fp8_layers(self._model):
             weight: Any = each.weight
-            weight.fp8 = FP8Weight(weight, each.recipe)
-            if name in self._found:
-                weight.fp8.load_state_dict({**_as_state(self._found[name]), "recipe": asdict(each.recipe)})
+            weight.fp8 = FP8Weight(weight, each.recipe)  # whose codes are of no weight yet
+            if each.name in self._found:
+                weight.fp8.load_state_dict(_as_state(self._found[each.name]))
 
 
 def _layers(model: nn.Module) -> Iterator[FP8Layer]:
