@@ -11,7 +11,9 @@ import torch
 
 from onepass.gpt import PRESETS, Config, Model, preset
 from onepass.gpt import validate_config as contradictions
+from onepass.runtime.fp8_recipe import FP8Recipe
 
+FP8 = {"fp8_format": "hybrid"}
 MOE = {"num_moe_experts": 4}
 FIRST, LAST = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_pipeline_stage": 1}
 STAGES = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
@@ -207,6 +209,41 @@ REFUSED = [  # the fields, and what is said
         {"recompute_num_layers": 5, "recompute_granularity": "full"},
         "recompute_num_layers must be at most num_layers, 4, but is 5",
     ),
+    ({"fp8_margin": 9} | FP8, "fp8_margin must be from 0 to 8, but is 9"),
+    ({"fp8_margin": -1} | FP8, "fp8_margin must be from 0 to 8, but is -1"),
+    ({"fp8_amax_history_len": 0} | FP8, "fp8_amax_history_len must be from 1 to 65536, but is 0"),
+    ({"fp8_amax_history_len": 1 << 17} | FP8, "fp8_amax_history_len must be from 1 to 65536, but is 131072"),
+    ({"fp8_recipe": "rowwise"}, "fp8_recipe must be 'delayed' without fp8_format, but is 'rowwise'"),
+    ({"fp8_margin": 9}, "fp8_margin must be 0 without fp8_format, but is 9"),
+    ({"fp8_wgrad": False}, "fp8_wgrad must be true without fp8_format, but is false"),
+    ({"first_last_layers_bf16": True}, "first_last_layers_bf16 must be false without fp8_format, but is true"),
+    (
+        {"fp8_amax_history_len": 32, "fp8_recipe": "tensorwise"} | FP8,
+        "fp8_amax_history_len must be 16 with fp8_recipe 'tensorwise', whose scales come from no steps before, but is 32",
+    ),
+    (
+        {"fp8_amax_compute_algo": "most_recent", "fp8_recipe": "rowwise"} | FP8,
+        "fp8_amax_compute_algo must be 'max' with fp8_recipe 'rowwise', whose scales come from no steps before, but is "
+        "'most_recent'",
+    ),
+    (
+        {"fp8_margin": 1, "fp8_recipe": "rowwise"} | FP8,
+        "fp8_margin must be 0 with fp8_recipe 'rowwise', whose scales leave nothing free, but is 1",
+    ),
+    (
+        {"num_layers_at_end_in_bf16": 2} | FP8,
+        "num_layers_at_end_in_bf16 must be 1 without first_last_layers_bf16, but is 2",
+    ),
+    (
+        {"num_layers_at_start_in_bf16": -1, "first_last_layers_bf16": True} | FP8,
+        "num_layers_at_start_in_bf16 must be at least 0, but is -1",
+    ),
+    (
+        {"num_layers_at_start_in_bf16": 3, "first_last_layers_bf16": True} | FP8,
+        "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must be below num_layers, 4, together, but are 3 and 1: no "
+        "block would run in eight bits",
+    ),
+    ({"fp8_format": "e5m2"}, "fp8_format must be 'hybrid' or 'e4m3' or None, but is 'e5m2'"),
     # types
     ({"num_layers": 2.0}, "num_layers must be a whole number, but is 2.0"),
     ({"num_layers": True}, "num_layers must be a whole number, but is True"),
@@ -237,6 +274,8 @@ ALLOWED = [  # what Megatron refuses, or accepts and then can't do
     MOE | {"moe_router_topk": 4, "add_qkv_bias": True},
     STAGES | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 3, "cross_entropy_fusion_impl": "native"},
     STAGES | {"num_layers": 3},
+    FP8 | MOE | {"fp8_recipe": "rowwise", "fp8_wgrad": False},
+    FP8 | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3},
     STAGES | {"num_layers": 3} | FIRST | {"num_layers_in_last_pipeline_stage": 2, "virtual_pipeline_model_parallel_size": 1},
 ]
 
@@ -266,6 +305,19 @@ def test_every_contradiction_is_in_the_table():
     yields = [node for node in statements if isinstance(node.value, ast.Yield)]
     assert len(yields) > 30
     assert not [node.lineno for node in yields if not ran & set(range(node.lineno, node.end_lineno + 1))]
+
+
+def test_which_blocks_run_in_eight_bits():
+    config = Config(num_layers=5, first_last_layers_bf16=True, num_layers_at_end_in_bf16=2, fp8_margin=1, **FP8)
+    recipe = FP8Recipe(margin=1)
+    assert [config.precision(layer) for layer in range(5)] == [None, recipe, recipe, None, None]
+    for name, scaling in (("tensorwise", "current"), ("rowwise", "row")):
+        assert Config(fp8_format="e4m3", fp8_recipe=name, fp8_wgrad=False).precision(0) == FP8Recipe(scaling, "e4m3", wgrad=False)
+    assert Config().precision(0) is None and config.reference().precision(2) is None
+    model = Model(config.replace(num_moe_experts=2), device="meta", seed=0)
+    assert {name for name, module in model.named_modules() if getattr(module, "precision", None)} == {
+        f"layers.{layer}.self_attention.linear_{part}" for layer in (1, 2) for part in ("qkv", "proj")
+    }
 
 
 def test_it_is_frozen_and_equal_by_value():

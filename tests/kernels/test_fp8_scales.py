@@ -68,6 +68,7 @@ def test_kernel_and_formula_agree(monkeypatch):
         formula_refresh(formula, monkeypatch)
         for name, tensor in ours.state_dict().items():
             assert tensor.equal(formula.state_dict()[name]), (name, amax)
+        assert ours.factors.equal(formula.factors)
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -142,6 +143,8 @@ def test_a_mutant_is_found(name, monkeypatch):
         theirs.refresh()
         formula_refresh(formula, monkeypatch)
         if any(not tensor.equal(formula.state_dict()[name]) for name, tensor in theirs.state_dict().items()):
+            return
+        if not theirs.factors.equal(formula.factors):
             return
     raise AssertionError("not found")
 

@@ -10,7 +10,7 @@ from ops.fp8_calls import decibels
 
 import onepass
 from onepass import FP8Recipe
-from onepass.gradients.fp8_product import FP8Weight
+from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn import MLP, ColumnParallelLinear, Linear, NormLinear, RowParallelLinear, set_precision
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

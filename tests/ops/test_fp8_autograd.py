@@ -33,6 +33,7 @@ from onepass.testing.mutants import copy_package, mutate
 
 linear, norm_linear, activation_linear = (
     import_module(OPS[name].function.__module__) for name in ("linear", "norm_linear", "activation_linear")
+fp8_linear = import_module("onepass.ops.norm.fp8_linear")
 )
 
 # ---- the contract of every op holds with precision too ----
@@ -318,13 +319,13 @@ MUTANTS = {
     "a norm's codes turned, with another scale": (
         norm_linear,
         "_backward_single",
-        "ctx.fp8.turned_input(",
-        "ctx.fp8._replace(x_inverse=2 * ctx.fp8.x_inverse).turned_input(",
+        "start_norm_operand(ctx.fp8,",
+        "start_norm_operand(ctx.fp8._replace(x_inverse=2 * ctx.fp8.x_inverse),",
     ),
-    "a norm's codes turned without its weight": (norm_linear, "_backward_single", "saved[4], norm_weight", "saved[4], None"),
-    "x in the place of h": (norm_linear, "_forward_fp8", "x if h is None else h, stats, call", "x, stats, call"),
+    "a norm's codes turned without its weight": (fp8_linear, "start_norm_operand", "stats, norm_weight", "stats, None"),
+    "x in the place of h": (fp8_linear, "norm_linear_fp8", "x if h is None else h, stats, call", "x, stats, call"),
     "the gradient of the norm's output is lost": (norm_linear, "_backward_single", "through.add_(dnormed)", "through"),
-    "nothing noted": (norm_linear, "_forward_fp8", "noted=keep", "noted=False"),
+    "nothing noted": (fp8_linear, "norm_linear_fp8", "noted=keep", "noted=False"),
     "an activation's codes turned without token weights": (
         activation_linear,
         "_turned_activation",
@@ -370,8 +371,9 @@ def passes(function, backend):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, backend):
     module, *how = MUTANTS[name]
-    op = module.__name__.rpartition(".")[2]
-    assert not passes(getattr(mutate(module, *how), op), backend)
+    entry = norm_linear if module is fp8_linear else module
+    op = entry.__name__.rpartition(".")[2]
+    assert not passes(getattr(mutate(module, *how, entry=entry), op), backend)
 
 
 @needs_triton

@@ -251,6 +251,7 @@ def test_sizes_that_no_eight_bit_product_takes_are_named():
     assert unfit_for_fp8(x[:0], weight) == "there is nothing to do"
 
 
+@recipes
 def test_a_forward_without_gradients_leaves_no_trace():
     x, weight, bias, dy = drawn()
     state = FP8Weight(weight, FP8Recipe())

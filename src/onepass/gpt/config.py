@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yaml
-from onepass.gpt.validate_config import validate_config
+from onepass.gpt.validate_config import FP8_OPTIONS, validate_config
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -296,7 +296,7 @@ _REFERENCE = {
     "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
     "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
-    "fp8_format": None,
+    "fp8_format": None, **{name: getattr(Config, name) for name in FP8_OPTIONS},
 }  # fmt: skip
 _FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron flags other than `--field-name` and `--no-field-name`
     "layernorm_epsilon": ("--norm-epsilon", None),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onepass.runtime.fp8_recipe import LARGEST_MARGIN, LONGEST_HISTORY
+
 if TYPE_CHECKING:
     from onepass.gpt.config import Config
 
@@ -25,12 +27,18 @@ _ABOVE_ZERO = (
 _NOT_BELOW_ZERO = ("z_loss", "moe_aux_loss_coeff", "init_method_std")
 _FP32 = torch.finfo(torch.float32)
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+FP8_OPTIONS = (  # which change nothing without fp8_format
+    "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+)  # fmt: skip
+_OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 
 
 def validate_config(config: Config) -> Iterator[str]:
     """Yield a message for each contradiction: fields, values, what they must be. Later checks assume that earlier ones pass."""
-    for part in (_ranges, _heads, _positions, _norms, _mlp, _experts, _gradients, _tensor_parallel, _pipeline, _recompute):
+    for part in (_ranges, _heads, _positions, _norms, _mlp, _fp8, _experts, _gradients, _tensor_parallel, _pipeline, _recompute):
         yield from part(config)
 
 
@@ -111,6 +119,38 @@ def _mlp(c: Config) -> Iterator[str]:
         )
     if c.cpu_offloading and not c.cpu_offloading_activations:
         yield "cpu_offloading_activations must be true with cpu_offloading, which moves nothing else, but is false"
+
+
+def _fp8(c: Config) -> Iterator[str]:
+    idle = dict.fromkeys(FP8_OPTIONS, "without fp8_format") if c.fp8_format is None else {}
+    if c.fp8_format is not None:
+        for name, most, least in (("fp8_margin", LARGEST_MARGIN, 0), ("fp8_amax_history_len", LONGEST_HISTORY, 1)):
+            if not least <= getattr(c, name) <= most:
+                yield f"{name} must be from {least} to {most}, but is {getattr(c, name)}"
+        if c.fp8_recipe != "delayed":
+            idle |= dict.fromkeys(_OF_DELAYED, f"with fp8_recipe {c.fp8_recipe!r}, whose scales come from no steps before")
+        if c.fp8_recipe == "rowwise":
+            idle["fp8_margin"] = "with fp8_recipe 'rowwise', whose scales leave nothing free"
+        if not c.first_last_layers_bf16:
+            idle |= dict.fromkeys(_IN_BF16, "without first_last_layers_bf16")
+    for name, why in idle.items():
+        value, default = getattr(c, name), getattr(type(c), name)
+        if value != default:
+            yield f"{name} must be {_said(default)} {why}, but is {_said(value)}"
+    if c.first_last_layers_bf16:
+        for name in _IN_BF16:
+            if getattr(c, name) < 0:
+                yield f"{name} must be at least 0, but is {getattr(c, name)}"
+        start, end = (getattr(c, name) for name in _IN_BF16)
+        if start + end >= c.num_layers:
+            yield (
+                f"num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must be below num_layers, {c.num_layers}, together, "
+                f"but are {start} and {end}: no block would run in eight bits"
+            )
+
+
+def _said(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _experts(c: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
+from onepass.gradients.fp8_updates import Version
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply
 from onepass.gradients.main_grad import (
     GradientKind,
@@ -127,7 +128,7 @@ class FP8Call(NamedTuple):
     """
 
     state: FP8Weight
-    version: int
+    version: Version
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
     layout: TPLayout | None

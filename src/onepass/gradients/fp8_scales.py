@@ -190,9 +190,15 @@ class FP8Scales:
         return dict(zip(ROLES, (self.total + self.saturated.sum(1)).tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that a resumed run needs to go on with the same bits."""
-        started = torch.tensor(self.started)
-        return {**{name: getattr(self, name) for name in _STATE}, "started": started}
+        """Return copies of what a resumed run needs to go on with the same bits, a row a tensor."""
+        return {
+            "scale": self.factors[:, 0].clone(),
+            "amax": self.amax.view(torch.float32).amax(1),
+            "history": self.history.clone(),
+            "steps": self.steps.clone(),
+            "saturated": self.total + self.saturated.sum(1),
+            "started": torch.tensor(self.started),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` returned. Raise ValueError where it is of another recipe's history."""
@@ -200,6 +206,37 @@ class FP8Scales:
             raise ValueError(
                 f"amax_history_len must be {state['history'].shape[1]} as in the state, but is {self.recipe.amax_history_len}"
             )
-        for name in _STATE:
-            getattr(self, name).copy_(state[name])
+        self.factors[:, 0] = state["scale"]
+        self.factors[:, _INVERSE] = 1 / self.factors[:, 0]
+        self.amax.zero_().view(torch.float32)[:, 0] = state["amax"]
+        self.saturated.zero_()
+        for own, theirs in ((self.history, "history"), (self.steps, "steps"), (self.total, "saturated")):
+            own.copy_(state[theirs])
         self.started = state["started"].tolist()
+
+
+# ---- of many layers, without a wait for each ----
+
+
+def counts_of(scales: Sequence[FP8Scales]) -> Tensor:
+    """Return how many numbers of each tensor have saturated so far, [layers, roles] on the device."""
+    totals, new = (torch.stack([getattr(each, name) for each in scales]) for name in ("total", "saturated"))
+    return totals + new.sum(2)
+
+
+def share_notes(scales: Sequence[FP8Scales], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the largest magnitudes and the counts of all of them, by one collective: then scales are alike.
+
+    Call it once a step, after the last backward and before scales are refreshed.
+    """
+    amax, saturated = (torch.stack([getattr(each, name) for each in scales]) for name in ("amax", "saturated"))
+    # magnitudes are compared as their bits are: none is negative
+    own = torch.stack([amax.amax(2).long(), saturated.sum(2)])
+    everywhere = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everywhere, own, group)
+    found = torch.stack(everywhere)
+    largest, total = found[:, 0].amax(0), found[:, 1].sum(0).clamp(max=torch.iinfo(torch.int32).max)
+    for noted, value in ((amax, largest), (saturated, total)):
+        noted.zero_()[:, :, 0] = value
+    torch._foreach_copy_([each.amax for each in scales], list(amax.unbind()))
+    torch._foreach_copy_([each.saturated for each in scales], list(saturated.unbind()))

@@ -14,15 +14,26 @@ all rows, in half the bytes. What every rank has whole gets the same scale on ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onepass.gradients.fp8_scales import FP8Scales, factors_of
+from onepass.gradients.fp8_updates import (
+    BEFORE_ANY,
+    Version,
+    count_optimizer_steps,
+    is_divided,
+    may_have_changed,
+    version_of,
+    whole_of,
+)
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.parallel.collectives import Pending, start_all_gather
@@ -78,8 +89,10 @@ class FP8Weight:
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
-        self._version: int | None = None
+        self._version: Version | None = None
         self._address = 0
+        self._counted = False  # what a cast of this weight notes is in a loaded state already
+        count_optimizer_steps()
 
     def __reduce__(self) -> tuple[Callable[..., FP8Weight], tuple[FP8Recipe, dict[str, Tensor]]]:
         return _from_scales, (self.recipe, self.scales.state_dict())
@@ -92,33 +105,57 @@ class FP8Weight:
         Assigned `weight.data` lies elsewhere: that is no step, but another weight, whose scale is measured. A write through
         `weight.data` changes neither version nor address: nobody sees it.
         """
-        address = weight.data_ptr() if has_address(weight) else 0
-        if self._version == weight._version and self._address == address:
+        version, address = version_of(weight), weight.data_ptr() if has_address(weight) else 0
+        if self._version == version and self._address == address:
             return
         weight_now = weight.detach()
         with torch.inference_mode(False):  # codes and scales serve training too
             if self.recipe.scaling == "row":
                 self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
             else:
-                if self._version == weight._version:
+                if self._version == version:
                     self.scales.restart("weight")
                 elif self._version is not None and self.recipe.scaling == "delayed":
                     self.scales.refresh()
-                rows, turned = self.cast("weight", weight_now, turned=True, lasting=True)
+                rows, turned = self.cast("weight", weight_now, turned=True, lasting=True, noted=not self._counted)
                 assert rows is not None and turned is not None
                 self.rows, self.turned = rows, turned
-        self._version = weight._version
-        self._address = address
+        self._version, self._address, self._counted = version, address, False
 
-    def check_unchanged(self, version: int) -> None:
+    @contextmanager
+    def unchanged(self, weight: Tensor) -> Iterator[None]:
+        """Keep codes and scales through a block that writes the values into the weight that it has already."""
+        current = self._version is not None and not may_have_changed(weight, self._version)
+        yield
+        if current and not is_divided(weight):
+            self._version = version_of(weight)
+
+    def check_unchanged(self, version: Version) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
         if self._version != version:
             raise RuntimeError("weight must not be updated between forward and backward: its codes are another's by now")
 
     @property
-    def version(self) -> int:
+    def version(self) -> Version:
         assert self._version is not None
         return self._version
+
+    # ---- state ----
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is no state to save, as before the first forward."""
+        return self._version is None and not self._counted
+
+    def state_dict(self, weight: Tensor) -> dict[str, Any]:
+        """Return what a resumed run needs to go on with the same bits: plain tensors, a dict and a bool. Codes are made again."""
+        updated = self._version is not None and may_have_changed(weight, self._version)
+        return {**self.scales.state_dict(), "recipe": asdict(self.recipe), "updated": updated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of the same recipe. The weight's codes are made at its next use, from the values that it then has."""
+        self.scales.load_state_dict(state)
+        self._version, self._counted = (BEFORE_ANY, False) if state["updated"] else (None, True)
 
     # ---- the other operands ----
 
@@ -162,12 +199,13 @@ class FP8Weight:
         return FP8Operand(codes, inverse), target.scale
 
     def cast(
-        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False
+        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False, noted: bool = True
     ) -> tuple[FP8Operand | None, FP8Operand | None]:
-        """Cast rows in one layout or both. By row there is no turned one."""
+        """Cast rows in one layout or both. By row there is no turned one. `noted`: the scales to come see it."""
         if self.recipe.scaling == "row":
             return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
         target, inverse = self.target(role, partial(cast_tensor, x, codes=False), lasting=lasting)
+        target = target if noted else FP8Target(target.dtype, target.scale)
         found = cast_tensor(x, target, codes=codes, turned=turned)
         plain, across = (None if each is None else FP8Operand(each, inverse) for each in found)
         return plain, across
@@ -175,21 +213,15 @@ class FP8Weight:
 
 def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
     """Return a state without codes, on the scales' device."""
-    state = FP8Weight(scales["factors"], recipe)
+    state = FP8Weight(scales["scale"], recipe)
     state.scales.load_state_dict(scales)
+    state._counted = True
     return state
-
-
-def _carrier(weight: Tensor) -> Tensor:
-    """Return the tensor that carries a weight's state: of a view of all of it, which is made for a call, what it views."""
-    base = weight._base
-    same = base is not None and (base.shape, base.stride(), base.dtype) == (weight.shape, weight.stride(), weight.dtype)
-    return base if same else weight  # type: ignore[return-value]
 
 
 def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
     """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
-    weight = _carrier(weight)
+    weight = whole_of(weight)
     state: FP8Weight | None = getattr(weight, "fp8", None)
     if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
         with torch.inference_mode(False):

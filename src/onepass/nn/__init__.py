@@ -7,7 +7,7 @@ from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
-from onepass.nn.precision import set_precision
+from onepass.nn.precision import fp8_saturations, fp8_state_dict, load_fp8_state_dict, set_precision
 from onepass.nn.sharding import sharded_state_dict
 
 __all__ = [
@@ -21,6 +21,9 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "fp8_saturations",
+    "fp8_state_dict",
+    "load_fp8_state_dict",
     "set_precision",
     "sharded_state_dict",
 ]

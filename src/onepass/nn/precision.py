@@ -1,12 +1,22 @@
-"""The precision of the products of layers that a model has already."""
+"""The precision of the products of layers that a model has already, and the state of those in eight bits."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
+from onepass.gradients.fp8_weight import FP8Weight
+from onepass.gradients.fp8_scales import ROLES, counts_of
+from onepass.gradients.fp8_updates import is_divided
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.norm_linear import NormLinear
-from onepass.runtime.fp8_recipe import Precision, recipe_of
+from onepass.runtime.fp8 import MULTIPLE
+from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+
+_LAYERS = Linear | ColumnParallelLinear | RowParallelLinear | NormLinear
 
 
 def set_precision(module: nn.Module, precision: Precision) -> int:
@@ -18,8 +28,107 @@ def set_precision(module: nn.Module, precision: Precision) -> int:
         precision: ``fp8``, an `onepass.FP8Recipe`, or None.
     """
     recipe_of(precision)
-    kinds = Linear, ColumnParallelLinear, RowParallelLinear, NormLinear
-    layers = [each for each in module.modules() if isinstance(each, kinds)]
+    layers = [each for each in module.modules() if isinstance(each, _LAYERS)]
     for layer in layers:
         layer.precision = precision
     return len(layers)
+
+
+class FP8Layer(NamedTuple):
+    """A layer whose products run in eight bits. `name` is its weight's."""
+
+    name: str
+    layer: nn.Module
+    recipe: FP8Recipe
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's parameter: a part of it between the gathers of fully_shard."""
+        weight: Tensor = self.layer.weight  # type: ignore[assignment]
+        return weight
+
+
+def fp8_layers(module: nn.Module) -> Iterator[FP8Layer]:
+    """Yield a module's onepass linear layers whose `precision` and sizes let their products run in eight bits."""
+    for path, layer in module.named_modules():
+        recipe = recipe_of(layer.precision) if isinstance(layer, _LAYERS) else None
+        if recipe is not None and layer.weight is not None and not any(size % MULTIPLE for size in layer.weight.shape):
+            yield FP8Layer(f"{path}.weight" if path else "weight", layer, recipe)
+
+
+# ---- state ----
+
+
+def fp8_state_dict(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the state of a module's products in eight bits, by their weights' names: the scales and what the next come from.
+
+        torch.save({"model": model.state_dict(), "fp8": onepass.nn.fp8_state_dict(model)}, path)
+        ...
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        onepass.nn.load_fp8_state_dict(model, saved["fp8"])
+
+    A run that loads it goes on with the same bits. `state_dict()` of a module has weights alone, as in 16 bits. Tensors are those
+    in use, not copies. A weight has no state before its first forward. Ranks that share a weight have states of their own.
+    """
+    for each in fp8_layers(module):
+        if _state_of(each.weight) is None:
+            _check_whole(each.name, each.weight)
+    return {
+        name: state.state_dict(parameter)
+        for name, parameter in module.named_parameters()
+        if (state := _state_of(parameter)) is not None and not state.is_fresh
+    }
+
+
+def load_fp8_state_dict(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load what `fp8_state_dict` returned. Call it after the weights are loaded. Weights without a state there start anew.
+
+    Raise ValueError for a state of another recipe or of an unknown weight. Nothing has changed then.
+    """
+    parameters, recipes = dict(module.named_parameters()), {each.name: each.recipe for each in fp8_layers(module)}
+    made: dict[str, FP8Weight] = {}
+    for name, theirs in state.items():
+        if name not in parameters:
+            raise ValueError(f"state must be of the module's parameters, but has {name}")
+        _check_whole(name, parameters[name])
+        own = _state_of(parameters[name])
+        recipe = FP8Recipe(**theirs["recipe"])
+        check_same_recipe(name, recipe, recipes.get(name, recipe if own is None else own.recipe))
+        made[name] = FP8Weight(parameters[name], recipes.get(name, recipe))
+        made[name].load_state_dict(theirs)
+    for name, parameter in parameters.items():
+        if name in made:
+            parameter.fp8 = made[name]  # type: ignore[attr-defined]
+        elif _state_of(parameter) is not None:
+            del parameter.fp8  # type: ignore[attr-defined]
+
+
+def check_same_recipe(name: str, theirs: FP8Recipe, ours: FP8Recipe) -> None:
+    """Raise ValueError for a state that another recipe's scales are in. `wgrad` changes none."""
+    before, now = asdict(theirs), asdict(ours)
+    for field in before:
+        if field != "wgrad" and before[field] != now[field]:
+            raise ValueError(f"{field} must be {before[field]!r} for {name}, as in the state, but is {now[field]!r}")
+
+
+def _check_whole(name: str, weight: Tensor) -> None:
+    if is_divided(weight):
+        raise ValueError(f"{name} must be whole, but fully_shard has divided it: call unshard() of its module before")
+
+
+def _state_of(parameter: Tensor) -> FP8Weight | None:
+    state: FP8Weight | None = getattr(parameter, "fp8", None)
+    return state
+
+
+def fp8_saturations(module: nn.Module) -> dict[str, dict[str, int]]:
+    """Return how many numbers saturated so far, by the weight's name: of the layer's input, the weight, the output's gradient.
+
+    It reads all layers' counts at once, and waits for the device once.
+    """
+    states = {name: state for name, parameter in module.named_parameters() if (state := _state_of(parameter)) is not None}
+    if not states:
+        return {}
+    counts = counts_of([state.scales for state in states.values()]).tolist()
+    return {name: dict(zip(ROLES, count, strict=True)) for name, count in zip(states, counts, strict=True)}

@@ -54,7 +54,7 @@ class FP8Tensor(NamedTuple):
 
 
 @lru_cache
-def _unfit_gpu(device: torch.device) -> str | None:
+def unfit_gpu(device: torch.device) -> str | None:
     """Return why a GPU has no products in eight bits, or None."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= _CAPABILITY:
@@ -74,7 +74,7 @@ def check_fp8(x: Tensor, weight: Tensor) -> None:
 
 def check_gpu(argument: str, x: Tensor) -> None:
     """Raise where the argument asks for eight bits on a GPU that has none."""
-    if x.is_cuda and (unfit := _unfit_gpu(x.device)) is not None:
+    if x.is_cuda and (unfit := unfit_gpu(x.device)) is not None:
         raise RuntimeError(f"{argument} must be None on this GPU: eight bits need compute capability 8.9 or later, but {unfit}")
 
 

@@ -12,6 +12,7 @@ SCALINGS = ("delayed", "current", "row")
 FORMATS = ("hybrid", "e4m3")
 AMAX_ALGORITHMS = ("max", "most_recent")
 LARGEST_MARGIN = 8  # of 18 powers of two that e4m3 has
+LONGEST_HISTORY = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class FP8Recipe:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}")
-        for name, least, most in (("margin", 0, LARGEST_MARGIN), ("amax_history_len", 1, 1 << 16)):
+        for name, least, most in (("margin", 0, LARGEST_MARGIN), ("amax_history_len", 1, LONGEST_HISTORY)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, but is {value!r}")

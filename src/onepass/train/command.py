@@ -19,12 +19,14 @@ from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
 from onepass.profiling.verdict import counted
 from onepass.runtime.errors import CommandError
+from onepass.runtime.fp8 import unfit_gpu
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
 from onepass.train.links import check_links
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
+from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
 from onepass.train.samples import TextSample
 from onepass.train.table import compare, each_off, table, table_of_fusions
@@ -171,7 +173,22 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
         raise CommandError("use_fsdp must be false with one data-parallel rank, which shares nothing, but is true")
     if options.cuda_graphs and device.type != "cuda":
         raise CommandError("cuda_graphs must be false on a CPU, but is true")
+    if config.fp8_format is not None:
+        _check_fp8(config, options, device)
     _check_memory(config, options, device, data)
+
+
+def _check_fp8(config: Config, options: Options, device: torch.device) -> None:
+    if device.type == "cuda" and (unfit := unfit_gpu(device)) is not None:
+        raise CommandError(
+            f"fp8_format must be None on this GPU: products in eight bits need compute capability 8.9 or later, but {unfit}"
+        )
+    if options.cuda_graphs:
+        raise CommandError("cuda_graphs must be false with fp8_format, as a replay makes no codes of new weights, but is true")
+    if options.pipeline_schedule == "zero-bubble" and config.gradient_accumulation_fusion:
+        raise CommandError(
+            "pipeline_schedule must not be 'zero-bubble' with fp8_format: weight gradients in eight bits are not put off"
+        )
 
 
 def _check_memory(config: Config, options: Options, device: torch.device, data: int) -> None:
@@ -264,10 +281,11 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
     size = stages.sequences(config, options, layout.data.size)
     sizes = f"tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}"
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
+    precision = f"{said} " if (said := describe_precision(config)) else ""
     return (
         f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
         f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
-        f"Its files are in {folder}."
+        f"{precision}Its files are in {folder}."
     )
 
 

@@ -69,6 +69,8 @@ class Live:
             parts.append(f"{share:.0%} of matmul peak")
         if line.memory_gib is not None:
             parts.append(f"{line.memory_gib:.1f} GiB")
+        if line.saturated is not None:
+            parts.append(f"{line.saturated:,} saturated")
         return "  ".join(parts)
 
     def _move(self, what: str, done: int, total: int, said: str) -> None:

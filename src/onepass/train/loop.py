@@ -26,6 +26,7 @@ from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
 from onepass.train.peak import MatrixPeak
+from onepass.train.precision import Counts, Saturation, has_delayed_scales
 from onepass.train.record import Line, Record, read_log
 from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
@@ -46,6 +47,7 @@ class _Ended(NamedTuple):
     loss: Tensor
     norm: Tensor
     lr: float
+    saturated: Counts | None
 
 
 class TrainRun:
@@ -92,6 +94,10 @@ class TrainRun:
             self.trained = make(self.config, options, layout, self.plain)
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
+            self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
+            self._saturation.start()
+            if self.resume is not None and (said := checkpoint.describe_scales(self.resume, self.config)):
+                self.live.say(said)
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
@@ -124,7 +130,7 @@ class TrainRun:
 
     def _write_first_files(self, before: list[Line], first: int) -> None:
         """Write log.csv, and then config.yaml: of two files on a full disk, a run needs its settings as they were."""
-        self.record = Record(self.folder, before, first)
+        self.record = Record(self.folder, before, first, saturations=has_delayed_scales(self.config) and not self.plain)
         if not self.plain:
             write_atomically(self.folder / "config.yaml", written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
 
@@ -137,6 +143,7 @@ class TrainRun:
     def _steps(self, first: int) -> None:
         options, batches = self.options, self.batches()
         self._began = time.perf_counter()
+        self._counted = first
         self._wind(first)
         self._save_by_time(0.0)
         done = first
@@ -151,7 +158,7 @@ class TrainRun:
             evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
             save = last or stop or due or (options.save_interval and done % options.save_interval == 0)
             if evaluate or stop or last or done % options.log_interval == 0:
-                self._untold = _Ended(step, loss, norm, lr)
+                self._untold = _Ended(step, loss, norm, lr, self._saturation.counts())
             if evaluate or save or not self._waits_later:
                 self._tell(evaluate)
             if save:
@@ -192,13 +199,17 @@ class TrainRun:
             self.threads.watch(line.tokens_per_s)
         self._wind(ended.step + 1)
 
-    def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Line:
+    def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float, counts: Counts | None) -> Line:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
+        saturated, heavy = self._saturation.read(counts, step + 1 - self._counted)
+        self._counted = step + 1
+        if said := self._saturation.words(heavy):
+            self.live.say(f"step {step + 1}/{self.options.train_iters}  {said}")
         now = time.perf_counter()
         tokens = (step + 1 - self._since) * self.size * self.options.seq_length
         device = self.layout.device
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        return Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory)
+        return Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory, saturated=saturated)
 
     def _log(self, line: Line) -> None:
         if self.record is not None:

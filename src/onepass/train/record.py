@@ -37,10 +37,12 @@ class Line:
     seconds: float  # since the run's start
     memory_gib: float | None = None
     eval_loss: float | None = None
+    saturated: int | None = None  # numbers of eight-bit products with delayed scales, since the line before
 
 
 _NAMES = [field.name for field in fields(Line)]
 _OPTIONAL = [field.name for field in fields(Line) if field.default is None]
+_SOMETIMES = "saturated"  # a column of runs in eight bits
 
 
 class Record:
@@ -50,24 +52,27 @@ class Record:
         folder: the run's folder.
         before: what an earlier run logged. Its lines of step `first` or later ones are removed.
         first: the step at which the run begins.
+        saturations: whether there is a column for them. There is one, too, where an earlier run had it.
     """
 
-    def __init__(self, folder: Path, before: Sequence[Line] = (), first: int = 0) -> None:
+    def __init__(self, folder: Path, before: Sequence[Line] = (), first: int = 0, saturations: bool = False) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
         self.lines = [line for line in before if line.step < first]
         self._kept = len(self.lines)
+        saturations = saturations or any(line.saturated is not None for line in self.lines)
+        self._names = [name for name in _NAMES if saturations or name != _SOMETIMES]
         path = folder / "log.csv"
         with self._named_in_errors():
-            write_atomically(path, _csv(_NAMES, *map(_values, self.lines)))
+            write_atomically(path, _csv(self._names, *map(self._values, self.lines)))
             self._file = path.open("a", newline="")
             self._events = SummaryWriter(str(folder), purge_step=first or None)
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
         with self._named_in_errors():
-            self._file.write(_csv(_values(line)))
+            self._file.write(_csv(self._values(line)))
             self._file.flush()
             for name, value in asdict(line).items():
                 if value is not None and name not in ("step", "seconds"):
@@ -80,17 +85,16 @@ class Record:
             if len(self.lines) > self._kept:
                 draw(self.folder / "loss.png", {"": self.lines})
 
+    def _values(self, line: Line) -> list[Any]:
+        values = [getattr(line, name) for name in self._names]
+        return ["" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values]
+
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise CommandError(f"{self.folder} can't be written: {error.strerror}") from None
-
-
-def _values(line: Line) -> list[Any]:
-    values = [getattr(line, name) for name in _NAMES]
-    return ["" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values]
 
 
 def _csv(*rows: Sequence[Any]) -> str:
@@ -107,20 +111,22 @@ def read_log(path: Path) -> list[Line]:
     whole = [line for line in lines if line.endswith("\n")]
     rows = csv.DictReader(whole)
     found = []
+    names = [name for name in _NAMES if name != _SOMETIMES or name in (rows.fieldnames or ())]
     try:
         for row in rows:
-            found.append(_line(row))
+            found.append(_line(row, names))
     except (KeyError, TypeError, ValueError, csv.Error):
         raise CommandError(
-            f"{path} must have {', '.join(_NAMES)} in line {rows.line_num}, but has {whole[rows.line_num - 1].strip()!r:.100}: "
+            f"{path} must have {', '.join(names)} in line {rows.line_num}, but has {whole[rows.line_num - 1].strip()!r:.100}: "
             "correct it, or move the file away, and the log begins where the run goes on"
         ) from None
     return found
 
 
-def _line(row: dict[str, str]) -> Line:
-    values: dict[str, Any] = {name: None if row[name] == "" and name in _OPTIONAL else float(row[name]) for name in _NAMES}
-    return Line(**values | {"step": int(row["step"])})
+def _line(row: dict[str, str], names: Sequence[str]) -> Line:
+    values: dict[str, Any] = {name: None if row[name] == "" and name in _OPTIONAL else float(row[name]) for name in names}
+    whole = {name: int(row[name]) for name in ("step", _SOMETIMES) if row.get(name)}
+    return Line(**values | whole)
 
 
 def draw(path: Path, curves: Mapping[str, Sequence[Line]]) -> None:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.gradients.fp8_weight import fp8_weight
+from onepass.gradients.fp8_scales import share_notes
+from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
 from onepass.train.layout import ParallelLayout
 from onepass.train.masters import drawn, narrow_type
@@ -49,9 +54,11 @@ class Update(ABC):
     """Handles the gradients of one model, and its optimizer."""
 
     optimizer: torch.optim.Optimizer
+    _delayed: Sequence[FP8Layer] = ()  # layers in eight bits with delayed scales
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         self.model, self.options, self.layout = model, options, layout
+        self._delayed = [each for each in fp8_layers(model) if each.recipe.scaling == "delayed"]
 
     def begin(self) -> None:  # noqa: B027  # most subclasses need none
         """Prepare for a step. Call it before the first forward."""
@@ -68,6 +75,15 @@ class Update(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._step()
+        self._share_notes()
+
+    def _share_notes(self) -> None:
+        """Let the ranks that have these layers take their next scales from what all of them have seen."""
+        weights: list[Any] = [each.weight for each in self._delayed]
+        scales = [weight.fp8.scales for weight in weights if hasattr(weight, "fp8")]
+        for group in (self.layout.data.group, self.layout.tensor.group):
+            if scales and group is not None:
+                share_notes(scales, group)
 
     def _step(self) -> None:
         self.optimizer.step()
@@ -167,6 +183,7 @@ class FsdpUpdate(PlainUpdate):
         blocks: Any = model.layers
         for block in blocks.values():
             fully_shard(block, mesh=mesh, mp_policy=policy)
+            block.register_forward_pre_hook(partial(_carry_fp8, [(each, each.weight) for each in fp8_layers(block)]))
         fully_shard(model, mesh=mesh, mp_policy=policy)
         super().__init__(model, options, layout)
 
@@ -184,6 +201,13 @@ class FsdpUpdate(PlainUpdate):
     def finish(self) -> Tensor:
         norm: Any = super().finish()
         return norm.full_tensor()  # type: ignore[no-any-return]
+
+
+def _carry_fp8(layers: list[tuple[FP8Layer, Tensor]], *_: Any) -> None:
+    """Give gathered weights the eight-bit state of the parts that they are gathered from, where checkpoints find it."""
+    for each, part in layers:
+        gathered: Any = each.weight
+        gathered.fp8 = fp8_weight(part, each.recipe)
 
 
 class _Deferring(AbstractContextManager[None]):

@@ -7,11 +7,11 @@ A checkpoint is a folder, `step-00000500` in the run's `checkpoints`:
 
 All tensors are fp32: the weights that the optimizer steps, which a bf16 model's weights round, and their moments. A tensor has
 its parameter's name, a moment with the prefix `exp_avg.` or `exp_avg_sq.`. Offsets are those in the whole parameter, so files
-do not depend on how the model was divided. torch.distributed.checkpoint plans which rank writes and reads what. Nothing is
-unpickled, so loading can't run code.
+do not depend on how the model was divided. Scales of eight-bit products are tensors with the prefix `fp8.` (`scales.py`).
+torch.distributed.checkpoint plans which rank writes and reads what. Nothing is unpickled, so loading can't run code.
 """
 
 from onepass.train.checkpoint.folders import find, run_of
-from onepass.train.checkpoint.saved import check, check_vocabulary, load, save
+from onepass.train.checkpoint.saved import check, check_vocabulary, describe_scales, load, save
 
-__all__ = ["check", "check_vocabulary", "find", "load", "run_of", "save"]
+__all__ = ["check", "check_vocabulary", "describe_scales", "find", "load", "run_of", "save"]

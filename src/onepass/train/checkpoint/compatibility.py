@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _FIELDS = (
     "final_logit_softcapping", "num_moe_experts",
 )  # fmt: skip
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
+_RECIPE = ("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+_BLOCK = re.compile(r"fp8\.history\.layers\.(\d{1,9})\.")  # a tensor of scales (scales.py)
 _SCALING = (
     "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
     "rope_scaling_original_max_position_embeddings",
@@ -42,3 +45,35 @@ def check_compatible(path: Path, theirs: Mapping[str, Any], config: Config) -> N
         said = ", ".join(f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here" for name in apart[:_SHOWN])
         more = f", and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
         raise CommandError(f"the checkpoint {path} must be of this model, but is of another: {said}{more}")
+
+
+# ---- eight bits ----
+
+
+def check_recipe(path: Path, theirs: object, config: Config) -> None:
+    """Raise CommandError where the checkpoint's scales are of another recipe. `theirs`: the settings that it was saved with.
+
+    A run in 16 bits takes any checkpoint, and a run in eight bits takes one of 16 bits.
+    """
+    if config.fp8_format is None or not isinstance(theirs, dict) or theirs.get("fp8_format") is None:
+        return
+    apart = [name for name in _RECIPE if theirs.get(name) != getattr(config, name)]
+    if apart:
+        said = ", ".join(
+            f"--{name.replace('_', '-')} is {theirs.get(name)!s:.30} there and {getattr(config, name)} here" for name in apart
+        )
+        raise CommandError(f"the checkpoint {path} must be of this run's eight-bit recipe, but is of another: {said}")
+
+
+def scales_there(tensors: Iterable[str], config: Config) -> str | None:
+    """Return what a run says where a checkpoint with these tensors doesn't have the scales that it takes, or None."""
+    there = {int(found[1]) for name in tensors if (found := _BLOCK.match(name))}
+    if config.fp8_format is None:
+        return "the checkpoint's eight-bit scales are left out: this run has none" if there else None
+    taken = [layer for layer in range(config.num_layers) if config.precision(layer) is not None]
+    new = [str(layer + 1) for layer in taken if layer not in there]
+    if config.fp8_recipe != "delayed" or not new:
+        return None
+    if not there:
+        return "the checkpoint has no scales of eight-bit products: they start anew"
+    return f"the checkpoint has no scales for {'block' if len(new) == 1 else 'blocks'} {', '.join(new)}: they start anew"

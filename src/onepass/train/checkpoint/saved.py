@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
-from onepass.train.checkpoint import folders, parts
-from onepass.train.checkpoint.compatibility import check_compatible, facts_of
+from onepass.train.checkpoint import folders, parts, scales
+from onepass.train.checkpoint.compatibility import check_compatible, check_recipe, facts_of, scales_there
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.updates import MainGradUpdate
@@ -40,8 +40,9 @@ def save(
 
     try:
         facts, part = layout.on_first(lambda: _begin(folder, step, config, options, vocabulary))
-        with parts.chunks(trained.model, trained.update, layout) as chunks:
-            own = [chunk for chunk in chunks if not chunk.alike or layout.tensor.rank == 0]
+        of_scales = [*scales.scale_chunks(trained.model)]
+        with scales.unchanged(trained.model), parts.chunks(trained.model, trained.update, layout) as chunks:
+            own = [chunk for chunk in [*chunks, *of_scales] if not chunk.alike or layout.tensor.rank == 0]
             storage.write(part, own, facts, layout.rank, layout.ranks == 1)
         layout.on_first(lambda: _finish(part, options.keep_checkpoints))
     except OSError as error:
@@ -89,7 +90,13 @@ def check(path: Path, config: Config) -> dict[str, Any]:
     """Return the checkpoint's index. Raise CommandError if it is of another model."""
     index = folders.read_index_or_advise(path)
     check_compatible(path, index["model"], config)
+    check_recipe(path, index.get("config"), config)
     return index
+
+
+def describe_scales(path: Path, config: Config) -> str | None:
+    """Return what a run in eight bits says of a checkpoint that doesn't have all of its scales, or None."""
+    return scales_there(folders.read_index(path)["tensors"], config)
 
 
 def check_vocabulary(path: Path, vocabulary: str) -> None:
@@ -113,8 +120,9 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     try:
         if verify:
             _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
+        loaded = scales.LoadedScales(trained.model, index["tensors"])
         with parts.chunks(trained.model, trained.update, layout) as chunks:
-            storage.read(path, chunks, index, layout.ranks == 1)
+            storage.read(path, [*chunks, *loaded.chunks], index, layout.ranks == 1)
     except (OSError, folders.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
         better = layout.on_first(lambda: folders.advice(path))
@@ -123,6 +131,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):
         trained.update.optimizer.publish()
+    loaded.put()
     return step
 
 

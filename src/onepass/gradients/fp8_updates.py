@@ -1,0 +1,52 @@
+"""Whether a weight may have changed since its eight-bit codes were made.
+
+PyTorch counts what writes a tensor in `_version`. It misses writes through `weight.data`, as some optimizers make, and gathers of
+fully_shard, whose optimizer steps shards. So the steps of all optimizers count too. A step of another model's costs a cast.
+Of shards that are loaded between two steps nothing tells, unless the state is loaded too.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Version = tuple[int, int]
+BEFORE_ANY: Version = (-1, -1)  # of a weight whose codes are of values before an update
+_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+@lru_cache
+def count_optimizer_steps() -> None:
+    """Count the steps of all optimizers from now on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def version_of(weight: Tensor) -> Version:
+    """Return what is another after an update of the weight."""
+    return weight._version, _steps
+
+
+def may_have_changed(weight: Tensor, version: Version) -> bool:
+    """Whether the weight may have changed since. `version` is that of a gathered weight where this one is divided."""
+    return version[1] != _steps or (not is_divided(weight) and version[0] != weight._version)
+
+
+def is_divided(weight: Tensor) -> bool:
+    """Whether the weight is a DTensor, of which this rank has a part."""
+    return hasattr(weight, "to_local")
+
+
+def whole_of(weight: Tensor) -> Tensor:
+    """Return the parameter that a view shows all of, or the tensor itself. A view is made anew for each call."""
+    base = weight._base
+    if base is None or (base.shape, base.stride(), base.dtype) != (weight.shape, weight.stride(), weight.dtype):
+        return weight
+    return base

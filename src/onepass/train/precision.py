@@ -1,0 +1,133 @@
+"""Eight bits in a run: what it says of them at the start, and how many numbers saturate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.gpt import Config
+from onepass.gradients.fp8_weight import FP8Weight
+from onepass.gradients.fp8_scales import ROLES, counts_of
+from onepass.nn.precision import fp8_layers
+from onepass.runtime.fp8 import MULTIPLE
+from onepass.train.layout import ParallelLayout
+
+_HEAVY = 0.01  # share of a tensor's numbers that saturate, from which on the log warns
+_ROLES = {"input": "input", "weight": "weight", "gradient": "output's gradient"}
+
+# ---- the summary ----
+
+
+def describe_precision(config: Config) -> str:
+    """Return a run's sentences on its products in eight bits, or nothing where it has none."""
+    blocks = [layer for layer in range(config.num_layers) if config.precision(layer) is not None]
+    if not blocks:
+        return ""
+    ends = f"block {blocks[0] + 1}" if len(blocks) == 1 else f"blocks {blocks[0] + 1} to {blocks[-1] + 1}"
+    which = "all blocks" if len(blocks) == config.num_layers else f"{ends} of {config.num_layers}"
+    format = "e4m3" if config.fp8_format == "e4m3" else "e4m3, gradients in e5m2"
+    steps = f" of {config.fp8_amax_history_len} steps" if config.fp8_recipe == "delayed" else ""
+    kept = ["embedding", "head", "norms"] + (["experts"] if config.num_moe_experts else [])
+    kept += ["weight gradients"] if not config.fp8_wgrad or config.fp8_recipe == "rowwise" else []
+    kept += [f"{name} ({rows} x {columns}: not multiples of {MULTIPLE})" for name, rows, columns in _unfit(config)]
+    return (
+        f"The products of {which} run in eight bits ({format}; {config.fp8_recipe} scales{steps}); "
+        f"{', '.join(kept[:-1])} and {kept[-1]} stay in {config.params_dtype}."
+    )
+
+
+def _unfit(config: Config) -> list[tuple[str, int, int]]:
+    """Return a rank's weights of a block whose sizes no product in eight bits takes."""
+    ranks, hidden, ffn = config.tensor_model_parallel_size, config.hidden_size, config.ffn_size
+    heads, groups = (number * config.head_size // ranks for number in (config.num_attention_heads, config.query_groups))
+    weights = [("linear_qkv", heads + 2 * groups, hidden), ("linear_proj", hidden, heads)]
+    if not config.num_moe_experts:
+        weights += [("linear_fc1", (1 + config.gated_linear_unit) * ffn // ranks, hidden), ("linear_fc2", hidden, ffn // ranks)]
+    return [each for each in weights if each[1] % MULTIPLE or each[2] % MULTIPLE]
+
+
+def has_delayed_scales(config: Config) -> bool:
+    """Whether a run's products have scales of the steps before, which alone can saturate."""
+    return config.fp8_format is not None and config.fp8_recipe == "delayed"
+
+
+# ---- saturation ----
+
+
+class Counts(NamedTuple):
+    """How many numbers of each tensor have saturated until a step: [layers, roles] on the device."""
+
+    names: list[str]
+    counts: Tensor
+
+
+class Heavy(NamedTuple):
+    """A tensor of which many numbers saturate."""
+
+    share: float
+    layer: str
+    role: str
+
+
+class Saturation:
+    """Counts what saturates between two lines of the log, in products with delayed scales. A recomputed forward counts twice.
+
+    Args:
+        tokens: of a step, on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, layout: ParallelLayout, tokens: int) -> None:
+        self.layout, self._of_stages = layout, layout.pipeline.group if has_delayed_scales(config) else None
+        self._weights = {each.name: each.weight for each in fp8_layers(model) if each.recipe.scaling == "delayed"}
+        self._numbers = {name: self._numbers_of(weight, tokens) for name, weight in self._weights.items()}
+        self._before: dict[str, list[int]] = {}
+        self._heavy = False
+
+    def _numbers_of(self, weight: Tensor, tokens: int) -> tuple[int, int, int]:
+        """Return how many numbers of each role all ranks cast in a step."""
+        rows, columns = weight.shape
+        ranks = self.layout.tensor.size
+        return tokens * columns * ranks, rows * columns * ranks * self.layout.data.size, tokens * rows * ranks
+
+    def counts(self) -> Counts | None:
+        """Return the counts until now, without waiting for the device; None where nothing counts."""
+        states: dict[str, FP8Weight] = {name: weight.fp8 for name, weight in self._weights.items() if hasattr(weight, "fp8")}
+        return Counts([*states], counts_of([state.scales for state in states.values()])) if states else None
+
+    def start(self) -> None:
+        """Count from what a loaded checkpoint has."""
+        found = self.counts()
+        self._before = {} if found is None else dict(zip(found.names, found.counts.tolist(), strict=True))
+
+    def read(self, counts: Counts | None, steps: int) -> tuple[int | None, list[Heavy]]:
+        """Return how many numbers have saturated in the steps since the last read, and heavy tensors, the worst first.
+
+        It waits for the device once. All ranks call it; those of a pipeline exchange what they have.
+        """
+        total, heavy = 0, list[Heavy]()
+        now = {} if counts is None else dict(zip(counts.names, counts.counts.tolist(), strict=True))
+        for name, found in now.items():
+            for role, count, before, numbers in zip(
+                ROLES, found, self._before.get(name, (0, 0, 0)), self._numbers[name], strict=True
+            ):
+                total += count - before
+                if count - before > _HEAVY * numbers * steps:
+                    heavy.append(Heavy((count - before) / (numbers * steps), name.removesuffix(".weight"), _ROLES[role]))
+        self._before.update(now)
+        stages = [(bool(self._weights), total, heavy)]
+        if self._of_stages is not None:
+            stages *= self.layout.pipeline.size
+            dist.all_gather_object(stages, stages[0], group=self._of_stages)
+        worst = sorted((each for _, _, of_stage in stages for each in of_stage), reverse=True)
+        return (sum(each[1] for each in stages) if any(each[0] for each in stages) else None), worst
+
+    def words(self, heavy: list[Heavy]) -> str | None:
+        """Return a warning where tensors saturate heavily, a line where they no longer do, or None."""
+        before, self._heavy = self._heavy, bool(heavy)
+        if not heavy:
+            return "no tensor of the eight-bit products saturates heavily any more" if before else None
+        share, layer, role = heavy[0]
+        others = f", and {len(heavy) - 1} more" if len(heavy) > 1 else ""
+        return f"warning: {share:.1%} of the {role} of {layer} saturates in eight bits{others}"
