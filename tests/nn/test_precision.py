@@ -7,8 +7,9 @@ from train.fp8_runs import FP8, FreshCodes
 
 import onepass
 from onepass.gpt import Model
-from onepass.gradients import fp8_product, fp8_scales, fp8_updates
-from onepass.gradients.fp8_product import fp8_weight
+from onepass.gradients import fp8_scales, fp8_updates
+from onepass.gradients import fp8_weight as weight_module
+from onepass.gradients.fp8_weight import fp8_weight
 from onepass.kernels.language import triton
 from onepass.nn.precision import fp8_layers
 from onepass.parallel import AdamW, MainGrads, MasterWeights
@@ -194,14 +195,14 @@ def _goes_on(nn):
 
 
 MUTANTS = {
-    "codes of a loaded weight are counted again": (fp8_product, "FP8Weight.load_state_dict", "(None, True)", "(None, False)"),
-    "a refresh more": (fp8_product, "FP8Weight.load_state_dict", "(None, True)", "(BEFORE_ANY, False)"),
-    "a refresh less": (fp8_product, "FP8Weight.load_state_dict", "(BEFORE_ANY, False) if", "(None, True) if"),
+    "codes of a loaded weight are counted again": (weight_module, "FP8Weight.load_state_dict", "(None, True)", "(None, False)"),
+    "a refresh more": (weight_module, "FP8Weight.load_state_dict", "(None, True)", "(BEFORE_ANY, False)"),
+    "a refresh less": (weight_module, "FP8Weight.load_state_dict", "(BEFORE_ANY, False) if", "(None, True) if"),
     "what was noted is lost": (fp8_scales, "FP8Scales.load_state_dict", '[:, 0] = state["amax"]', "[:, 0] = 0"),
     "scales without inverses": (fp8_scales, "FP8Scales.load_state_dict", "1 / self.factors[:, 0]", "1"),
     "scales start anew": (fp8_scales, "FP8Scales.load_state_dict", 'state["started"].tolist()', "[False] * 3"),
     "steps of optimizers are not counted": (fp8_updates, "version_of", "weight._version, _steps", "weight._version, 0"),
-    "a view has a state of its own": (fp8_product, "fp8_weight", "weight = whole_of(weight)", "pass"),
+    "a view has a state of its own": (weight_module, "fp8_weight", "weight = whole_of(weight)", "pass"),
 }
 
 

@@ -33,8 +33,8 @@ from onepass.testing.mutants import copy_package, mutate
 
 linear, norm_linear, activation_linear = (
     import_module(OPS[name].function.__module__) for name in ("linear", "norm_linear", "activation_linear")
-fp8_linear = import_module("onepass.ops.norm.fp8_linear")
 )
+fp8_linear = import_module("onepass.ops.norm.fp8_linear")
 
 # ---- the contract of every op holds with precision too ----
 
@@ -170,9 +170,8 @@ def test_checkpointing_gives_equal_bits_and_scales(case, reentrant, backend):
         found, scales = zip(*(two_passes(case, recipe, backend, how) for how in (None, reentrant)), strict=True)
         assert all(map(torch.equal, *found))
         plain, again = (state.state_dict() for state in scales)
-        for name in ("factors", "history", "steps"):
+        for name in ("scale", "history", "steps", "amax"):
             assert plain[name].equal(again[name])
-        assert plain["amax"].amax(1).equal(again["amax"].amax(1))  # positive fp32 numbers have the order of their bits
 
 
 def two_passes(case, recipe, backend, reentrant):

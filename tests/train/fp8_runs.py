@@ -8,7 +8,7 @@ from parallel.meeting import join
 from train.checkpoint_runs import batch, configured, saved
 
 import onepass
-from onepass.gradients import fp8_product
+from onepass.gradients import fp8_weight
 from onepass.nn.precision import fp8_layers
 from onepass.train import checkpoint
 from onepass.train.layout import _groups
@@ -78,14 +78,14 @@ class FreshCodes:
 
     def __init__(self, monkeypatch=None):
         self.used, self.stale = 0, []
-        self._stock = fp8_product.FP8Weight.update
+        self._stock = fp8_weight.FP8Weight.update
         put = setattr if monkeypatch is None else monkeypatch.setattr
-        put(fp8_product.FP8Weight, "update", lambda state, weight: self._update(state, weight))
+        put(fp8_weight.FP8Weight, "update", lambda state, weight: self._update(state, weight))
 
     def _update(self, state, weight):
         self._stock(state, weight)
         self.used += 1
-        again = fp8_product.FP8Weight(weight, state.recipe)
+        again = fp8_weight.FP8Weight(weight, state.recipe)
         again.scales.load_state_dict(state.scales.state_dict())
         again._counted = True
         again.rows, again.turned = again.cast("weight", weight.detach(), turned=True, lasting=True)
@@ -103,10 +103,10 @@ def run(rank, ranks, folder, backend):
     with onepass.use_backend("torch"):
         for name, settings in LAYOUTS.items():
             found[name] = case(folder / name, settings)
-        counted = fp8_product.version_of
-        fp8_product.version_of = lambda weight: (weight._version, 0)
+        counted = fp8_weight.version_of
+        fp8_weight.version_of = lambda weight: (weight._version, 0)
         found["fsdp, steps are not counted"] = case(folder / "not counted", LAYOUTS["fsdp"])
-        fp8_product.version_of = counted
+        fp8_weight.version_of = counted
         found["loaded between steps"] = loaded_between_steps(folder / "loaded")
         found["another layout"] = other_layout(folder / "data" / "checkpoints" / "step-00000002")
     torch.save(found, folder / f"{rank}.pt")
@@ -118,7 +118,7 @@ def case(folder, settings):
     layout = _groups(config, torch.device("cpu"))
     fresh = FreshCodes()
     trained, other, lines, _ = resumed(folder, layout, settings)
-    fp8_product.FP8Weight.update = fresh._stock
+    fp8_weight.FP8Weight.update = fresh._stock
     return {
         "lines": lines,
         "weights": [weights(each) for each in (trained, other)],
@@ -140,7 +140,7 @@ def loaded_between_steps(folder):
     fresh = FreshCodes()
     checkpoint.load(path, trained, config, layout)
     trained.steps.loss(batch(99, layout))
-    fp8_product.FP8Weight.update = fresh._stock
+    fp8_weight.FP8Weight.update = fresh._stock
     assert fresh.used
     return fresh.stale
 

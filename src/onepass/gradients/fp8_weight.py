@@ -34,6 +34,8 @@ from onepass.gradients.fp8_updates import (
     version_of,
     whole_of,
 )
+from onepass.gradients.main_grad import is_capturing
+from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.parallel.collectives import Pending, start_all_gather
@@ -90,7 +92,7 @@ class FP8Weight:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
         self._version: Version | None = None
-        self._address = 0
+        self._place: tuple[object, ...] | None = None  # its storage, and where in that it begins
         self._counted = False  # what a cast of this weight notes is in a loaded state already
         count_optimizer_steps()
 
@@ -102,11 +104,12 @@ class FP8Weight:
     def update(self, weight: Tensor) -> None:
         """After an update of the weight set all scales, and make its codes again.
 
-        Assigned `weight.data` lies elsewhere: that is no step, but another weight, whose scale is measured. A write through
-        `weight.data` changes neither version nor address: nobody sees it.
+        Assigned `weight.data` has another storage: that is no step, but another weight, whose scale is measured. A write through
+        `weight.data` changes neither version nor storage: the next optimizer step shows it. A storage that fully_shard frees and
+        fills again stays the same one.
         """
-        version, address = version_of(weight), weight.data_ptr() if has_address(weight) else 0
-        if self._version == version and self._address == address:
+        version, place = version_of(weight), (storage_id(weight), weight.storage_offset()) if has_address(weight) else None
+        if self._version == version and self._place == place:
             return
         weight_now = weight.detach()
         with torch.inference_mode(False):  # codes and scales serve training too
@@ -120,7 +123,7 @@ class FP8Weight:
                 rows, turned = self.cast("weight", weight_now, turned=True, lasting=True, noted=not self._counted)
                 assert rows is not None and turned is not None
                 self.rows, self.turned = rows, turned
-        self._version, self._address, self._counted = version, address, False
+        self._version, self._place, self._counted = version, place, False
 
     @contextmanager
     def unchanged(self, weight: Tensor) -> Iterator[None]:
@@ -245,7 +248,9 @@ def fp8_state(
     if under_functorch():
         raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
     if torch.compiler.is_compiling():
-        raise RuntimeError("precision must be None under torch.compile")
+        raise RuntimeError("precision must be None under torch.compile: a compiled graph can't see that the weight was updated")
+    if is_capturing(x):
+        raise RuntimeError("precision must be None in a CUDA graph: replays would not see that the weight was updated")
     state = fp8_weight(weight, recipe)
     if layout is not None:
         state.share(layout)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.gradients.fp8_scales import ROLES, counts_of
 from onepass.gradients.fp8_updates import is_divided
+from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.norm_linear import NormLinear
 from onepass.runtime.fp8 import MULTIPLE

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt import Config
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.gradients.fp8_scales import ROLES, counts_of
+from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.precision import fp8_layers
 from onepass.runtime.fp8 import MULTIPLE
 from onepass.train.layout import ParallelLayout

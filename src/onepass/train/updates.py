@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_weight import fp8_weight
 from onepass.gradients.fp8_scales import share_notes
+from onepass.gradients.fp8_weight import fp8_weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
 from onepass.train.layout import ParallelLayout

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.gradients.fp8_scales import ROLES
+from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.train.checkpoint.parts import Chunk
 

@@ -1,0 +1,186 @@
+"""Gradients that an activation hands over in eight bits to the product before it: where they are, and what others see of them."""
+
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass.gradients import fp8_gradient
+from onepass.gradients.fp8_gradient import FP8Gradient
+from onepass.kernels.language import triton
+from onepass.ops.activation import activation_linear as module
+from onepass.testing.mutants import mutate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = ("torch", "triton") if triton is not None else ("torch",)
+ways = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def decibels(ours, exact):
+    exact = exact.double()
+    return 10 * math.log10((exact.square().sum() / (ours.double() - exact).square().sum().clamp(min=1e-300)).item())
+
+
+class Layers:
+    """A product and an activation with its product, after a step: by then the first gradient's scale is known."""
+
+    def __init__(self, backend, activation="swiglu", recipe="fp8", function=onepass.activation_linear):
+        generator = torch.Generator().manual_seed(3)
+        parts = 2 if "glu" in activation else 1
+
+        def drawn(*shape, size=1.0):
+            return (torch.randn(shape, generator=generator) * size).to(DEVICE, torch.bfloat16)
+
+        self.x, self.dy = drawn(2, 37, 64).requires_grad_(), drawn(2, 37, 48)
+        self.up = torch.nn.Parameter(drawn(96 * parts, 64, size=0.125))
+        self.bias = torch.nn.Parameter(drawn(96 * parts))
+        self.scale = torch.nn.Parameter(drawn(2, 37).float().abs() + 0.5)
+        self.down = torch.nn.Parameter(drawn(48, 96, size=0.1))
+        self.activation, self.recipe, self.backend, self.function = activation, recipe, backend, function
+        self.run().backward(self.dy)
+        for leaf in self.leaves():
+            leaf.grad = None
+
+    def leaves(self):
+        return self.x, self.up, self.bias, self.scale, self.down
+
+    def hidden(self, precision="recipe"):
+        return onepass.linear(self.x, self.up, precision=self.recipe if precision else None)
+
+    def rest(self, h, precision="recipe"):
+        return self.function(
+            h, self.down, None, self.activation, activation_bias=self.bias, token_weight=self.scale, backend=self.backend,
+            precision=self.recipe if precision else None,
+        )  # fmt: skip
+
+    def run(self):
+        return self.rest(self.hidden())
+
+    def exact(self):
+        wide = [leaf.detach().double().requires_grad_() for leaf in self.leaves()]
+        x, up, bias, scale, down = wide
+        y = onepass.activation_linear(
+            onepass.linear(x, up), down, None, self.activation, activation_bias=bias, token_weight=scale, backend="torch"
+        )
+        return torch.autograd.grad(y, wide, self.dy.double())
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """Counts gradients that are handed over, and those that are converted for others."""
+    counts = {"handed": 0, "converted": 0}
+    backward, converted = module._backward_fp8, FP8Gradient.converted
+
+    def count(name, function):
+        def run(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(module, "_backward_fp8", count("handed", backward))
+    monkeypatch.setattr(FP8Gradient, "converted", count("converted", converted))
+    return counts
+
+
+@ways
+@pytest.mark.parametrize("activation", ("swiglu", "gelu"))
+def test_gradients_are_near_fp64(backend, activation, handed):
+    layers = Layers(backend, activation)
+    assert handed["handed"] == 0  # the first gradient has no scale yet
+    layers.run().backward(layers.dy)
+    assert handed == {"handed": 1, "converted": 0}
+    for leaf, exact in zip(layers.leaves(), layers.exact(), strict=True):
+        assert decibels(leaf.grad, exact) > 18
+
+
+@ways
+def test_whoever_else_looks_sees_the_gradient(backend, handed):
+    layers = Layers(backend)
+    h = layers.hidden()
+    h.retain_grad()
+    seen = []
+    h.register_hook(lambda grad: seen.append(grad * 2))
+    layers.rest(h).backward(layers.dy)
+    wide = layers.hidden(None).detach().requires_grad_()
+    layers.rest(wide, None).backward(layers.dy)
+    assert decibels(h.grad.double(), wide.grad) > 18 and decibels(seen[0], 2 * wide.grad) > 18
+    assert handed["handed"] == 1 and handed["converted"] >= 1
+    once = layers.x.grad.clone()
+    layers.x.grad = None
+    h = layers.hidden()
+    (layers.rest(h) * layers.dy).sum().add(h.float().sum()).backward()  # two users: a sum
+    twice = layers.x.grad - once
+    other = torch.autograd.grad(layers.hidden(None).float().sum(), layers.x)[0]
+    assert decibels(twice, other) > 15
+
+
+@ways
+def test_the_codes_are_those_that_a_cast_would_make(backend):
+    """The gradient itself is rounded once, from fp32, where a cast rounds what was rounded to 16 bits."""
+    layers = Layers(backend)
+    h = layers.hidden()
+    found = []
+    h.register_hook(lambda grad: found.append((grad, grad.codes.clone(), grad.turned.clone())))
+    layers.rest(h).backward(layers.dy)
+    grad, codes, turned = found[0]
+    rows = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
+    assert turned.view(torch.uint8)[:, : len(rows)].equal(rows.t()) and not turned.view(torch.uint8)[:, len(rows) :].any()
+    assert grad.shape == h.shape and grad.dtype == h.dtype
+
+
+def test_views_changed_tensors_and_other_recipes_take_16_bits(handed):
+    layers = Layers("torch")
+    layers.rest(layers.hidden().view(2, 37, -1)).backward(layers.dy)
+    layers.rest(layers.hidden().mul_(1)).backward(layers.dy)
+    for recipe in (onepass.FP8Recipe(scaling="current"), onepass.FP8Recipe(scaling="row"), onepass.FP8Recipe(wgrad=False)):
+        other = Layers("torch", recipe=recipe)
+        other.run().backward(other.dy)
+    assert handed["handed"] == 0
+
+
+def test_a_write_in_place_says_what_to_do(handed):
+    layers = Layers("torch")
+    h = layers.hidden()
+    h.register_hook(lambda grad: grad.mul_(2))
+    with pytest.raises(RuntimeError, match=r"kept in eight bits and can't be written in place: clone it before"):
+        layers.rest(h).backward(layers.dy)
+
+
+@ways
+def test_checkpoints_and_second_runs_have_the_same_bits(backend):
+    found = []
+    for again in (False, False, True):
+        layers = Layers(backend)
+        run = layers.run
+        y = torch.utils.checkpoint.checkpoint(run, use_reentrant=False) if again else run()
+        y.backward(layers.dy)
+        found.append([leaf.grad for leaf in layers.leaves()])
+    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(*found, strict=True))
+
+
+MUTANTS = {
+    "the codes of another gradient": ("_backward_fp8", "found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
+    "a bias without its gradient": ("_backward_fp8", "found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
+    "token weights without theirs": ("_backward_fp8", "found.dbias, found.dtoken_weight", "found.dbias, None"),
+    "the activation's own scale": ("_backward_fp8", "FP8Target(E4M3, ctx.fp8.x_scale)", "FP8Target(E4M3, 2 * ctx.fp8.x_scale)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    layers = Layers("torch", function=mutate(module, *MUTANTS[name]).activation_linear)
+    layers.run().backward(layers.dy)
+    exact = layers.exact()
+    grads = [leaf.grad for leaf in layers.leaves()]
+    assert any(grad is None or decibels(grad, wide) < 18 for grad, wide in zip(grads, exact, strict=True))
+
+
+def test_a_taker_is_the_one_that_made_the_tensor():
+    layers = Layers("torch")
+    h = layers.hidden()
+    assert fp8_gradient.fp8_taker(h) is layers.up.fp8
+    assert fp8_gradient.fp8_taker(h.detach()) is None and fp8_gradient.fp8_taker(h[:1]) is None
+    biased = onepass.linear(layers.x, layers.up, layers.bias, precision="fp8")
+    assert fp8_gradient.fp8_taker(biased) is None  # a bias's gradient is a sum of what was not rounded
