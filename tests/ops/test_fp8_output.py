@@ -41,14 +41,14 @@ def drawn(options, dtype=BF16, lead=(3, 7), width=80):
     return torch.randn(*lead, width, device=DEVICE).to(dtype), given
 
 
-def formula(name, x, given):
-    """Return the fp32 y and h."""
-    wide = {option: t.float() if isinstance(t, torch.Tensor) else t for option, t in given.items()}
+def formula(name, x, given, kind=FP32):
+    """Return y, computed in a wide type, and h."""
+    wide = {option: t.to(kind) if isinstance(t, torch.Tensor) else t for option, t in given.items()}
     h = None
     if "residual" in given:
-        h = (x.float() + wide.pop("residual")).to(x.dtype)
+        h = (x.float() + wide.pop("residual").float()).to(x.dtype)
         x = h
-    return REFERENCES[name](x.float(), **wide), h
+    return REFERENCES[name](x.to(kind), **wide).float(), h
 
 
 def steps(codes):
@@ -68,7 +68,8 @@ def judge(function, name, options, dtype=BF16, target=None, backend=None, **how)
     x, given = drawn(options, dtype, **how)
     found = function(x, **given, out=target or "fp8", backend=backend)
     y, h = found if h_is_returned(given) else (found, None)
-    exact, its = formula(name, x, given)
+    # PyTorch's gelu in fp32 loses a tail that e5m2 can hold, and kernels keep
+    exact, its = formula(name, x, given, torch.float64 if backend == "triton" else FP32)
     to = E4M3 if target is None else target.dtype
     assert type(y).__name__ == "FP8Tensor" and y.codes.dtype is to and y.inverse.dtype is FP32
     assert y.codes.shape == exact.shape and y.codes.is_contiguous()

@@ -53,9 +53,14 @@ class FP8Tensor(NamedTuple):
         return dequantise(self.codes, self.inverse, dtype)
 
 
-@lru_cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unfit_gpu(device: torch.device) -> str | None:
     """Return why a GPU has no products in eight bits, or None."""
+    return _unfit_gpu(device)
+
+
+@lru_cache
+def _unfit_gpu(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability >= _CAPABILITY:
         return None
