@@ -264,7 +264,7 @@ MUTANTS = {
         module, "_through_linear",
         "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
     ),
-    "dx over the caller's gradient": (module, "_backward_single", "ours=rows is not None", "ours=True", "writes"),
+    "dx over the caller's gradient": (module, "_backward_single", "ours=dy is not None", "ours=True", "writes"),
     "norm(x) kept in the place of x": (module, "_NormLinear.forward", "h, norm_weight", "normed, norm_weight", "values"),
 }
 

@@ -164,7 +164,7 @@ def test_after_some_steps_ranks_share_the_scales_that_one_rank_would_have(found,
     for rank in found:
         ours, single = (each["scales"] for each in rank["trained"][name])
         assert ours["steps"].tolist() == [STEPS - 1] * 3 and all(ours["started"])
-        for key in ("factors", "history"):
+        for key in ("scale", "history"):
             assert ours[key][place].equal(found[0]["trained"][name][0]["scales"][key][place])
             assert ours[key].equal(single[key])
         assert ours["history"][place].all()
