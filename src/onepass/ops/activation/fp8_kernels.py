@@ -274,9 +274,10 @@ def _backward_width(H: int) -> int:
 def _backward_plan(
     act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, dx_e5m2: bool, y_e5m2: bool
 ) -> Bound:
+    width = _backward_width(H)
     bound: Bound = _backward_codes_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.masks, act.gated, known_align(H, dy_row, x_row),
-        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, QUAD, TILE_M, _backward_width(H), num_warps=2,
+        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, QUAD, TILE_M, width, num_warps=2 if width == TILE_H else 1,
     )  # fmt: skip
     return bound
 
