@@ -1,25 +1,15 @@
 """Gradients that an activation hands over in eight bits to the product before it: where they are, and what others see of them."""
 
-import math
-
 import pytest
 import torch
+from ops.calls import backends
+from ops.fp8_calls import DEVICE, decibels
 
 import onepass
 from onepass.gradients import fp8_gradient
 from onepass.gradients.fp8_gradient import FP8Gradient
-from onepass.kernels.language import triton
 from onepass.ops.activation import activation_linear as module
 from onepass.testing.mutants import mutate
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = ("torch", "triton") if triton is not None else ("torch",)
-ways = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def decibels(ours, exact):
-    exact = exact.double()
-    return 10 * math.log10((exact.square().sum() / (ours.double() - exact).square().sum().clamp(min=1e-300)).item())
 
 
 class Layers:
@@ -84,7 +74,7 @@ def handed(monkeypatch):
     return counts
 
 
-@ways
+@backends
 @pytest.mark.parametrize("activation", ("swiglu", "gelu"))
 def test_gradients_are_near_fp64(backend, activation, handed):
     layers = Layers(backend, activation)
@@ -95,7 +85,7 @@ def test_gradients_are_near_fp64(backend, activation, handed):
         assert decibels(leaf.grad, exact) > 18
 
 
-@ways
+@backends
 def test_whoever_else_looks_sees_the_gradient(backend, handed):
     layers = Layers(backend)
     h = layers.hidden()
@@ -116,9 +106,8 @@ def test_whoever_else_looks_sees_the_gradient(backend, handed):
     assert decibels(twice, other) > 15
 
 
-@ways
-def test_the_codes_are_those_that_a_cast_would_make(backend):
-    """The gradient itself is rounded once, from fp32, where a cast rounds what was rounded to 16 bits."""
+@backends
+def test_turned_codes_are_the_codes_turned(backend):
     layers = Layers(backend)
     h = layers.hidden()
     found = []
@@ -148,7 +137,7 @@ def test_a_write_in_place_says_what_to_do(handed):
         layers.rest(h).backward(layers.dy)
 
 
-@ways
+@backends
 def test_checkpoints_and_second_runs_have_the_same_bits(backend):
     found = []
     for again in (False, False, True):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from ops.fp8_calls import decibels
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -35,11 +36,6 @@ def drawn(tokens=75, K=64, N=96, dtype=torch.bfloat16):
     bias = torch.nn.Parameter(torch.randn(N, generator=generator).to(DEVICE, dtype))
     x, dy = (torch.randn(3, tokens // 3, width, generator=generator).to(DEVICE, dtype) for width in (K, N))
     return x.requires_grad_(), weight, bias, dy
-
-
-def decibels(ours, exact):
-    exact = exact.double()
-    return 10 * math.log10((exact.square().sum() / (ours.double() - exact).square().sum().clamp(min=1e-300)).item())
 
 
 def exact_results(x, weight, bias, dy):

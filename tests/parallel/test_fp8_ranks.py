@@ -1,11 +1,11 @@
 """Tensor-parallel layers in eight bits, against one rank in fp64 and one rank in eight bits. The processes run fp8_ranks.py."""
 
-import math
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from ops.fp8_calls import decibels
 from parallel import fp8_ranks
 from parallel.fp8_ranks import CASES, MUTANTS, RECIPES, STEPS, B, K, N, S, part, used, whole
 from parallel.worlds import PAIRS, found_by
@@ -25,11 +25,6 @@ recipes = pytest.mark.parametrize("kind", RECIPES)
 def found(request, tmp_path_factory):
     """What each rank found."""
     return found_by(fp8_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
-
-
-def decibels(ours, exact):
-    exact = exact.double()
-    return 10 * math.log10((exact.square().sum() / (ours.double() - exact).square().sum().clamp(min=1e-300)).item())
 
 
 @cache

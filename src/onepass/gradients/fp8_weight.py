@@ -41,7 +41,7 @@ from onepass.kernels.fp8_turn import turn_codes
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout
 from onepass.runtime.dispatch import has_address, under_functorch
-from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, scaled_product
+from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8, scaled_product
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import FORMULA, Call
 
@@ -265,9 +265,8 @@ def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
     unfit = unfit_for_fp8(x, weight)
     if unfit is not None:
         return f"products in their own type, as {unfit}"
-    kinds = "e4m3" if recipe.format == "e4m3" else "e4m3, gradients in e5m2"
     wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
-    return f"products in eight bits ({kinds}; {recipe.scaling} scales{wgrad})"
+    return f"products in eight bits ({recipe.types}; {recipe.scaling} scales{wgrad})"
 
 
 def describe_formula(call: Call) -> str:
@@ -278,7 +277,7 @@ def describe_formula(call: Call) -> str:
 
 def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
     """Return why this product stays in its own type, or None."""
-    N, K = weight.shape
-    if N % MULTIPLE or K % MULTIPLE:
+    if not fits_fp8(weight.shape):
+        N, K = weight.shape
         return f"the weight's sizes, {N} x {K}, are not multiples of {MULTIPLE}"
     return None if x.numel() else "there is nothing to do"

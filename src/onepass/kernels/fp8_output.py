@@ -10,6 +10,7 @@ from torch import Tensor
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.runtime.dispatch import needs_grad, under_functorch
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, check_gpu
+from onepass.runtime.op import FORMULA, Call
 
 FP8Output = FP8Target | str | None  # an op's argument: None is its result's own type
 
@@ -61,6 +62,12 @@ def check_forward_only(*tensors: Tensor | None) -> None:
             "out must be None where inputs require grad: codes can't be differentiated. Call the op under torch.no_grad() or in "
             "an autograd Function, or use an op with precision='fp8'"
         )
+
+
+def describe_output_formula(call: Call) -> str:
+    """Return what `explain` says of a formula that takes `out`."""
+    target = output_target(call.out, call.x)
+    return FORMULA if target is None else f"the PyTorch formula; {describe_output(target)}; no backward"
 
 
 def describe_output(target: FP8Target) -> str:

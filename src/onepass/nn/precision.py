@@ -13,7 +13,7 @@ from onepass.gradients.fp8_updates import is_divided
 from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.norm_linear import NormLinear
-from onepass.runtime.fp8 import MULTIPLE
+from onepass.runtime.fp8 import fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 _LAYERS = Linear | ColumnParallelLinear | RowParallelLinear | NormLinear
@@ -52,7 +52,7 @@ def fp8_layers(module: nn.Module) -> Iterator[FP8Layer]:
     """Yield a module's onepass linear layers whose `precision` and sizes let their products run in eight bits."""
     for path, layer in module.named_modules():
         recipe = recipe_of(layer.precision) if isinstance(layer, _LAYERS) else None
-        if recipe is not None and layer.weight is not None and not any(size % MULTIPLE for size in layer.weight.shape):
+        if recipe is not None and layer.weight is not None and fits_fp8(layer.weight.shape):
             yield FP8Layer(f"{path}.weight" if path else "weight", layer, recipe)
 
 

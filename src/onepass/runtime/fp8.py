@@ -7,6 +7,7 @@ for both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,6 +52,11 @@ class FP8Tensor(NamedTuple):
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return codes * inverse, rounded to a type."""
         return dequantise(self.codes, self.inverse, dtype)
+
+
+def fits_fp8(weight_shape: Sequence[int]) -> bool:
+    """Whether products in eight bits take a weight of these sizes."""
+    return not any(size % MULTIPLE for size in weight_shape)
 
 
 @lru_cache

@@ -55,6 +55,11 @@ class FP8Recipe:
         return E5M2 if self.format == "hybrid" else E4M3
 
     @property
+    def types(self) -> str:
+        """The eight-bit types in words."""
+        return "e4m3" if self.gradient_type is E4M3 else "e4m3, gradients in e5m2"
+
+    @property
     def has_wgrad(self) -> bool:
         """Whether the weight's gradient is an eight-bit product: with a scale a row, terms of its sum differ in scale."""
         return self.wgrad and self.scaling != "row"

@@ -11,7 +11,7 @@ from onepass.gpt import Config
 from onepass.gradients.fp8_scales import ROLES, counts_of
 from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.precision import fp8_layers
-from onepass.runtime.fp8 import MULTIPLE
+from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.train.layout import ParallelLayout
 
 _HEAVY = 0.01  # share of a tensor's numbers that saturate, from which on the log warns
@@ -22,18 +22,18 @@ _ROLES = {"input": "input", "weight": "weight", "gradient": "output's gradient"}
 
 def describe_precision(config: Config) -> str:
     """Return a run's sentences on its products in eight bits, or nothing where it has none."""
-    blocks = [layer for layer in range(config.num_layers) if config.precision(layer) is not None]
-    if not blocks:
+    recipes = {layer: recipe for layer in range(config.num_layers) if (recipe := config.precision(layer)) is not None}
+    if not recipes:
         return ""
+    blocks, recipe = list(recipes), next(iter(recipes.values()))
     ends = f"block {blocks[0] + 1}" if len(blocks) == 1 else f"blocks {blocks[0] + 1} to {blocks[-1] + 1}"
     which = "all blocks" if len(blocks) == config.num_layers else f"{ends} of {config.num_layers}"
-    format = "e4m3" if config.fp8_format == "e4m3" else "e4m3, gradients in e5m2"
-    steps = f" of {config.fp8_amax_history_len} steps" if config.fp8_recipe == "delayed" else ""
+    steps = f" of {recipe.amax_history_len} steps" if recipe.scaling == "delayed" else ""
     kept = ["embedding", "head", "norms"] + (["experts"] if config.num_moe_experts else [])
-    kept += ["weight gradients"] if not config.fp8_wgrad or config.fp8_recipe == "rowwise" else []
+    kept += [] if recipe.has_wgrad else ["weight gradients"]
     kept += [f"{name} ({rows} x {columns}: not multiples of {MULTIPLE})" for name, rows, columns in _unfit(config)]
     return (
-        f"The products of {which} run in eight bits ({format}; {config.fp8_recipe} scales{steps}); "
+        f"The products of {which} run in eight bits ({recipe.types}; {config.fp8_recipe} scales{steps}); "
         f"{', '.join(kept[:-1])} and {kept[-1]} stay in {config.params_dtype}."
     )
 
@@ -45,7 +45,7 @@ def _unfit(config: Config) -> list[tuple[str, int, int]]:
     weights = [("linear_qkv", heads + 2 * groups, hidden), ("linear_proj", hidden, heads)]
     if not config.num_moe_experts:
         weights += [("linear_fc1", (1 + config.gated_linear_unit) * ffn // ranks, hidden), ("linear_fc2", hidden, ffn // ranks)]
-    return [each for each in weights if each[1] % MULTIPLE or each[2] % MULTIPLE]
+    return [each for each in weights if not fits_fp8(each[1:])]
 
 
 def has_delayed_scales(config: Config) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
-from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, output_target
+from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, describe_output_formula, output_target
 from onepass.kernels.philox import STEPS, Seed, dropout_formula, row_numbers, threshold_of
 from onepass.kernels.seeds import draw_seed
 from onepass.ops.activation import fp8, kernels
@@ -34,7 +34,7 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
-from onepass.runtime.op import FORMULA, Call, define_op
+from onepass.runtime.op import Call, define_op
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
@@ -137,11 +137,6 @@ def _variant(call: Call) -> str:
     return f"{said}; {threshold} of {STEPS} dropped in the same kernels" if threshold else said
 
 
-def _describe_formula(call: Call) -> str:
-    target = output_target(call.out, call.x)
-    return FORMULA if target is None else f"the PyTorch formula; {describe_output(target)}; no backward"
-
-
 @overload
 def bias_activation(
     x: Tensor, bias: Tensor | None = ..., activation: str = ..., *, token_weight: Tensor | None = ..., clamp: float | None = ...,
@@ -224,7 +219,7 @@ define_op(
     check=_check,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
-    formula=_describe_formula,
+    formula=describe_output_formula,
 )
 
 

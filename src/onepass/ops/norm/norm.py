@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests, name_written
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
-from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, output_target
+from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output_formula, output_target
 from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -28,7 +28,7 @@ from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
-from onepass.runtime.op import FORMULA, Call, define_op
+from onepass.runtime.op import Call, define_op
 
 
 def rms_norm_reference(
@@ -291,22 +291,17 @@ def _variant(call: Call, layer: bool) -> str:
     return kernels.norm_variant(call.x, call.residual, call.weight, layer, call.memory_efficient)
 
 
-def _describe_formula(call: Call) -> str:
-    target = output_target(call.out, call.x)
-    return FORMULA if target is None else f"the PyTorch formula; {describe_output(target)}; no backward"
-
-
 define_op(
     rms_norm,
     check=_check_call,
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, False),
-    formula=_describe_formula,
+    formula=describe_output_formula,
 )
 define_op(
     layer_norm,
     check=lambda call: _check_call(call, call.bias),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, True),
-    formula=_describe_formula,
+    formula=describe_output_formula,
 )
