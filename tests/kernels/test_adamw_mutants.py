@@ -164,7 +164,11 @@ def test_mutants_are_caught(name):
     *change, backend = MUTANTS[name]
     mutant = mutate(*change, entry=module)
     with mutant.backend.use_backend(backend):
-        assert wrong(mutant)
+        try:
+            found = wrong(mutant)
+        except AssertionError:  # a read or write out of bounds
+            return
+    assert found
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -198,3 +198,50 @@ def test_operators_are_the_languages(one, other, number, monkeypatch):
     monkeypatch.setattr(interpreter_types, "_compute_of", lambda *_: None)
     assert torch.equal(learnt, run(2)) and (learnt[:21] != -1).any(1).all()
     forget()
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, begin, end, first, N: tl.constexpr):
+    i = begin + tl.arange(0, N)
+    tl.store(y_ptr + first + i, tl.load(x_ptr + i, mask=i < end, other=0.0), mask=i < end)
+
+
+@triton.jit
+def _count_kernel(x_ptr, at):
+    tl.atomic_add(x_ptr + at, 1.0)
+
+
+@triton.jit
+def _mask_kernel(x_ptr, y_ptr, bound, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(y_ptr + i, x, mask=(tl.sum(x, 0) > bound) & (i.to(tl.uint64) < N - 1) & (x == x))
+
+
+def test_accesses_out_of_bounds_raise():
+    x, y = torch.randn(2, 12)[0], torch.zeros(8)  # of one storage x has only the first half, and all of it may be read
+    _copy_kernel[(1,)](x, y, 16, 24, -16, 16)
+    assert torch.equal(y, x.as_strided((8,), (1,), 16))
+    for begin, end, first in ((20, 25, -20), (-1, 7, 1), (0, 9, 0), (0, 8, 1), (0, 8, -1)):
+        with pytest.raises(AssertionError, match=r"_copy_kernel (reads|writes) 1 of . values outside of its tensors"):
+            _copy_kernel[(1,)](x, y, begin, end, first, 16)
+    _count_kernel[(1,)](y, 7)
+    for at in (8, -1):
+        with pytest.raises(AssertionError, match="_count_kernel updates 1 of 1 values"):
+            _count_kernel[(1,)](y, at)
+
+
+def test_a_tensor_is_reached_by_its_distance():
+    from onepass.kernels.reach import distance
+
+    x, y, near = torch.randn(8), torch.zeros(8), torch.zeros(8)
+    with pytest.raises(AssertionError, match="writes 8 of 8 values"):
+        _copy_kernel[(1,)](x, y, 0, 8, (near.data_ptr() - y.data_ptr()) // 4, 8)
+    _copy_kernel[(1,)](x, y, 0, 8, distance(near, y), 8)
+    assert torch.equal(near, x) and not y.any()
+
+
+def test_masks_of_any_comparison():
+    x, y = torch.arange(8.0), torch.zeros(8)
+    _mask_kernel[(1,)](x, y, 0.5, 8)
+    assert torch.equal(y, torch.cat([x[:7], torch.zeros(1)]))

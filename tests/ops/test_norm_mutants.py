@@ -137,7 +137,7 @@ def test_mutants_are_caught(name):
             if not judge_case(mutant, case):
                 return
         except Exception as error:
-            if "wait for each other" in str(error):
+            if "wait for each other" in str(error) or isinstance(error, AssertionError):
                 return
             raise
     pytest.fail("no case catches it")

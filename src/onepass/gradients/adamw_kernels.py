@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
 from onepass.gradients.releasable_storage import storage_id
+from onepass.kernels import reach
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned
@@ -173,7 +174,8 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
         source = numbers.setdefault(storage_id(stretch.grad), len(numbers))
         if source == len(sources):
             sources.append(stretch.grad)
-        places = [_distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
+        # exp_avg, exp_avg_sq and rest share a distance
+        places = [reach.distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
             chunks.append([*(place + start for place in places), size, stretch.group])
@@ -183,13 +185,8 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
     return AdamWBatch((weight, *first[1:5]), table, len(chunks), align, sources, which, _distances(sources))
 
 
-def _distance(tensor: Tensor, base: Tensor) -> int:
-    """Return the distance in values. exp_avg, exp_avg_sq and rest share one."""
-    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
-
-
 def _distances(sources: list[Tensor]) -> list[int]:
-    return [_distance(each, sources[0]) for each in sources]
+    return [reach.distance(each, sources[0]) for each in sources]
 
 
 def _follow(batch: AdamWBatch) -> None:

@@ -8,6 +8,7 @@ Triton 3.6's interpreter has these faults, those of bf16 without an error. This 
 - It stores bf16 as bit patterns. Casts to bf16 truncate, or copy integers as bits. Here they round to nearest even.
 - `tl.dot` multiplies the bit patterns of bf16. Here it converts them to fp32 first.
 - Other arithmetic on bf16 uses the bit patterns too. Here it raises. No kernel needs it: kernels convert to fp32 after a load.
+- A comparison keeps its operands' type, and a mask made of it their bytes: masks of floats, which `&` refuses. Here it is int1.
 - `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
 - A launch copies tensors to the host and back, which a reference cycle keeps alive. Without a GPU, here it doesn't.
 - numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
@@ -18,8 +19,10 @@ Triton 3.6's interpreter has these faults, those of bf16 without an error. This 
   (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
 - @triton.autotune asks a driver for the device. A stub driver answers where there is no GPU.
 
-Not repaired: libdevice, inline assembly, bf16 atomics and `tl.dot_scaled`. Reads out of bounds stay undetected. `tl.maximum`
-keeps the NaN that a GPU drops. A program's cost hardly depends on its block size, so test with few programs of large blocks.
+A read or write outside of a kernel's tensors raises (`interpreter_bounds.py`).
+
+Not repaired: libdevice, inline assembly, bf16 atomics and `tl.dot_scaled`. `tl.maximum` keeps the NaN that a GPU drops. A
+program's cost hardly depends on its block size, so test with few programs of large blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
 
 import triton.runtime.interpreter as interpreter
 
-from onepass.testing import interpreter_types
+from onepass.testing import interpreter_bounds, interpreter_types
 
 _Builder: Any = interpreter.InterpreterBuilder
 _Handle: Any = interpreter.TensorHandle
@@ -100,13 +103,16 @@ def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _stock_dot(self, _widened(a), _widened(b), *rest)
 
 
-def _refusing_bf16(stock: Any) -> Any:
-    """Wrap unary_op or binary_op: raise for bf16, as the stock one would compute with bit patterns."""
+def _repaired(stock: Any) -> Any:
+    """Wrap unary_op or binary_op: raise for bf16, whose bit patterns the stock one computes with. Give comparisons their type."""
 
     def op(self: Any, *operands: Any) -> Any:
         if any(_is_bf16(operand) for operand in operands):
             raise TypeError("arithmetic on bf16, which the interpreter can't do: go to fp32 right after the load")
-        return stock(self, *operands)
+        found = stock(self, *operands)
+        if found.data.dtype == np.bool_:
+            found.dtype = tl.int1
+        return found
 
     return op
 
@@ -168,10 +174,13 @@ _stock_launch = interpreter.GridExecutor.__call__
 def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
     function = self.fn
     self.fn = _Launched(function)
+    interpreter_bounds.reached.launch(function.__name__, [*args, *kwargs.values()])
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
             _stock_launch(self, *args, **kwargs)
+    except interpreter.InterpreterError as error:
+        raise interpreter_bounds.cause_of(error) from None
     finally:
         self.fn = function
 
@@ -307,9 +316,10 @@ class _NoDriver:
 
 def _repair() -> None:
     interpreter_types.install()
+    interpreter_bounds.install(_Builder)
     _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _cast, _float_cast, _dot
-    _Builder.binary_op = _refusing_bf16(_Builder.binary_op)
-    _Builder.unary_op = _refusing_bf16(_Builder.unary_op)
+    _Builder.binary_op = _repaired(_Builder.binary_op)
+    _Builder.unary_op = _repaired(_Builder.unary_op)
     interpreter._patch_lang_tensor = _patch_tensor_with_index
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
         interpreter._patch_lang = _patch_once

@@ -32,7 +32,7 @@ from onepass.runtime import dispatch
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
 _FOLLOW = "the mutant has to follow the code"
-_GRID_SYNC = "onepass.kernels.grid_sync"
+_REPLACED = {"onepass.kernels.grid_sync": "yield_to_programs", "onepass.kernels.reach": "distance"}  # by the interpreter
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
@@ -108,8 +108,9 @@ def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
         package.__path__ = real["onepass"].__path__
     try:
         copy = importlib.import_module(entry.__name__)
-        if _GRID_SYNC in sys.modules and _GRID_SYNC in real:  # how the interpreter's programs wait is not the mutant's affair
-            vars(sys.modules[_GRID_SYNC])["yield_to_programs"] = vars(real[_GRID_SYNC])["yield_to_programs"]
+        for module, function in _REPLACED.items():
+            if module in sys.modules and module in real:
+                vars(sys.modules[module])[function] = vars(real[module])[function]
         return copy
     finally:
         sys.meta_path.remove(finder)

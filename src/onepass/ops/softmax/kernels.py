@@ -65,7 +65,7 @@ def _softmax_rows(
     reached, last = inside, tl.zeros([BLOCK_M], tl.int32) + C - 1
     if CAUSAL:
         last = tl.minimum((narrow_rows % S).to(tl.int32), C - 1)
-        reached = real & _reached(columns, last, RUN)
+        reached = inside & _reached(columns, last, RUN)
     x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=reached, other=0.0, eviction_policy="evict_first")
     z = x.to(tl.float32) * scale
     if CAUSAL or not WHOLE:
