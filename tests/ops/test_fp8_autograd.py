@@ -34,7 +34,7 @@ from onepass.testing.mutants import copy_package, mutate
 linear, norm_linear, activation_linear = (
     import_module(OPS[name].function.__module__) for name in ("linear", "norm_linear", "activation_linear")
 )
-fp8_linear = import_module("onepass.ops.norm.fp8_linear")
+norm_fp8, activation_fp8 = (import_module(f"onepass.ops.{family}.fp8_linear") for family in ("norm", "activation"))
 
 # ---- the contract of every op holds with precision too ----
 
@@ -321,17 +321,17 @@ MUTANTS = {
         "start_norm_operand(ctx.fp8,",
         "start_norm_operand(ctx.fp8._replace(x_inverse=2 * ctx.fp8.x_inverse),",
     ),
-    "a norm's codes turned without its weight": (fp8_linear, "start_norm_operand", "stats, norm_weight", "stats, None"),
-    "x in the place of h": (fp8_linear, "norm_linear_fp8", "x if h is None else h, stats, call", "x, stats, call"),
+    "a norm's codes turned without its weight": (norm_fp8, "start_norm_operand", "op(h, norm_weight,", "op(h, None,"),
+    "x in the place of h": (norm_fp8, "norm_linear_fp8", "x if h is None else h, stats, call", "x, stats, call"),
     "the gradient of the norm's output is lost": (norm_linear, "_backward_single", "through.add_(dnormed)", "through"),
-    "nothing noted": (fp8_linear, "norm_linear_fp8", "noted=keep", "noted=False"),
+    "nothing noted": (norm_fp8, "_forward", "noted=keep", "noted=False"),
     "an activation's codes turned without token weights": (
-        activation_linear,
-        "_turned_activation",
+        activation_fp8,
+        "_turned",
         "None, x, bias, token_weight",
         "None, x, bias, None",
     ),
-    "an activation without its bias": (activation_linear, "_forward_fp8", "x, bias, token_weight", "x, None, token_weight"),
+    "an activation without its bias": (activation_fp8, "_activation_codes", "(x, bias, token_weight,", "(x, None, token_weight,"),
     "main_grad is not used": (
         activation_linear,
         "_ActivationLinear.forward",
@@ -370,7 +370,7 @@ def passes(function, backend):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, backend):
     module, *how = MUTANTS[name]
-    entry = norm_linear if module is fp8_linear else module
+    entry = {norm_fp8: norm_linear, activation_fp8: activation_linear}.get(module, module)
     op = entry.__name__.rpartition(".")[2]
     assert not passes(getattr(mutate(module, *how, entry=entry), op), backend)
 

@@ -9,6 +9,7 @@ import onepass
 from onepass.gradients import fp8_gradient
 from onepass.gradients.fp8_gradient import FP8Gradient
 from onepass.ops.activation import activation_linear as module
+from onepass.ops.activation import fp8_linear
 from onepass.testing.mutants import mutate
 
 
@@ -60,7 +61,7 @@ class Layers:
 def handed(monkeypatch):
     """Counts gradients that are handed over, and those that are converted for others."""
     counts = {"handed": 0, "converted": 0}
-    backward, converted = module._backward_fp8, FP8Gradient.converted
+    backward, converted = module.activation_backward_fp8, FP8Gradient.converted
 
     def count(name, function):
         def run(*args):
@@ -69,7 +70,7 @@ def handed(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(module, "_backward_fp8", count("handed", backward))
+    monkeypatch.setattr(module, "activation_backward_fp8", count("handed", backward))
     monkeypatch.setattr(FP8Gradient, "converted", count("converted", converted))
     return counts
 
@@ -150,16 +151,16 @@ def test_checkpoints_and_second_runs_have_the_same_bits(backend):
 
 
 MUTANTS = {
-    "the codes of another gradient": ("_backward_fp8", "found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
-    "a bias without its gradient": ("_backward_fp8", "found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
-    "token weights without theirs": ("_backward_fp8", "found.dbias, found.dtoken_weight", "found.dbias, None"),
-    "the activation's own scale": ("_backward_fp8", "FP8Target(E4M3, ctx.fp8.x_scale)", "FP8Target(E4M3, 2 * ctx.fp8.x_scale)"),
+    "the codes of another gradient": ("activation_backward_fp8", "found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
+    "a bias without its gradient": ("activation_backward_fp8", "found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
+    "token weights without theirs": ("activation_backward_fp8", "found.dbias, found.dtoken_weight", "found.dbias, None"),
+    "the activation's own scale": ("activation_backward_fp8", "E4M3, ctx.fp8.x_scale", "E4M3, 2 * ctx.fp8.x_scale"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    layers = Layers("torch", function=mutate(module, *MUTANTS[name]).activation_linear)
+    layers = Layers("torch", function=mutate(fp8_linear, *MUTANTS[name], entry=module).activation_linear)
     layers.run().backward(layers.dy)
     exact = layers.exact()
     grads = [leaf.grad for leaf in layers.leaves()]

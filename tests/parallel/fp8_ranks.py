@@ -295,7 +295,7 @@ def order(name, kind, group):
             if "c10d_functional" in said:
                 sent = f"{said.split('.')[1].split('_')[1]} {args[0].dtype}".replace("torch.", "")
                 here.append("wait" if "wait" in said else f"start {sent}")
-            elif ".mm" in said or ".addmm" in said or "scaled_mm" in said or "add_gradient" in said:
+            elif ".mm" in said or ".addmm" in said or "scaled_mm" in said or "add_gradient" in said or "fp8_gradient" in said:
                 here.append("product")
             return function(*args, **(kwargs or {}))
 

@@ -10,9 +10,9 @@ from ops.fp8_calls import decibels
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass.gradients import fp8_linear, fp8_weight
 from onepass.gradients import fp8_product as module
-from onepass.gradients import fp8_weight
-from onepass.gradients.fp8_product import fp8_product
+from onepass.gradients.fp8_linear import fp8_product
 from onepass.gradients.fp8_weight import FP8Weight, unfit_for_fp8
 from onepass.kernels.language import triton
 from onepass.parallel import DeferredWgrad, MainGrads
@@ -264,14 +264,14 @@ MUTANTS = {
     "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
     "no new scales": (fp8_weight, "FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
     "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
-    "main_grad is not used": (module, "_FP8Product.backward", "place = weight, main_grads[0]", "place = weight, None"),
+    "main_grad is not used": (fp8_linear, "_FP8Product.backward", "place = weight, main_grads[0]", "place = weight, None"),
 }
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    mutant = mutate(*MUTANTS[name], entry=module)
+    mutant = mutate(*MUTANTS[name], entry=fp8_linear)
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
     state = mutant.FP8Weight(weight, FP8Recipe(amax_history_len=1))

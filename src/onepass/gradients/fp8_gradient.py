@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from onepass.runtime.fp8 import dequantise
 
 if TYPE_CHECKING:
-    from onepass.gradients.fp8_weight import FP8Weight
+    from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight
     from onepass.parallel.tensor_parallel import TPLayout
 
 
@@ -59,16 +59,21 @@ class FP8Gradient(Tensor):
 # ---- who takes one ----
 
 
-def takes_fp8_gradient(y: Tensor, state: FP8Weight, bias: Tensor | None, layout: TPLayout | None) -> None:
+def takes_fp8_gradient(y: Tensor, state: FP8Weight | CompiledFP8, bias: Tensor | None, layout: TPLayout | None) -> None:
     """Mark a product's output: the backward of the next op may hand its gradient over in eight bits.
 
-    A bias needs the sums of a gradient that was not rounded, and where ranks have rows of it, all of them share a scale.
+    A bias needs the sums of a gradient that was not rounded, and where ranks have rows of it, all of them share a scale. A
+    compiled graph hands over plain tensors.
     """
+    if torch.compiler.is_compiling():
+        return
     if bias is None and (layout is None or not layout.gathers_dy):
         y.takes_fp8_gradient = state, y._version  # type: ignore[attr-defined]
 
 
 def fp8_taker(x: Tensor) -> FP8Weight | None:
     """Return the state of the product that made x, if it takes its gradient in eight bits. A view or a changed x has none."""
+    if torch.compiler.is_compiling():
+        return None
     state, version = getattr(x, "takes_fp8_gradient", (None, None))
     return state if version == x._version else None

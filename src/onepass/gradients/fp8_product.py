@@ -10,13 +10,12 @@ A deferred gradient keeps its operands as turned codes, or by rows where `flush`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
+from onepass.gradients.fp8_gradient import FP8Gradient
 from onepass.gradients.fp8_updates import Version
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply
 from onepass.gradients.main_grad import (
@@ -24,18 +23,16 @@ from onepass.gradients.main_grad import (
     GradRequest,
     add_gradient,
     as_op,
-    grad_requests,
-    main_grads_of,
     overwrite_main_grad,
     put_gradient,
 )
-from onepass.gradients.product import graph_break_if_deferred, is_deferred, linear_gradients
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.parallel.collectives import start_all_gather
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum, writable
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered
+from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_sum
+from onepass.runtime.dispatch import registered
 from onepass.runtime.fp8 import E4M3, FP8Target, scaled_product
+from onepass.runtime.op import Registered
 
 if TYPE_CHECKING:
     from onepass.gradients.deferred import DeferredWgrad
@@ -64,6 +61,10 @@ def _product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight:
     return scaled_product(a, a_inverse, b, b_inverse, weight.dtype)
 
 
+def _product_fake(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
 def _overwrite(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Any) -> Tensor:
     """Write over the main_grad of Megatron-FSDP."""
     return overwrite_main_grad(weight, lambda main_grad: _overwrite_by_product(main_grad, a, a_inverse, b, b_inverse))
@@ -74,7 +75,8 @@ _overwrite_op = registered(
     f"overwrite_fp8_gradient({_OPERANDS}) -> Tensor", _overwrite, lambda *operands: torch.empty_like(operands[-1])
 )
 _add_op = registered(f"add_fp8_gradient(Tensor(a!) main_grad, {_OPERANDS}) -> ()", as_op(_add_product), lambda *_: None)
-_PRODUCT = GradientKind(_product, _overwrite, _overwrite_op, _add_product, _add_op)
+_product_op = Registered(f"fp8_gradient({_OPERANDS}) -> Tensor", _product, _product_fake)
+PRODUCT = GradientKind(_product_op, _overwrite, _overwrite_op, _add_product, _add_op)
 
 
 class _DeferredFP8Product:
@@ -217,7 +219,7 @@ class FP8Call(NamedTuple):
         operand = x()
         if deferred is not None:
             return deferred.keep_work(_DeferredFP8Product(dy, operand, self.layout), weight, main_grad)
-        return put_gradient(_PRODUCT, (*dy, *operand), weight, main_grad, request)
+        return put_gradient(PRODUCT, (*dy, *operand), weight, main_grad, request)
 
 
 def _cast_as(own: FP8Operand, rows: Tensor) -> FP8Operand:
@@ -250,73 +252,3 @@ def fp8_forward(
     if layout is not None and layout.by_row:
         y = start_sum(y, layout).wait()
     return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, layout)
-
-
-class _FP8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight, layout: TPLayout | None,
-        deferred: DeferredWgrad | None,
-    ) -> Tensor:  # fmt: skip
-        graph_break_if_deferred(deferred)
-        y, ctx.fp8 = fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, partial(_cast_plain, rows_of(x)), layout)
-        ctx.call = weight, bias, main_grads_of(ctx.needs_input_grad[1:], weight, bias), layout, deferred
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return writable(y)
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), fp8 = ctx.saved_tensors, ctx.fp8
-        weight, bias, main_grads, layout, deferred = ctx.call
-        x_request, *requests = grad_requests(ctx, True, True, bias is not None)
-        asks_x, asks_weight, asks_bias = (each is not GradRequest.SKIP for each in (x_request, *requests))
-        later = is_deferred(deferred, weight, requests[0])
-        operand = gathering = summing = instead = wide = None
-        if asks_weight and fp8.has_wgrad:
-            operand = fp8.start_input(partial(_cast_plain, rows_of(x)), partial(_cast_turned, rows_of(x)), later=later)
-        elif asks_weight and not later:
-            gathering = start_gather(x, layout)
-        gradient = fp8.output_gradient(dy, asks_x, asks_weight, later=later)
-        if gradient.dx is not None and layout is not None and not layout.by_row:
-            summing = start_sum(gradient.dx, layout)
-        place = weight, main_grads[0]
-        if operand is not None:
-            instead = partial(fp8.weight_gradient, gradient.operand, operand, *place, requests[0], deferred if later else None)
-        elif later:
-            instead = partial(deferred.keep, dy, x, *place, layout)
-        elif gathering is not None:
-            wide = gradient.rows, rows_of(gathering.wait())
-        sums = column_sums(dy) if asks_bias else None
-        dweight, dbias = linear_gradients((weight, bias), main_grads, requests, sums, wide, instead)
-        return gradient.dx if summing is None else summing.wait(), dweight, dbias, None, None, None
-
-
-def _cast_plain(rows: Tensor, target: FP8Target) -> tuple[Tensor, Tensor | None]:
-    if target.scale is None:
-        return cast_rows(rows, target.dtype)
-    codes, _ = cast_tensor(rows, target)
-    assert codes is not None
-    return codes, None
-
-
-def _cast_turned(rows: Tensor, target: FP8Target) -> Tensor:
-    _, turned = cast_tensor(rows, target, codes=False, turned=True)
-    assert turned is not None
-    return turned
-
-
-_apply = fast_apply(_FP8Product)
-
-
-def fp8_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: FP8Weight, layout: TPLayout | None = None,
-    deferred: DeferredWgrad | None = None,
-) -> Tensor:  # fmt: skip
-    """Return x @ weight.T + bias, with products in eight bits by the state's recipe."""
-    if needs_grad(x, weight, bias):
-        y: Tensor = _apply(x, weight, bias, state, layout, deferred)
-        takes_fp8_gradient(y, state, bias, layout)
-        return y
-    run = partial(_cast_plain, rows_of(x))
-    return fp8_forward(state, weight, bias, x.shape[:-1], x.dtype, run, layout, noted=False)[0]

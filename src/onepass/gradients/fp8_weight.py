@@ -214,6 +214,12 @@ class FP8Weight:
         return plain, across
 
 
+class CompiledFP8(NamedTuple):
+    """Stands for a weight's state in a compiled graph, whose ops find the state when they run (gradients/fp8_compiled.py)."""
+
+    recipe: FP8Recipe
+
+
 def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
     """Return a state without codes, on the scales' device."""
     state = FP8Weight(scales["scale"], recipe)
@@ -234,7 +240,7 @@ def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
 
 def fp8_state(
     precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None = None
-) -> FP8Weight | None:  # fmt: skip
+) -> FP8Weight | CompiledFP8 | None:  # fmt: skip
     """Return the state of a product that `precision` wants in eight bits, or None where it keeps its type. Raise where it can't.
 
     Ranks that have parts of one weight must all have parts that fit, or none: `validate()` sees where they gather other types.
@@ -248,13 +254,19 @@ def fp8_state(
     if under_functorch():
         raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
     if torch.compiler.is_compiling():
-        raise RuntimeError("precision must be None under torch.compile: a compiled graph can't see that the weight was updated")
-    if is_capturing(x):
-        raise RuntimeError("precision must be None in a CUDA graph: replays would not see that the weight was updated")
+        if layout is not None:
+            raise RuntimeError("precision must be None under torch.compile with a tp_group: run the call uncompiled")
+        return CompiledFP8(recipe)
+    check_not_capturing(x)
     state = fp8_weight(weight, recipe)
     if layout is not None:
         state.share(layout)
     return state
+
+
+def check_not_capturing(x: Tensor) -> None:
+    if is_capturing(x):
+        raise RuntimeError("precision must be None in a CUDA graph: replays would not see that the weight was updated")
 
 
 def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ _PLAIN = (Tensor, Parameter, type(None))
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def registered(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def registered(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> Any:  # fmt: skip
     """Register an op that is opaque to the compiler and visible to dispatch modes; return what to call."""
     name = schema.partition("(")[0]
     library = _libraries.setdefault(NAMESPACE, torch.library.Library(NAMESPACE, "FRAGMENT"))
-    library.define(schema)
+    library.define(schema, tags=tags)
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

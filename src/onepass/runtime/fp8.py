@@ -7,6 +7,7 @@ for both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def check_fp8(x: Tensor, weight: Tensor) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype is torch.float64:
             raise TypeError(f"{name} must be fp32, bf16 or fp16 with precision='fp8', but is fp64")
-    if weight.is_inference():
+    if not torch.compiler.is_compiling() and weight.is_inference():
         raise RuntimeError("weight must not be made in inference_mode with precision='fp8': its updates would not be seen")
     check_gpu("precision", x)
 
@@ -143,6 +144,12 @@ def quantise_tensor(x: Tensor, target: FP8Target) -> Tensor:
         torch.maximum(noted, finite_amax(x), out=noted)
         target.saturated[:1] += saturated(x, target.scale, target.dtype)
     return quantise(x, target.scale, target.dtype)
+
+
+def turned_width(x: Tensor) -> int:
+    """Return how many columns x's turned codes have."""
+    rows = math.prod(x.shape[:-1])  # Size.numel() would make a compiler's sizes constants
+    return rows + -rows % MULTIPLE
 
 
 def turn(codes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, Signature, signature
@@ -49,8 +49,9 @@ class Registered:
         schema: the op's name, parameters and results; tensors come first.
         function: takes the parameters in order, and by keyword what only a direct call may be given.
         fake: takes the parameters and returns tensors without data.
-        records: the records that the schema names.
+        records: the records that the schema names, NamedTuples or dataclasses.
         dispatched: what the dispatcher runs in the function's place, as graphs want to own what they allocate.
+        tags: what PyTorch's compiler must know of the op.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Registered:
         fake: Callable[..., Any],
         *records: type[Any],
         dispatched: Callable[..., Any] | None = None,
+        tags: Sequence[torch.Tag] = (),
     ) -> None:
         self.function = function
         by_name = {record.__name__: record for record in records}
         name, parameters, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()  # type: ignore[union-attr]
         kinds = [parameter.rpartition(" ")[0] for parameter in parameters.split(", ")]
         self._records = [by_name.get(kind) for kind in kinds]
+        self._fields = [() if record is None else tuple(get_type_hints(record)) for record in self._records]
         self._tensors = next((i for i, kind in enumerate(kinds) if not kind.startswith("Tensor")), len(kinds))
         self._optional = [result.endswith("?") for result in results.strip("()").split(", ")]
         flat = ", ".join(
@@ -74,7 +77,7 @@ class Registered:
         )
         # a compiler that has stopped before the op must not go on inside of it
         run = torch._disable_dynamo(self._tensors_of(dispatched or function))  # type: ignore[attr-defined]
-        self.op = registered(f"{name}({flat}) -> {results.replace('?', '')}", run, self._tensors_of(fake))
+        self.op = registered(f"{name}({flat}) -> {results.replace('?', '')}", run, self._tensors_of(fake), tags)
 
     def __call__(self, *args: Any, **direct: Any) -> Any:
         """`direct`: what may be done beside, such as writing over an input. Through the dispatcher it is not done."""
@@ -84,8 +87,9 @@ class Registered:
 
     def _through_dispatcher(self, args: tuple[Any, ...]) -> Any:
         flat: list[Any] = []
-        for arg, record in zip(args, self._records, strict=True):
-            flat.extend([arg] if record is None else [*arg])  # not +=: PyTorch 2.11 compiles no sum with a NamedTuple
+        for arg, fields in zip(args, self._fields, strict=True):
+            # not +=: PyTorch 2.11 compiles no sum with a NamedTuple
+            flat.extend([getattr(arg, field) for field in fields] if fields else [arg])
         found = self.op(*flat)
         if len(self._optional) == 1:
             return found
@@ -99,7 +103,10 @@ class Registered:
 
         def run(*flat: Any) -> Any:
             values = iter(flat)
-            args = [next(values) if record is None else _collect(record, values) for record in self._records]
+            args = [
+                next(values) if record is None else record(*(next(values) for _ in fields))
+                for record, fields in zip(self._records, self._fields, strict=True)
+            ]
             found = function(*args)
             if len(self._optional) == 1:
                 return found
@@ -117,10 +124,6 @@ def _fields_schema(record: type[Any]) -> str:
         kind = next(k for k in getattr(hint, "__args__", (hint,)) if k is not type(None))
         found.append(f"{_SCHEMA_TYPES[kind]}{'?' * optional} {name}")
     return ", ".join(found)
-
-
-def _collect(record: type[Any], values: Iterator[Any]) -> Any:
-    return record(*(next(values) for _ in record._fields))
 
 
 # ---- what is known of an op ----

@@ -77,8 +77,8 @@ class Reach:
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
         addresses = np.asarray(pointers.data).reshape(-1)
-        if mask is not None and not mask.data.all():
-            addresses = addresses[np.broadcast_to(mask.data, np.shape(pointers.data)).reshape(-1)]
+        if mask is not None and not (kept := np.asarray(mask.data)).all():
+            addresses = addresses[np.broadcast_to(kept, np.shape(pointers.data)).reshape(-1)]
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         if not addresses.size or _in_one(addresses.min(), addresses.max() + np.uint64(width), self.given):
             return

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_gradient import FP8Gradient, fp8_taker
-from onepass.gradients.fp8_product import FP8Call, fp8_forward
-from onepass.gradients.fp8_weight import FP8Weight, describe_formula, describe_fp8, fp8_state
+from onepass.gradients.fp8_gradient import fp8_taker
+from onepass.gradients.fp8_linear import fp8_product
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight, describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -44,9 +44,15 @@ from onepass.gradients.product import (
     linear_product,
 )
 from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
-from onepass.ops.activation import fp8, kernels
+from onepass.ops.activation import kernels
 from onepass.ops.activation.activations import Activation, activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.fp8_linear import (
+    Needs,
+    activation_backward_fp8,
+    activation_linear_fp8,
+    start_activation_operand,
+)
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     check_divisible,
@@ -63,11 +69,8 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
-from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
-
-Needs = tuple[bool, bool, bool]  # of x, activation_bias and token_weight
 
 
 def activation_linear_reference(
@@ -164,57 +167,17 @@ def _backward_by_formula(
     return None, dx, dbias, dtoken_weight, activated.detach()
 
 
-def _forward_fp8(
-    state: FP8Weight, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
-    options: ActivationOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, noted: bool,
-) -> tuple[Tensor, FP8Call]:  # fmt: skip
-    """Return y by a product in eight bits, and what backward needs of the state."""
-    run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
-    return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, layout, noted=noted)
-
-
-def _activation_codes(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool, target: FP8Target
-) -> tuple[Tensor, Tensor | None]:
-    """Return the activation's codes, by rows."""
-    codes, inverse = fp8.activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
-    return codes.view(-1, codes.shape[-1]), inverse
-
-
-def _turned_activation(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool, target: FP8Target
-) -> Tensor:
-    """Return the activation's codes, turned."""
-    found = fp8.activation_backward_codes(None, x, bias, token_weight, options, None, target, use_triton=use_triton)
-    assert found.y_turned is not None
-    return found.y_turned
-
-
-def _already_turned(codes: Tensor, target: FP8Target) -> Tensor:
-    return codes
-
-
-def _backward_fp8(
-    ctx: Any, vectors: VectorGrads | None, dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    needs: Needs, target: FP8Target, inverse: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return x's gradient in eight bits for the product that made x, those of bias and token_weight, and y's codes, turned."""
-    if vectors is not None:
-        (bias,) = vectors.wide(bias)
-    found = fp8.activation_backward_codes(
-        dy, x, bias, token_weight, ctx.options, target, FP8Target(E4M3, ctx.fp8.x_scale),
-        need_dbias=needs[1], need_dtoken_weight=needs[2], use_triton=ctx.use_triton,
-    )  # fmt: skip
-    assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
-    dx = FP8Gradient(found.dx, found.dx_turned, inverse, x.dtype, ctx.taker)
-    return dx, found.dbias, found.dtoken_weight, found.y_turned
-
-
 def _traced(
     x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
-    options: ActivationOptions, save: str, layout: TPLayout | None, deferred: DeferredWgrad | None,
+    options: ActivationOptions, save: str, layout: TPLayout | None, deferred: DeferredWgrad | None, state: Any,
 ) -> Tensor:  # fmt: skip
-    """Run the formula for a compiler or a transform: only how gradients get to main_grad and other ranks is opaque to it."""
+    """Run the formula for a compiler or a transform: only how gradients get to main_grad and other ranks is opaque to it.
+
+    A product in eight bits is opaque too. It takes the activation in fp32, which is rounded once.
+    """
+    if state is not None:
+        activated = _activation_by_formula(x, activation_bias, token_weight, options, torch.float32, save)
+        return fp8_product(activated, weight, bias, state, layout, deferred, product_type(x))
     activated = _activation_by_formula(x, activation_bias, token_weight, options, product_type(x), save)
     if layout is not None or (not under_functorch() and (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
         return linear_product(activated, weight, bias, layout, deferred)
@@ -229,7 +192,7 @@ class _ActivationLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
         options: ActivationOptions, use_triton: bool, product: torch.dtype, save: str,
-        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None, taker: FP8Weight | None,
+        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | CompiledFP8 | None, taker: FP8Weight | None,
     ) -> Tensor:  # fmt: skip
         graph_break_if_deferred(deferred)
         ctx.options, ctx.use_triton, ctx.product, ctx.layout, ctx.deferred = options, use_triton, product, layout, deferred
@@ -240,7 +203,7 @@ class _ActivationLinear(torch.autograd.Function):
         ctx.fp8 = None
         if state is not None:
             ctx.taker = taker
-            y, ctx.fp8 = _forward_fp8(
+            y, ctx.fp8 = activation_linear_fp8(
                 state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, True
             )
             kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
@@ -277,7 +240,7 @@ class _ActivationLinear(torch.autograd.Function):
             rebuild = ctx.product if need_dweight and operand is None else None
             if operand is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)
-                dx, dactivation_bias, dtoken_weight, y_codes = _backward_fp8(
+                dx, dactivation_bias, dtoken_weight, y_codes = activation_backward_fp8(
                     ctx, vectors, dactivated, x, activation_bias, token_weight, needs, *handed
                 )
             elif dactivated is not None or rebuild is not None:
@@ -293,13 +256,9 @@ class _ActivationLinear(torch.autograd.Function):
         with name_written([] if into is None else ["activation_bias"]):
             if operand is not None:
                 given = saved.unpack(tuple(kept), ctx.stored), activation_bias, token_weight, ctx.options, ctx.use_triton
-                run, turn = partial(_activation_codes, *given), partial(_turned_activation, *given)
-                if y_codes is not None:
-                    turn = partial(_already_turned, y_codes)
-                keep = partial(
-                    ctx.fp8.weight_gradient, operand, ctx.fp8.start_input(run, turn, later=later), ctx.parameters[0],
-                    ctx.main_grads[0], requests[3], ctx.deferred if later else None,
-                )  # fmt: skip
+                start = start_activation_operand(ctx.fp8, *given, y_codes, later)
+                place = ctx.parameters[0], ctx.main_grads[0], requests[3], ctx.deferred if later else None
+                keep = partial(ctx.fp8.weight_gradient, operand, start, *place)
             dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
         if vectors is not None:
             (dactivation_bias,) = vectors.autograd_grads(into, put)
@@ -401,12 +360,12 @@ def activation_linear(
     activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
     if traced:
-        return _traced(x, activation_bias, token_weight, weight, bias, options, save, layout, deferred)
+        return _traced(x, activation_bias, token_weight, weight, bias, options, save, layout, deferred, state)
     token_weight = None if token_weight is None else token_weight.contiguous()
     product = product_type(x)
     if not needs_grad(x, activation_bias, token_weight, weight, bias):
         if state is not None:
-            return _forward_fp8(
+            return activation_linear_fp8(
                 state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, False
             )[0]
         activated = _activation(x, activation_bias, token_weight, options, use_triton, product)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_product import fp8_product
+from onepass.gradients.fp8_linear import fp8_product
 from onepass.gradients.fp8_weight import describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product

@@ -26,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.fp8_compiled import CompiledFP8Call
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
+from onepass.gradients.fp8_linear import fp8_product
 from onepass.gradients.fp8_product import FP8Call
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, describe_formula, describe_fp8, fp8_state
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight, describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -82,7 +84,8 @@ def norm_linear_reference(
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
-    normed, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
+    wide, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
+    normed = wide.to(x.dtype)
     y = F.linear(normed, weight, bias)
     return _returned(y, normed if return_norm_output else None, h if residual is not None or return_input else None)
 
@@ -91,10 +94,9 @@ def _normed(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     layer: bool, eps: float, centered: bool, stored: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """norm(h) and h."""
+    """norm(h), in fp32 or wider, and h."""
     h = x if residual is None else add_rounded(x, residual, stored)
-    normed = norm_formula(h, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered)
-    return normed.to(x.dtype), h.to(x.dtype)
+    return norm_formula(h, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered), h.to(x.dtype)
 
 
 def _returned(y: Tensor, normed: Tensor | None, h: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -132,10 +134,11 @@ def _forward(
 
 
 def _forward_fp8(
-    state: FP8Weight, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, layout: TPLayout | None, keep: bool,
+    state: FP8Weight | CompiledFP8, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor,
+    bias: Tensor | None, residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype,
+    layout: TPLayout | None, keep: bool,
     returns_norm: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, FP8Call]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, FP8Call | CompiledFP8Call]:  # fmt: skip
     """y by a product in eight bits, norm(h) if it is asked for, h, the rows' statistics, and what backward needs of the state.
 
     norm(h) is written by a pass of its own, before: codes are those of the fp32 norm, whether it is returned or not.
@@ -153,10 +156,17 @@ def _forward_fp8(
 def _traced(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     options: NormOptions, returns: tuple[bool, bool], layout: TPLayout | None, deferred: DeferredWgrad | None,
+    state: FP8Weight | CompiledFP8 | None,
 ) -> Any:  # fmt: skip
-    """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks."""
-    normed, h = _normed(x, residual, norm_weight, norm_bias, *options, x.dtype)
-    if layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
+    """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks.
+
+    A product in eight bits is opaque too. It takes the norm in fp32, which is rounded once.
+    """
+    wide, h = _normed(x, residual, norm_weight, norm_bias, *options, x.dtype)
+    normed = wide.to(x.dtype)
+    if state is not None:
+        y = fp8_product(wide, weight, bias, state, layout, deferred, product_type(x))
+    elif layout is None and (under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
         y = F.linear(normed, weight, bias)
     else:
         y = linear_product(normed.to(product_type(x)), weight, bias, layout, deferred)
@@ -171,7 +181,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         residual: Tensor | None, options: NormOptions, use_triton: bool, returns: tuple[bool, bool],
-        product: torch.dtype, layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | None,
+        product: torch.dtype, layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | CompiledFP8 | None,
     ) -> Any:  # fmt: skip
         """`returns`: norm(h), h."""
         graph_break_if_deferred(deferred)
@@ -459,7 +469,7 @@ def norm_linear(
         norm_weight, norm_bias = contiguous_param(norm_weight), contiguous_param(norm_bias)
     tensors = x, norm_weight, norm_bias, weight, bias, residual
     if traced:
-        return _traced(*tensors, options, returns, layout, deferred)
+        return _traced(*tensors, options, returns, layout, deferred, state)
     product = product_type(x)
     if not needs_grad(*tensors):
         if state is not None:

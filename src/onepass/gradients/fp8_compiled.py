@@ -1,0 +1,109 @@
+"""Products in eight bits under torch.compile: forward, and what backward makes of dy, as ops that a graph doesn't look into.
+
+A graph can't see that a weight was updated, when scales change, or which magnitudes were noted. So it holds the weight alone, and
+an op finds the weight's state (gradients/fp8_weight.py) when it runs. What the state lends is copied before the graph gets it.
+Passes that write codes turned, and the product that is added to main_grad, keep nothing and are ops of their own.
+
+The ops are pure to the graph: run again, as under checkpointing, they have the same bits. Those that look at a state are no part
+of a CUDA graph, whose replays would not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.fp8_product import PRODUCT, FP8Call, OutputGradient
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, check_not_capturing, fp8_weight
+from onepass.gradients.main_grad import GradRequest, put_gradient
+from onepass.parallel.tensor_parallel import rows_of
+from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
+from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.runtime.op import Registered
+
+if TYPE_CHECKING:
+    from onepass.gradients.deferred import DeferredWgrad
+
+
+LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()  # PyTorch 2.10 and later
+
+
+def state_in_graph(x: Tensor, weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
+    """Return the weight's state when an op of a graph runs, or raise as an uncompiled call does."""
+    check_fp8(x, weight)
+    check_not_capturing(x)
+    return fp8_weight(weight, recipe)
+
+
+def lent(call: FP8Call) -> tuple[Tensor, Tensor | None]:
+    """Return copies of the inverse and the scale that forward had for x: the next refresh changes the state's."""
+    return call.x_inverse.clone(), None if call.x_scale is None else call.x_scale.clone()
+
+
+def lent_fakes(x: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor | None]:
+    """Return what `lent` has the shapes of."""
+    if recipe.scaling == "row":
+        return x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None
+    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+
+
+def _output_gradient(
+    dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    state = state_in_graph(dy, weight, recipe)
+    call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
+    found = call.output_gradient(dy, asks_x, asks_weight, later=False)
+    if found.operand is None:
+        return found.dx, None, None
+    return found.dx, found.operand.codes, found.operand.inverse.clone()
+
+
+def _output_gradient_fake(
+    dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx = dy.new_empty((*dy.shape[:-1], weight.shape[1])) if asks_x else None
+    if not (asks_weight and recipe.has_wgrad):
+        return dx, None, None
+    codes = dy.new_empty((weight.shape[0], turned_width(dy)), dtype=recipe.gradient_type)
+    return dx, codes, dy.new_empty((), dtype=torch.float32)
+
+
+_output_gradient_op = Registered(
+    "fp8_output_gradient(Tensor dy, Tensor weight, bool asks_x, bool asks_weight, FP8Recipe recipe) -> "
+    "(Tensor?, Tensor?, Tensor?)",
+    _output_gradient,
+    _output_gradient_fake,
+    FP8Recipe,
+    tags=LOOKS_AT_A_STATE,
+)
+
+
+class CompiledFP8Call(NamedTuple):
+    """`FP8Call` in a graph."""
+
+    weight: Tensor
+    recipe: FP8Recipe
+    x_inverse: Tensor
+    x_scale: Tensor | None
+
+    @property
+    def has_wgrad(self) -> bool:
+        return self.recipe.has_wgrad
+
+    def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
+        return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)
+
+    def output_gradient(self, dy: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
+        dx, codes, inverse = _output_gradient_op(dy, self.weight, asks_x, asks_weight, self.recipe)
+        operand = None if codes is None or inverse is None else FP8Operand(codes, inverse)
+        return OutputGradient(dx, operand, rows_of(dy))
+
+    def weight_gradient(
+        self, dy: FP8Operand, x: Callable[[], FP8Operand], weight: Tensor, main_grad: Tensor | None, request: GradRequest,
+        deferred: DeferredWgrad | None,
+    ) -> Tensor | None:  # fmt: skip
+        return put_gradient(PRODUCT, (*dy, *x()), weight, main_grad, request)
