@@ -14,10 +14,11 @@ from ops.fp8_calls import decibels
 
 import onepass
 from onepass import FP8Recipe
-from onepass.gradients import fp8_updates, fp8_weight
+from onepass.gradients import fp8_scales, fp8_updates, fp8_weight
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import linears, mlps, precision
+from onepass.kernels import fp8_cast, fp8_turn
 from onepass.kernels.language import triton
 from onepass.testing.mutants import mutate
 
@@ -33,7 +34,9 @@ LINEARS = tuple(f"{'mlp' if i > 3 else 'self_attn'}.{name}" for i, name in enume
 
 
 @pytest.fixture(autouse=True)
-def _by_pytorch():
+def _by_pytorch(monkeypatch):
+    for module in (fp8_cast, fp8_turn, fp8_scales):  # whose kernels take most of the time in the interpreter
+        monkeypatch.setattr(module, "triton_unsupported", lambda x: "formulas are wanted")
     with onepass.use_backend("torch"):
         yield
 
@@ -127,7 +130,8 @@ def test_gradient_checkpointing_has_the_same_bits(family, reentrant, recipe):
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("main_grad", (False, True))
-def test_by_kernels(main_grad):
+def test_by_kernels(monkeypatch, main_grad):
+    monkeypatch.undo()
     with onepass.use_backend("triton"):
         model, before, applied = both(num_hidden_layers=1, main_grad=main_grad, precision="fp8")
         model(**batch()).loss.backward()
