@@ -424,7 +424,7 @@ class KeepScales(transformers.TrainerCallback):
     def on_train_begin(self, args, state, control, model, **rest):
         if state.global_step:
             path = f"{args.output_dir}/checkpoint-{state.global_step}/fp8.pt"
-            onepass.nn.load_fp8_state_dict(model, torch.load(path, weights_only=False))
+            onepass.nn.load_fp8_state_dict(model, torch.load(path))
 
 
 def trained(model, out, optimizer=None, steps=4, resume=None, **options):
