@@ -214,6 +214,12 @@ def test_layers_that_apply_leaves_to_torch_run_in_eight_bits_too(left):
     assert states(model) == in_layers(*PACKED, *own)
 
 
+def test_a_layer_by_itself_is_a_block():
+    layer = made().model.layers[0]
+    found = rows_of(huggingface.apply(layer, precision="fp8"))
+    assert found == dict.fromkeys(LINEARS, "fp8, delayed scales")
+
+
 def test_what_keeps_its_type_says_why():
     model, before, applied = both("Qwen3Moe", precision="fp8")
     found = rows_of(applied)

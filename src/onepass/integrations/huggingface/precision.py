@@ -1,12 +1,12 @@
 """Products of a model's blocks in eight bits: which linear layers have them, and why others keep their type.
 
 A layer that has them carries the recipe as an attribute, which each of its products reads (`linears.precision_of`). A block is an
-element of a list of modules that has attention in it. Heads and embeddings are outside of blocks.
+element of a list of modules that has attention in it, or a recognised attention or MLP. No head and no embedding is in a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,12 +39,13 @@ class PrecisionMatch:
         return _unfit(self.module, self.shape)
 
 
-def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches: Iterable[LinearsMatch]) -> list[AppliedRow]:
-    """Let the products of the linear layers in blocks, and those of the matches, run in eight bits until the patches are undone.
+def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches: Sequence[LinearsMatch]) -> list[AppliedRow]:
+    """Let the products of linear layers in blocks run in eight bits until the patches are undone. `matches`: those run by ops.
 
     Raise where that can't be: of a model in fp64, on a GPU without eight bits, or where no layer fits.
     """
-    heads, inside = set(_heads(model)), set(_in_blocks(model))
+    heads = set(_heads(model))
+    inside = {*_in_blocks(model), *(module for match in matches for module in match.owner.modules())}
     shapes = {layer: _shape_of(match) for match in matches for layer in match.linears}
     adapters, rows = set(_adapters(model)), []
     for name, module in model.named_modules():
@@ -52,7 +53,7 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
         why: str | None
         if module in heads:
             why = "the head keeps its type"
-        elif module not in inside and module not in shapes:
+        elif module not in inside:
             continue
         elif _is_experts(module):
             why = "grouped products of experts keep their type"
