@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from onepass.bench.huggingface_cases import (
     LIGER,
     OURS,
     OURS_COMPILED,
+    OURS_FP8,
     AcceptanceBar,
     ModelCase,
     ModelResult,
@@ -55,7 +57,7 @@ def transformers() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.family)
 def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
-    rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in (EAGER, OURS)]
+    rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in (EAGER, OURS, OURS_FP8)]
     compare(rows)
     for row in rows:
         assert row.status == "ok"
@@ -64,8 +66,21 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
         assert row.peak_gib is None  # a GPU's
     assert {"model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight", "model.norm.weight"} <= rows[0].errors.keys()
     assert all(1e-4 < error < 0.05 for error in rows[0].errors.values())  # of bf16
-    assert all(found is not None and found[1] for bar in case.bars if bar.contender == OURS for found in [reached(bar, rows)])
-    assert rows[0].losses != rows[1].losses  # they did not do the same
+    bars = [bar for bar in case.bars if bar.contender in (OURS, OURS_FP8)]
+    assert all(found is not None and found[1] for bar in bars for found in [reached(bar, rows)])
+    assert rows[0].losses != rows[1].losses != rows[2].losses  # they did not do the same
+    assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 5  # of eight bits
+
+
+def test_a_gpu_without_eight_bits_skips_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "unfit_gpu", lambda device: "A100 has 8.0")
+    args, ends = argparse.Namespace(contender=None), float("inf")
+    found = huggingface._skipped(OURS_FP8, args, torch.device("cuda"), ends)
+    assert found is not None and (found.status, found.message) == (
+        "skipped", "eight bits need compute capability 8.9 or later, but A100 has 8.0"
+    )  # fmt: skip
+    assert huggingface._skipped(OURS, args, torch.device("cuda"), ends) is None
+    assert huggingface._skipped(OURS_FP8, args, CPU, ends) is None
 
 
 @pytest.mark.usefixtures("transformers")
@@ -232,7 +247,7 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     calls = processes(lambda name: fine(name, 2.0 if name == EAGER else 1.0))
     file = tmp_path / "run.json"
     assert bench("huggingface", "--json", str(file)) == 0
-    assert calls == [(case.name, name) for case in cases(quick=True) for name in (EAGER, OURS)]
+    assert calls == [(case.name, name) for case in cases(quick=True) for name in (EAGER, OURS, OURS_FP8)]
     said = capsys.readouterr()
     assert "llama 2 x 64 bf16, sdpa attention" in said.out
     assert "gemma2 2 x 64 bf16, eager attention" in said.out
@@ -246,7 +261,8 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     assert (record["steps"], record["quick"], record["dtype"]) == (5, True, "bf16")
     assert rows_of(file)[LLAMA.name, OURS]["shape"] == [2, 64]
     assert {row["status"] for row in record["rows"]} == {"ok", "skipped"}
-    assert {(bar["contender"], bar["reached"]) for bar in record["bars"]} == {(OURS, True), (OURS_COMPILED, None)}
+    reached_by = {bar["contender"]: bar["reached"] for bar in record["bars"]}
+    assert reached_by == {OURS: True, OURS_COMPILED: None, OURS_FP8: True}
 
 
 def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ MUTANTS = {
     "scales without inverses": (fp8_scales, "FP8Scales.load_state_dict", "1 / self.factors[:, 0]", "1"),
     "scales start anew": (fp8_scales, "FP8Scales.load_state_dict", 'state["started"].tolist()', "[False] * 3"),
     "steps of optimizers are not counted": (fp8_updates, "version_of", "weight._version, _steps", "weight._version, 0"),
-    "a view has a state of its own": (weight_module, "fp8_weight", "weight = whole_of(weight)", "pass"),
+    "a view has a state of its own": (weight_module, "fp8_weight", "owner = whole_of(weight)", "owner = weight"),
 }
 
 

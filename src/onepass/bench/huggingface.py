@@ -29,6 +29,7 @@ from onepass.bench.huggingface_cases import (
     CONTENDERS,
     LIGER,
     OURS_COMPILED,
+    OURS_FP8,
     RIGHT,
     ModelCase,
     ModelResult,
@@ -39,6 +40,7 @@ from onepass.bench.huggingface_cases import (
 from onepass.bench.peers import find_peers
 from onepass.bench.record import commit, device_name, versions
 from onepass.runtime.errors import CommandError
+from onepass.runtime.fp8 import unfit_gpu
 
 NAME = "huggingface"
 STEPS, STEPS_QUICK = 50, 5
@@ -148,6 +150,8 @@ def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: fl
         why = "its kernels need a GPU"
     elif name in (COMPILED, OURS_COMPILED) and device.type == "cpu" and not args.contender:
         why = "left out of --quick on a CPU, where compiling takes most of the time"
+    elif name == OURS_FP8 and device.type == "cuda" and (unfit := unfit_gpu(device)) is not None:
+        why = f"eight bits need compute capability 8.9 or later, but {unfit}"
     return None if why is None else ModelResult(name, "skipped", why)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, ModelCase, ModelResult
+from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, OURS_FP8, ModelCase, ModelResult
 from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
@@ -102,10 +102,10 @@ def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
 # ---- contenders ----
 
 
-def _onepass(model: Any) -> Any:
+def _onepass(model: Any, precision: str | None = None) -> Any:
     from onepass.integrations.huggingface import apply
 
-    apply(model)
+    apply(model, precision=precision)
     return model
 
 
@@ -123,6 +123,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     LIGER: _liger,
     OURS: _onepass,
     OURS_COMPILED: lambda model: _compiled(_onepass(model)),
+    OURS_FP8: lambda model: _onepass(model, "fp8"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-Version = tuple[int, int]
+Version = tuple[int, ...]  # of the parameter that has the state, the optimizers' steps, and of those that are packed with it
 BEFORE_ANY: Version = (-1, -1)  # of a weight whose codes are of values before an update
 _steps = 0
 
@@ -30,8 +30,11 @@ def count_optimizer_steps() -> None:
 
 
 def version_of(weight: Tensor) -> Version:
-    """Return what is another after an update of the weight."""
-    return weight._version, _steps
+    """Return what is another after an update of the weight, or of one of the parameters that it is an alias of."""
+    packed = getattr(weight, "packed", None)
+    if packed is None:
+        return weight._version, _steps
+    return packed[0]._version, _steps, *[parameter._version for parameter in packed[1:]]
 
 
 def may_have_changed(weight: Tensor, version: Version) -> bool:
@@ -45,7 +48,11 @@ def is_divided(weight: Tensor) -> bool:
 
 
 def whole_of(weight: Tensor) -> Tensor:
-    """Return the parameter that a view shows all of, or the tensor itself. A view is made anew for each call."""
+    """Return what has the weight's state: the parameter that a view shows all of, the first of those that an alias packs, or the
+    tensor itself. Views and aliases are made anew for each call."""
+    packed = getattr(weight, "packed", None)
+    if packed is not None:
+        return packed[0]  # type: ignore[no-any-return]
     base = weight._base
     if base is None or (base.shape, base.stride(), base.dtype) != (weight.shape, weight.stride(), weight.dtype):
         return weight

@@ -91,6 +91,7 @@ class FP8Weight:
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
+        self.shape: torch.Size | None = None  # of the weight that the codes are of
         self._version: Version | None = None
         self._place: tuple[object, ...] | None = None  # its storage, and where in that it begins
         self._counted = False  # what a cast of this weight notes is in a loaded state already
@@ -123,7 +124,7 @@ class FP8Weight:
                 rows, turned = self.cast("weight", weight_now, turned=True, lasting=True, noted=not self._counted)
                 assert rows is not None and turned is not None
                 self.rows, self.turned = rows, turned
-        self._version, self._place, self._counted = version, place, False
+        self._version, self._place, self._counted, self.shape = version, place, False, weight.shape
 
     @contextmanager
     def unchanged(self, weight: Tensor) -> Iterator[None]:
@@ -229,12 +230,20 @@ def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
 
 
 def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
-    """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state."""
-    weight = whole_of(weight)
-    state: FP8Weight | None = getattr(weight, "fp8", None)
-    if state is None or state.recipe != recipe or state.scales.factors.device != weight.device:
+    """Return the weight's state, which it carries as `weight.fp8`. Another recipe starts another state.
+
+    Of packed parameters the first one carries it. The first alone, or packed with others, is another weight.
+    """
+    owner = whole_of(weight)
+    state: FP8Weight | None = getattr(owner, "fp8", None)
+    if (
+        state is None
+        or state.recipe != recipe
+        or state.scales.factors.device != weight.device
+        or (state.shape is not None and state.shape != weight.shape)
+    ):
         with torch.inference_mode(False):
-            state = weight.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
+            state = owner.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state
 
 

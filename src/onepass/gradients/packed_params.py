@@ -189,10 +189,15 @@ def concat(parameters: Sequence[Tensor]) -> Tensor:
     if not together:
         _check(parameters)
     placed = (compiling or not watching) and any([accumulates_elsewhere(parameter) for parameter in parameters])
-    if not (together or placed) or not needs_grad(*parameters):
-        return _alias(parameters) if together else torch.cat([*parameters])
-    whole: Any = _apply(together, placed, *parameters)
-    if placed and not compiling:
+    differentiable = (together or placed) and needs_grad(*parameters)
+    whole: Any
+    if differentiable:
+        whole = _apply(together, placed, *parameters)
+    else:
+        whole = _alias(parameters) if together else torch.cat([*parameters])
+    if together:
+        whole.packed = parameters  # a product in eight bits keeps its state there (fp8_updates.py)
+    if differentiable and placed and not compiling:
         main_grad = _concat_main_grad(parameters)
         if main_grad is not None:
             whole.main_grad, whole.is_concatenated = main_grad, True

@@ -81,11 +81,12 @@ def made(family="Llama", **options):
     return model
 
 
-def both(family="Llama", *, main_grad=False, release_main_grad=False, **options):
+def both(family="Llama", *, main_grad=False, release_main_grad=False, precision=None, **options):
     """Return a model with onepass applied, its copy from before, and the report."""
     model = made(family, **options)
     before = copy.deepcopy(model)
-    return model, before, huggingface.apply(model, main_grad=main_grad, release_main_grad=release_main_grad)
+    applied = huggingface.apply(model, main_grad=main_grad, release_main_grad=release_main_grad, precision=precision)
+    return model, before, applied
 
 
 def batch(masked=False, tokens=12):

@@ -20,7 +20,9 @@ from onepass.integrations.huggingface.masks import replace_masks
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.precision import set_precision
 from onepass.integrations.huggingface.probe import isolated_rng
+from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
 _MARK = "_onepass_applied"
@@ -130,6 +132,7 @@ def apply(
     *,
     main_grad: bool = False,
     release_main_grad: bool = False,
+    precision: Precision = None,
 ) -> Applied:
     """Replace parts of this model instance by onepass ops. Parts that are not recognised stay unchanged.
 
@@ -148,9 +151,13 @@ def apply(
             fp32 gradients.
         release_main_grad: lend the gradients' memory to activations, from a step until the next gradients
             (`MainGrads(release=True)`).
+        precision: ``fp8`` or an `onepass.FP8Recipe` runs products of the linear layers in blocks in eight bits, in training. The
+            head, experts, adapters, quantised layers and those whose sizes are no multiples of 16 keep their type.
 
     Raises:
-        ValueError: there is nothing to replace, or onepass is applied already. The model is unchanged.
+        ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision. The
+            model is unchanged.
+        TypeError: the model is in fp64, with a precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, but is {type(model).__name__}")
@@ -158,10 +165,11 @@ def apply(
         raise ValueError(f"onepass is applied to this {type(model).__name__} already: undo that first")
     if release_main_grad and not main_grad:
         raise ValueError("release_main_grad must be False without main_grad, as there is none, but is True")
+    recipe = recipe_of(precision)
     patches = Patches()
     try:
         with isolated_rng():
-            rows = _replaced(model, patches, norm, mlp, rope, loss, qkv)
+            rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:
         patches.undo()
@@ -186,7 +194,9 @@ def _refuse_replicas() -> None:
     )
 
 
-def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool) -> list[AppliedRow]:
+def _replaced(
+    model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool, recipe: FP8Recipe | None
+) -> list[AppliedRow]:  # fmt: skip
     rows = []
     norms, told = replace_norms(model, patches) if norm else ({}, [])
     rows += told
@@ -197,4 +207,9 @@ def _replaced(model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: b
     if norms and (mlps or attentions):
         rows += replace_layers(model, patches, norms, attentions, mlps)
         replace_masks(model, patches)
-    return rows + (replace_loss(model, patches) if loss else [])
+    rows += replace_loss(model, patches) if loss else []
+    if recipe is not None:
+        linears = [each for match in mlps.values() for each in (match.up, match.down)]
+        linears += [match.projections for match in attentions.values() if match.projections is not None]
+        rows += set_precision(model, patches, recipe, linears)
+    return rows

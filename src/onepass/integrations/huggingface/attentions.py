@@ -19,12 +19,11 @@ from onepass.integrations.huggingface.linears import (
     LINEARS_CHANGED,
     FoldedNorm,
     LinearsMatch,
-    bias_of,
     is_linear,
+    linear_of,
     parts_of,
     sizes_of,
     tiny,
-    weight_of,
 )
 from onepass.integrations.huggingface.norms import is_norm
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -45,7 +44,6 @@ from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snap
 from onepass.ops.attention.attention import SIZES, attention
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
-from onepass.ops.linear.linear import linear
 
 _TOKENS, _HIDDEN = 5, 6
 _HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
@@ -122,7 +120,7 @@ class AttentionMatch:
         """Return this layer's product with x. The first layer that is called computes all parts; the others return theirs."""
         running = self.running.get(thread())
         if running is None or self.projections is None or not self.projections.intact():  # wrapped since, for example by PEFT
-            return linear(x, weight_of(layer), bias_of(layer))
+            return linear_of(layer, x)
         kept = running.waiting.pop(name, None)
         if kept is None or kept[0] is not x:
             made = parts_of(self.projections(x, running.folded), self.projections.sizes)

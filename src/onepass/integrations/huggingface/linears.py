@@ -18,6 +18,7 @@ from onepass.ops.norm.compiled_projections import norm_projections, projections,
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
+from onepass.runtime.fp8_recipe import FP8Recipe
 
 LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have other biases"
 
@@ -57,6 +58,28 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Return (inputs, outputs)."""
     outputs, inputs = weight_of(module).shape
     return inputs, outputs
+
+
+def precision_of(module: nn.Module) -> FP8Recipe | None:
+    """Return the recipe of the layer's products in eight bits, or None where they have their own type.
+
+    Evaluation, in eval mode and without gradients, has that. So it sees weights that PEFT's merge writes through `weight.data`,
+    which leaves no trace.
+    """
+    recipe: FP8Recipe | None = vars(module).get("precision")
+    return recipe if recipe is not None and (module.training or torch.is_grad_enabled()) else None
+
+
+def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
+    """Return the layer's product with x."""
+    return linear(x, weight_of(module), bias_of(module) if biased else None, precision=precision_of(module))
+
+
+def by_linear(self: Any, input: Tensor) -> Tensor:
+    """The forward of a linear layer whose gradients or precision are onepass's."""
+    if not torch.is_grad_enabled() and precision_of(self) is None:
+        return type(self).forward(self, input)  # type: ignore[no-any-return]
+    return linear_of(self, input)
 
 
 class LinearsMatch:
@@ -132,8 +155,10 @@ class LinearsMatch:
             x, folded.h = folded.norm(x, folded.late)
         elif folded is not None:
             x, folded.h = folded.norm(x), x
-        parts = [linear(x, weight_of(module), bias_of(module) if biased else None) for module in self.linears]
-        return torch.cat(parts, -1)
+        return torch.cat([linear_of(module, x, biased=biased) for module in self.linears], -1)
+
+    def precision(self) -> FP8Recipe | None:
+        return precision_of(self.linears[0])
 
     def weight(self) -> Tensor:
         return concat(self._weights())
@@ -151,16 +176,18 @@ class LinearsMatch:
         """Return x, or its norm, times the concatenated weights. `biased=False` leaves the bias to a later op."""
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
-        if torch.compiler.is_compiling():
+        precision = self.precision()
+        if torch.compiler.is_compiling() and precision is None:
             several = self._weights(), self._biases() if biased and self.biased else []
             if use_compiled_projections(x, None if folded is None else folded.late, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
-            return linear(x, self.weight(), bias)
+            return linear(x, self.weight(), bias, precision=precision)
         norm = folded.norm
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
-        y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, residual=folded.late, return_input=True, **options)
+        options |= {"residual": folded.late, "return_input": True, "precision": precision}
+        y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, **options)
         return y  # type: ignore[no-any-return]
 
 

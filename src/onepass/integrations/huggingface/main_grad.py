@@ -26,10 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.main_grads import MainGrads
-from onepass.integrations.huggingface.linears import bias_of, weight_of
+from onepass.integrations.huggingface.linears import by_linear
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import own_forward
-from onepass.ops.linear.linear import linear
 
 
 class PatientMainGrads(MainGrads):
@@ -128,7 +127,7 @@ def add_in_place(model: nn.Module, patches: Patches, release: bool) -> PatientMa
     """
     for module in model.modules():
         if type(module) is nn.Linear and not own_forward(module):
-            patches.set_forward(module, _linear, None)
+            patches.set_forward(module, by_linear, None)
     main_grads = PatientMainGrads(model, release)
     patches.set(model, "zero_grad", partial(_zero_grad, model))
     return main_grads
@@ -140,9 +139,3 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     owner = next((p.main_grads() for p in self.parameters() if hasattr(p, "main_grads")), None)
     if owner is not None:
         owner.zero_()
-
-
-def _linear(self: Any, input: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
-    return linear(input, weight_of(self), bias_of(self))

@@ -43,7 +43,10 @@ class MLPMatch:
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
         """Return the MLP of x, or of x's norm if one is folded in."""
         up = self.up(x, folded, biased=False)
-        y: Tensor = activation_linear(up, self.down.weight(), self.down.bias(), self.activation, activation_bias=self.up.bias())
+        y: Tensor = activation_linear(
+            up, self.down.weight(), self.down.bias(), self.activation,
+            activation_bias=self.up.bias(), precision=self.down.precision(),
+        )  # fmt: skip
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
 
 

@@ -26,7 +26,7 @@ class AppliedRow:
 
     name: str  # "model.layers.0.mlp"
     kind: str  # its class's name
-    part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv"
+    part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv", "precision"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
     match: Any = field(default=None, compare=False, repr=False)  # has the `module`, and says its `change` since
@@ -36,7 +36,7 @@ class AppliedRow:
         if self.by is None or self.match is None:
             return self
         there = module_at(model, self.name)
-        if there is self.match.module:
+        if there is self.match.module or (hasattr(self.match, "stands_in") and self.match.stands_in(there)):
             changed = self.match.change()
         else:
             changed = "it is gone" if there is None else f"{type(there).__name__} has its place"

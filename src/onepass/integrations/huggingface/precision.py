@@ -1,0 +1,154 @@
+"""Products of a model's blocks in eight bits: which linear layers have them, and why others keep their type.
+
+A layer that has them carries the recipe as an attribute, which each of its products reads (`linears.precision_of`). A block is an
+element of a list of modules that has attention in it, or a recognised attention or MLP. No head and no embedding is in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.linears import LinearsMatch, by_linear, is_conv1d, sizes_of
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import own_forward
+from onepass.nn.fp8_state import drop_fp8_state
+from onepass.runtime.fp8 import MULTIPLE, check_gpu, fits_fp8
+from onepass.runtime.fp8_recipe import FP8Recipe
+
+_ADAPTED = "base_layer"  # PEFT's name of the layer that its adapters belong to
+
+
+@dataclass(frozen=True)
+class PrecisionMatch:
+    """A linear layer whose products run in eight bits, for `apply`'s report."""
+
+    module: nn.Module
+    shape: tuple[int, ...]  # of its product's weight, which may be that of several layers
+
+    def stands_in(self, there: nn.Module | None) -> bool:
+        """Whether what has the layer's place calls it: the layer itself, or PEFT's around it."""
+        return there is self.module or getattr(there, _ADAPTED, None) is self.module
+
+    def change(self) -> str | None:
+        return _unfit(self.module, self.shape)
+
+
+def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches: Sequence[LinearsMatch]) -> list[AppliedRow]:
+    """Let the products of linear layers in blocks run in eight bits until the patches are undone. `matches`: those run by ops.
+
+    Raise where that can't be: of a model in fp64, on a GPU without eight bits, or where no layer fits.
+    """
+    heads = set(_heads(model))
+    inside = {*_in_blocks(model), *(module for match in matches for module in match.owner.modules())}
+    shapes = {layer: _shape_of(match) for match in matches for layer in match.linears}
+    adapters, rows = set(_adapters(model)), []
+    for name, module in model.named_modules():
+        row = partial(AppliedRow, name, type(module).__name__, "precision")
+        why: str | None
+        if module in heads:
+            why = "the head keeps its type"
+        elif module not in inside:
+            continue
+        elif _is_experts(module):
+            why = "grouped products of experts keep their type"
+        elif not _is_like_linear(module):
+            continue
+        elif module in adapters:
+            why = "adapters keep their type"
+        elif "router" in name:
+            why = "a router keeps its type"
+        else:
+            shape = shapes.get(module) or _own_shape(module)
+            why = "it has a forward of its own already" if not Patches.own(module) else _unfit(module, shape)
+            if why is None:
+                _check(name, module)
+                _set(module, patches, recipe)
+                rows.append(row(by=f"fp8, {recipe.scaling} scales", match=PrecisionMatch(module, shape)))
+                continue
+        rows.append(row(why=why))
+    if not any(row.by for row in rows):
+        reasons = "".join(f"\n  {row.name}: {row.why}" for row in rows) or ": it has none in blocks"
+        raise ValueError(f"precision must be None, as no linear layer of this {type(model).__name__} fits{reasons}")
+    return rows
+
+
+def _set(module: nn.Module, patches: Patches, recipe: FP8Recipe) -> None:
+    patches.set(module, "precision", recipe)
+    if not own_forward(module):
+        patches.set_forward(module, by_linear, None)
+    patches.on_undo(module.register_load_state_dict_post_hook(_start_anew).remove)
+    patches.on_undo(partial(_start_anew, module))
+
+
+def _start_anew(module: nn.Module, *_: Any) -> None:
+    """Drop the weight's codes and scales: it was loaded, or runs in its own type from now on."""
+    drop_fp8_state(module, {"weight": None}, "")
+
+
+def _check(name: str, module: Any) -> None:
+    if module.weight.dtype is torch.float64:
+        raise TypeError(f"model must be fp32, bf16 or fp16 with precision='fp8', but {name} is fp64")
+    check_gpu("precision", module.weight)
+
+
+# ---- which layers ----
+
+
+def _in_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for block in (block for each in model.modules() if isinstance(each, nn.ModuleList) for block in each):
+        if any("attention" in type(module).__name__.lower() for module in block.modules()):
+            yield from block.modules()
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        get: Any = getattr(module, "get_output_embeddings", None)
+        head = None if get is None else get()
+        if head is not None:
+            yield getattr(head, _ADAPTED, head)
+
+
+def _adapters(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if _ADAPTED in module._modules:
+            yield from (each for name, child in module.named_children() if name != _ADAPTED for each in child.modules())
+
+
+def _is_experts(module: nn.Module) -> bool:
+    own = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    return own and "experts" in type(module).__name__.lower()
+
+
+def _is_like_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer: torch's, one derived from it, or one that keeps its weight in another way."""
+    named = "linear" in type(module).__name__.lower() and not module._modules
+    return isinstance(module, nn.Linear) or is_conv1d(module) or named
+
+
+def _unfit(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """Return why a layer's product keeps its type, or None."""
+    if is_conv1d(module):
+        return "its weight is stored transposed"
+    if type(module) is not nn.Linear:
+        return f"it is no plain torch.nn.Linear, but {type(module).__module__}.{type(module).__name__}"
+    weight: Any = module._parameters.get("weight")
+    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point() or weight.itemsize == 1:
+        return f"its weight is {'missing' if weight is None else f'a {type(weight).__name__} of {weight.dtype}'}"
+    if not fits_fp8(shape):
+        return f"the weight's sizes, {shape[0]} x {shape[1]}, are not multiples of {MULTIPLE}"
+    return None
+
+
+def _shape_of(match: LinearsMatch) -> tuple[int, int]:
+    """Return the sizes of the weight of all layers in one."""
+    return sum(match.sizes), sizes_of(match.linears[0])[0]
+
+
+def _own_shape(module: nn.Module) -> tuple[int, ...]:
+    return tuple(getattr(module._parameters.get("weight"), "shape", ()))

@@ -1,0 +1,566 @@
+"""Products of a model's blocks in eight bits: which have them, how near they are to 16 bits', and what becomes of their state."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+
+import transformers
+from integrations.huggingface import precision_ranks
+from integrations.huggingface.families import VOCABULARY, batch, both, made, step
+from ops.fp8_calls import decibels
+from parallel.worlds import found_by
+
+import onepass
+from onepass import FP8Recipe
+from onepass.gradients import fp8_scales, fp8_updates, fp8_weight
+from onepass.integrations import huggingface
+from onepass.integrations.huggingface import applied as applied_module
+from onepass.integrations.huggingface import linears, mlps, precision
+from onepass.kernels import fp8_cast, fp8_turn
+from onepass.kernels.language import triton
+from onepass.testing.mutants import mutate
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:max_norm is None",  # Trainer is imported by some tests, and stays
+    "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
+)
+RECIPES = {"delayed": "fp8", "current": FP8Recipe(scaling="current"), "row": FP8Recipe(scaling="row")}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+PACKED = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # a Llama's products, by their first weights
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEARS = tuple(f"{'mlp' if i > 3 else 'self_attn'}.{name}" for i, name in enumerate(TARGETS))
+
+
+@pytest.fixture(autouse=True)
+def _by_pytorch(monkeypatch):
+    for module in (fp8_cast, fp8_turn, fp8_scales):  # whose kernels take most of the time in the interpreter
+        monkeypatch.setattr(module, "triton_unsupported", lambda x: "formulas are wanted")
+    with onepass.use_backend("torch"):
+        yield
+
+
+def assert_near(found, expected, least=16):
+    """Assert that losses are within a hundredth, and all gradients together as near as eight bits are, and no nearer."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-2, atol=1e-2, check_dtype=False)
+    assert found[1].keys() == expected[1].keys()
+    ours, exact = (torch.cat([grads[name].flatten().double() for name in expected[1]]) for _, grads in (found, expected))
+    assert least <= decibels(ours, exact) < 45
+
+
+def assert_same(found, expected):
+    assert found[0].equal(expected[0]) and found[1].keys() == expected[1].keys()
+    assert all(found[1][name].equal(grad) for name, grad in expected[1].items())
+
+
+def rows_of(applied):
+    """Return the report's rows of precision, by name: what runs in eight bits, or why it doesn't."""
+    return {row.name: row.by or row.why for row in applied.rows if row.part == "precision"}
+
+
+def states(model):
+    return {name.removesuffix(".weight") for name, parameter in model.named_parameters() if hasattr(parameter, "fp8")}
+
+
+def in_layers(*names):
+    return {f"model.layers.{layer}.{name}" for layer in range(2) for name in names}
+
+
+def twins(family="Llama", recipe="fp8", **options):
+    """Return two models of the same weights, with onepass applied to each. A deep copy's weights are not packed."""
+    models = made(family, **options), made(family, **options)
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        huggingface.apply(model, precision=recipe)
+    return models
+
+
+def train(model, steps=3, optimizer=None, **options):
+    """Return the losses of some steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch(), **options).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- numbers ----
+
+
+@recipes
+@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2", "Mixtral", "GPTNeoX", "OPT"))
+def test_loss_and_gradients_are_near_those_of_16_bits(family, recipe):
+    model, before, _ = both(family, precision=recipe)
+    assert_near(step(model, **batch()), step(before, **batch()))
+    model, before = model.bfloat16(), before.bfloat16()
+    assert_near(step(model, **batch(masked=True)), step(before, **batch(masked=True)))
+
+
+@recipes
+def test_training_goes_down_as_in_16_bits_and_again_by_the_same_bits(recipe):
+    before = made()
+    model, again = twins(recipe=recipe)
+    for each in (model, again):
+        each.load_state_dict(before.state_dict())
+    losses, expected = train(model, 12), train(before, 12)
+    assert losses[-1] < losses[0] - 1
+    assert losses == pytest.approx(expected, rel=0.03) and losses != pytest.approx(expected, rel=1e-5)
+    assert train(again, 12) == losses
+    for p, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert p.equal(other)
+
+
+@recipes
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("family", ("Llama", "OPT"))
+def test_gradient_checkpointing_has_the_same_bits(family, reentrant, recipe):
+    model, other = twins(family, recipe)
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for _ in range(3):
+        found, expected = step(other, **batch()), step(model, **batch())
+        assert_same(found, expected)
+        for each in (model, other):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("main_grad", (False, True))
+def test_by_kernels(monkeypatch, main_grad):
+    monkeypatch.undo()
+    with onepass.use_backend("triton"):
+        model, before, applied = both(num_hidden_layers=1, main_grad=main_grad, precision="fp8")
+        model(**batch()).loss.backward()
+    before(**batch()).loss.backward()
+    if main_grad:
+        applied.main_grads.finish()
+    found = torch.cat([(p.main_grad if main_grad else p.grad).flatten() for p in model.parameters()])
+    assert 16 < decibels(found, torch.cat([p.grad.flatten() for p in before.parameters()])) < 45
+
+
+@pytest.mark.parametrize("release", (False, True))
+def test_main_grad(release):
+    model, before, applied = both(main_grad=True, release_main_grad=release, precision="fp8")
+    optimizer = applied.optimizer(lr=1e-2)
+    assert train(model, 12, optimizer) == pytest.approx(train(before, 12), rel=0.03)
+    model.zero_grad()
+    for _ in range(2):
+        model(**batch()).loss.backward()
+    applied.main_grads.finish()
+    assert all(p.grad is None for p in model.parameters())
+    found = {name: p.main_grad.clone() / 2 for name, p in model.named_parameters()}
+    plain = copy.deepcopy(before)
+    plain.load_state_dict(model.state_dict())
+    _, expected = step(plain, **batch())
+    assert_near((torch.zeros(()), found), (torch.zeros(()), expected))
+
+
+@pytest.mark.parametrize("main_grad", (False, True))
+def test_microbatches_share_a_weights_codes(monkeypatch, main_grad):
+    """Packed weights have state that lasts: their codes are made once a step, and their scales come from steps before."""
+    casts, stock = [], fp8_weight.FP8Weight.cast
+    monkeypatch.setattr(
+        fp8_weight.FP8Weight, "cast", lambda self, role, *rest, **how: (casts.append(role), stock(self, role, *rest, **how))[1]
+    )
+    model, _, applied = both(precision="fp8", main_grad=main_grad)
+    optimizer = applied.optimizer(lr=1e-2) if main_grad else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for steps in (1, 2):
+        for _ in range(3):
+            model(**batch()).loss.backward()
+        assert casts.count("weight") == 2 * len(PACKED) * steps
+        optimizer.step()
+    model(**batch())
+    kept = [parameter.fp8.scales for parameter in model.parameters() if hasattr(parameter, "fp8")]
+    assert all(scales.steps.tolist() == [2, 2, 2] for scales in kept)
+    assert all(scales.history[:, :2].all() for scales in kept)
+
+
+def test_autocast():
+    model, before, _ = both(precision="fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_near(step(model, **batch()), step(before, **batch()))
+
+
+# ---- which layers ----
+
+
+@recipes
+def test_the_report_says_what_runs(recipe):
+    model, _, applied = both(precision=recipe)
+    scaling = "delayed" if recipe == "fp8" else recipe.scaling
+    expected = dict.fromkeys(in_layers(*LINEARS), f"fp8, {scaling} scales")
+    assert rows_of(applied) == expected | {"lm_head": "the head keeps its type"}
+    assert "model.layers.{0-1}.mlp.down" in str(applied) and f"fp8, {scaling} scales" in str(applied)
+    step(model, **batch())
+    assert states(model) == in_layers(*PACKED)
+    assert {name.removesuffix(".weight") for name in onepass.nn.fp8_saturations(model)} == in_layers(*PACKED)
+
+
+@pytest.mark.parametrize("left", ({"mlp": False}, {"qkv": False}, dict.fromkeys(("norm", "mlp", "rope", "loss", "qkv"), False)))
+def test_layers_that_apply_leaves_to_torch_run_in_eight_bits_too(left):
+    model = made()
+    before = copy.deepcopy(model)
+    applied = huggingface.apply(model, precision="fp8", **left)
+    assert rows_of(applied).keys() == {*in_layers(*LINEARS), "lm_head"}
+    assert_near(step(model, **batch()), step(before, **batch()))
+    own = {"self_attn.k_proj", "self_attn.v_proj"} if "qkv" in left else set()
+    own |= {"mlp.up_proj"} if "mlp" in left else set()
+    assert states(model) == in_layers(*PACKED, *own)
+
+
+def test_a_layer_by_itself_is_a_block():
+    layer = made().model.layers[0]
+    found = rows_of(huggingface.apply(layer, precision="fp8"))
+    assert found == dict.fromkeys(LINEARS, "fp8, delayed scales")
+
+
+def test_what_keeps_its_type_says_why():
+    model, before, applied = both("Qwen3Moe", precision="fp8")
+    found = rows_of(applied)
+    assert found["model.layers.0.mlp.experts"] == "grouped products of experts keep their type"
+    assert found["lm_head"] == "the head keeps its type"
+    assert_near(step(model, **batch()), step(before, **batch()))
+    assert states(model) == in_layers("self_attn.q_proj", "self_attn.o_proj")
+
+    model, before, applied = both(intermediate_size=40, precision="fp8")
+    found = rows_of(applied)
+    assert found["model.layers.1.mlp.down_proj"] == "the weight's sizes, 32 x 40, are not multiples of 16"
+    assert found["model.layers.1.mlp.up_proj"] == found["model.layers.1.self_attn.o_proj"] == "fp8, delayed scales"  # 80 x 32
+    assert_near(step(model, **batch()), step(before, **batch()))
+    assert states(model) == in_layers("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
+
+    with pytest.raises(ValueError, match=r"precision must be None, as no linear layer of this GPT2LMHeadModel fits") as raised:
+        both("GPT2", precision="fp8")
+    assert "transformer.h.0.attn.c_attn: its weight is stored transposed" in str(raised.value)
+
+
+class Linear4bit(torch.nn.Linear):
+    """As quantised layers: derived from torch's, with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def test_quantised_layers_and_routers_are_left_alone():
+    model = made()
+    layer = model.model.layers[0]
+    layer.mlp.down_proj.__class__ = layer.self_attn.q_proj.__class__ = Linear4bit
+    layer.self_attn.o_proj.weight = torch.nn.Parameter(layer.self_attn.o_proj.weight.to(torch.float8_e4m3fn), False)
+    layer.router = torch.nn.Linear(32, 16)
+    found = rows_of(huggingface.apply(model, precision="fp8"))
+    why = f"it is no plain torch.nn.Linear, but {Linear4bit.__module__}.Linear4bit"
+    assert found["model.layers.0.mlp.down_proj"] == found["model.layers.0.self_attn.q_proj"] == why
+    assert found["model.layers.0.self_attn.o_proj"] == "its weight is a Parameter of torch.float8_e4m3fn"
+    assert found["model.layers.0.router"] == "a router keeps its type"
+    assert found["model.layers.0.mlp.up_proj"] == found["model.layers.1.self_attn.o_proj"] == "fp8, delayed scales"
+    layer.self_attn.o_proj.weight = torch.nn.Parameter(layer.self_attn.o_proj.weight.float(), False)
+    step(model, **batch())
+    left = {f"model.layers.0.{name}" for name in ("mlp.down_proj", "self_attn.q_proj")}
+    assert not states(model) & left and in_layers("mlp.gate_proj") < states(model)
+
+
+# ---- LoRA ----
+
+
+@pytest.mark.parametrize("targets", (["q_proj", "v_proj"], TARGETS), ids=("two", "all"))
+@pytest.mark.parametrize("first", ("onepass", "PEFT"))
+def test_lora(first, targets):
+    """Frozen weights in eight bits, adapters in their type; merged weights are what evaluation sees."""
+    peft = pytest.importorskip("peft")
+    model = made()
+    before = copy.deepcopy(model)
+
+    def wrapped(inner):
+        torch.manual_seed(3)
+        return peft.get_peft_model(inner, peft.LoraConfig(r=16, target_modules=targets, init_lora_weights=False))
+
+    if first == "onepass":
+        applied = huggingface.apply(model, precision="fp8")
+        step(model, **batch())  # packed, before each is wrapped
+        model.zero_grad(set_to_none=True)
+        model = wrapped(model)
+    else:
+        model = wrapped(model)
+        applied = huggingface.apply(model, precision="fp8")
+    plain = wrapped(before)
+    assert_near(step(model, **batch()), step(plain, **batch()))
+    found = rows_of(applied)
+    assert sum(by == "fp8, delayed scales" for by in found.values()) == 2 * len(LINEARS)
+    assert sum(by == "adapters keep their type" for by in found.values()) == (0 if first == "onepass" else 4 * len(targets))
+    assert not any("lora" in name for name in states(model))
+    for each in (model, plain):
+        train(each, 3)
+        each.merge_adapter()
+        each.eval()
+    with torch.no_grad():
+        found, expected = (each(**batch()).loss for each in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss, rtol=1e-5, atol=1e-5)
+
+
+# ---- evaluation, changes, state ----
+
+
+def test_evaluation_has_the_weights_own_type():
+    model, before, _ = both(precision="fp8")
+    train(model, 2)
+    model.eval()
+    before.eval().load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.data += 1  # as PEFT merges
+        before.model.layers[0].mlp.up_proj.weight.data += 1
+        torch.testing.assert_close(model(**batch()).logits, before(**batch()).logits)
+    assert not model(**batch()).logits.allclose(before(**batch()).logits, rtol=1e-3, atol=1e-3)  # gradients are on
+    with torch.no_grad():
+        assert not model.train()(**batch()).loss.allclose(before.train()(**batch()).loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_weight_that_is_written_in_place_is_seen(name):
+    """Each of those that are packed, by whichever."""
+    model, before, _ = both(precision="fp8")
+    step(model, **batch())
+    for each in (model, before):
+        with torch.no_grad():
+            each.model.layers[0].get_submodule(name).weight.mul_(-2)
+    assert_near(step(model, **batch()), step(before, **batch()))
+
+
+def test_a_part_that_is_changed_runs_its_own_code_in_eight_bits():
+    model, before, applied = both(precision="fp8")
+    for each in (model, before):
+        each.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+        each.model.layers[1].mlp.down_proj = copy.deepcopy(before.model.layers[0].mlp.down_proj)
+        each.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_near(step(model, **batch()), step(before, **batch()))
+    found = rows_of(applied)
+    assert found["model.layers.0.mlp.up_proj"] == found["model.layers.1.self_attn.q_proj"] == "fp8, delayed scales"
+    assert found["model.layers.1.mlp.down_proj"] == "changed since: Linear has its place"
+    own = {f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")}
+    own |= {f"model.layers.1.self_attn.{name}_proj" for name in "kv"} | {"model.layers.1.mlp.up_proj"}
+    assert states(model) == (in_layers(*PACKED) | own) - {"model.layers.1.mlp.down_proj"}
+    model.model.layers[0].self_attn.o_proj.weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), False)
+    assert rows_of(applied)["model.layers.0.self_attn.o_proj"] == "changed since: its weight is a Parameter of torch.int8"
+
+
+def test_one_of_packed_weights_alone_has_a_state_of_its_own():
+    model, _, _ = both(precision="fp8", attention_bias=False)
+    first = step(model, **batch())
+    layer, x = model.model.layers[0], torch.randn(4, 32)
+    for name in ("gate_proj", "up_proj"):
+        weight = layer.mlp.get_submodule(name).weight
+        y = onepass.linear(x, weight, precision="fp8")
+        assert decibels(y, x.double() @ weight.double().t()) > 20
+    assert_same(step(model, **batch()), first)
+
+
+def test_undo_gives_the_former_bits_back_and_leaves_nothing():
+    model, before, applied = both(precision="fp8")
+    expected = step(before, **batch())
+    for _ in range(2):
+        step(model, **batch())
+    hooks = [len(module._load_state_dict_post_hooks) for module in before.modules()]
+    applied.undo()
+    assert not states(model)
+    assert [len(module._load_state_dict_post_hooks) for module in model.modules()] == hooks
+    assert not any({"forward", "precision", "_onepass"} & vars(module).keys() for module in model.modules())
+    assert_same(step(model, **batch()), expected)
+    assert_near(step(model, **batch()) if huggingface.apply(model, precision="fp8") else None, expected)
+
+
+def test_saved_states_are_the_models(tmp_path):
+    model, before, _ = both(precision="fp8")
+    train(model)
+    before.load_state_dict(model.state_dict())
+    for name, each in (("ours", model), ("plain", before)):
+        each.save_pretrained(tmp_path / name)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("ours", "plain")]
+    assert files[0] == files[1]
+    ours, plain = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("ours", "plain"))
+    assert ours.keys() == plain.keys() == before.state_dict().keys()
+    assert all(tensor.equal(plain[name]) for name, tensor in ours.items())
+
+
+def test_loaded_weights_start_anew_and_scales_resume_by_the_same_bits():
+    model, _, _ = both(precision="fp8")
+    train(model)
+    saved = {"model": copy.deepcopy(model.state_dict()), "fp8": copy.deepcopy(onepass.nn.fp8_state_dict(model))}
+    assert saved["fp8"].keys() == {f"{name}.weight" for name in in_layers(*PACKED)}
+    resumed = made()
+    huggingface.apply(resumed, precision="fp8")
+    train(resumed)
+    resumed.load_state_dict({name: 8 * weight for name, weight in saved["model"].items()})
+    assert not states(resumed)
+    resumed.load_state_dict(saved["model"])
+    onepass.nn.load_fp8_state_dict(resumed, saved["fp8"])
+    for _ in range(2):
+        assert_same(step(resumed, **batch()), step(model, **batch()))
+        for each in (resumed, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+    ours, theirs = (onepass.nn.fp8_state_dict(each) for each in (resumed, model))
+    assert all(state["history"].equal(theirs[name]["history"]) and state["steps"].min() == 4 for name, state in ours.items())
+
+
+def test_copies_and_pickles_go_on():
+    model, before, _ = both(precision="fp8")
+    train(model)
+    before.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_near(step(other, **batch()), step(before, **batch()))
+        assert states(other) == in_layers(*LINEARS)
+        own, theirs = ({id(p.fp8) for p in each.parameters() if hasattr(p, "fp8")} for each in (model, other))
+        assert not own & theirs
+
+
+# ---- transformers' Trainer ----
+
+
+class KeepScales(transformers.TrainerCallback):
+    """Keeps scales beside the weights that Trainer saves, as docs/huggingface.md shows."""
+
+    def on_save(self, args, state, control, model, **rest):
+        torch.save(onepass.nn.fp8_state_dict(model), f"{args.output_dir}/checkpoint-{state.global_step}/fp8.pt")
+
+    def on_train_begin(self, args, state, control, model, **rest):
+        if state.global_step:
+            path = f"{args.output_dir}/checkpoint-{state.global_step}/fp8.pt"
+            onepass.nn.load_fp8_state_dict(model, torch.load(path))
+
+
+def trained(model, out, optimizer=None, steps=4, resume=None, **options):
+    """Let Trainer train the model, with accumulation. Return its losses."""
+    accelerate = pytest.importorskip("accelerate")
+    tokens = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(3))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, lr_scheduler_type="constant",
+        learning_rate=1e-2, seed=0, **{"max_grad_norm": 0.0, "save_strategy": "no"} | options,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[KeepScales()])
+    trainer.remove_callback(transformers.PrinterCallback)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("main_grad", (False, True))
+@pytest.mark.parametrize("recipe", ("fp8", FP8Recipe(scaling="current")), ids=("delayed", "current"))
+def test_trainer_resumes_by_the_same_bits(tmp_path, main_grad, recipe):
+    before, whole, resumed = made(), made(), made()
+    whole.load_state_dict(before.state_dict())
+    stopped = copy.deepcopy(whole)
+    kept = {each: huggingface.apply(each, main_grad=main_grad, precision=recipe) for each in (whole, stopped, resumed)}
+    optimizer = {each: applied.optimizer(lr=1e-2, max_norm=1e9) if main_grad else None for each, applied in kept.items()}
+    losses = trained(whole, tmp_path / "whole", optimizer[whole])
+    assert losses == pytest.approx(trained(before, tmp_path / "before"), rel=0.02)
+    trained(stopped, tmp_path / "run", optimizer[stopped], 2, save_strategy="steps", save_steps=2)
+    trained(resumed, tmp_path / "run", optimizer[resumed], resume=str(tmp_path / "run" / "checkpoint-2"))
+    for (name, p), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        assert p.equal(other), name
+
+
+# ---- ranks ----
+
+
+def test_over_ranks(tmp_path):
+    """Each step sees the weights of the one before, gathered ones too."""
+    for found in found_by(precision_ranks.run, ("gloo", 2), tmp_path):
+        expected = found.pop("alone")
+        assert expected[-1] < expected[0] - 0.3
+        for losses in found.values():
+            assert losses == pytest.approx(expected, rel=1e-2) and losses != pytest.approx(expected, rel=1e-6)
+
+
+# ---- errors ----
+
+
+def test_bad_input(monkeypatch):
+    model, before = made(), made("GPT2")
+    for wrong in ("fp4", "e4m3", 8):
+        with pytest.raises(ValueError, match=f"precision must be None, 'fp8' or an FP8Recipe, but is {wrong!r}"):
+            huggingface.apply(model, precision=wrong)
+    with pytest.raises(TypeError, match=r"must be fp32, bf16 or fp16 with precision='fp8', but model\.layers\.0\.\S+ is fp64"):
+        huggingface.apply(made().double(), precision="fp8")
+    monkeypatch.setattr(precision, "check_gpu", lambda name, weight: (_ for _ in ()).throw(RuntimeError(f"{name} on this GPU")))
+    with pytest.raises(RuntimeError, match="precision on this GPU"):
+        huggingface.apply(model, precision="fp8")
+    for each in (model, before):
+        assert not any({"forward", "precision"} & vars(module).keys() for module in each.modules())
+    monkeypatch.undo()
+    applied = huggingface.apply(model, precision="fp8")
+    model.double()
+    with pytest.raises(TypeError, match="must be fp32, bf16 or fp16 with precision='fp8', but is fp64"):
+        step(model, **batch())
+    applied.undo()
+
+
+@pytest.mark.parametrize("family", ("Llama", "OPT"))
+def test_compiled_it_raises_or_runs_in_eight_bits(family):
+    """And never computes in 16 bits instead."""
+    model, before, _ = both(family, precision="fp8")
+    torch._dynamo.reset()
+    try:
+        loss = torch.compile(model, fullgraph=True, backend="eager")(**batch(), use_cache=False).loss
+    except torch._dynamo.exc.TorchDynamoException:
+        return
+    assert not loss.allclose(before(**batch()).loss, rtol=1e-6)
+
+
+# ---- broken code ----
+
+MUTANTS = {
+    "up's product in 16 bits": (linears, "LinearsMatch.__call__", '"precision": precision', '"precision": None'),
+    "down's product in 16 bits": (mlps, "MLPMatch.__call__", "precision=self.down.precision()", "precision=None"),
+    "packed weights without lasting state": (fp8_updates, "whole_of", "return packed[0]", "return weight"),
+    "a change of k's weight unseen": (fp8_updates, "version_of", "in packed[1:]]", "in packed[:1]]"),
+    "q's state for q alone": (fp8_weight, "fp8_weight", "state.shape != weight.shape", "state.shape == ()"),
+    "old scales of loaded weights": (precision, "_start_anew", '"weight": None', '"bias": None'),
+    "evaluation in eight bits": (linears, "precision_of", "module.training or torch.is_grad_enabled()", "True"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def write(model, factor):
+    model.model.layers[0].self_attn.v_proj.weight.mul_(factor)
+
+
+def catches(apply):
+    """Raise where a model that `apply` was applied to is wrong."""
+    torch.manual_seed(0)
+    model = made()
+    write(model, 16)
+    before = copy.deepcopy(model)
+    apply(model, precision="fp8")
+    model.model.layers[0].self_attn.q_proj(torch.randn(4, 32))  # alone, before it is packed with larger ones
+    assert_near(step(model, **batch()), step(before, **batch()))
+    assert states(model) == in_layers(*PACKED)
+    for each in (model, before):
+        write(each, -1)
+    assert_near(step(model, **batch()), step(before, **batch()))
+    before.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch()).logits, before.eval()(**batch()).logits)
+    model.load_state_dict(model.state_dict())
+    assert not states(model)
+
+
+def test_what_is_right_passes():
+    catches(huggingface.apply)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    mutant = mutate(*MUTANTS[name], entry=applied_module)
+    with pytest.raises((AssertionError, RuntimeError)):
+        catches(mutant.apply)
