@@ -13,7 +13,6 @@ from torch import Tensor
 from onepass.bench import fp8_passes
 from onepass.bench.model import BenchCase, Call, Inputs, Result, outputs_of
 
-pytestmark = pytest.mark.usefixtures("one_round")
 every = pytest.mark.parametrize("variant", fp8_passes._WRITES)
 
 
@@ -67,6 +66,7 @@ def test_the_bytes_of_a_number() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_round")
 def test_a_run_has_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     only(monkeypatch, fp8_passes, given("cast both")[0])
