@@ -38,4 +38,10 @@ def test_ours_may_round_once_and_not_twice() -> None:
 def test_the_full_cases_are_those_of_a_gpu() -> None:
     cases = activation_linear.BENCH.cases(torch.device("cuda"), torch.bfloat16, quick=False)
     shapes = [(case.variant, *case.shape) for case in cases]
-    assert shapes == [("swiglu", 16384, 8192, 2048), ("swiglu", 16384, 14336, 4096), ("gelu", 16384, 16384, 4096)]
+    assert shapes == [
+        ("swiglu", 16384, 8192, 2048),
+        ("swiglu", 16384, 14336, 4096),
+        ("gelu", 16384, 16384, 4096),
+        ("swiglu fp8", 16384, 8192, 2048),
+        ("swiglu fp8", 8192, 14336, 4096),
+    ]

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
     known = ", ".join(registry.known_ops())
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
-    parser.add_argument("--quick", action="store_true", help="a few small cases, done in well under a minute")
+    parser.add_argument("--quick", action="store_true", help="a few small cases, done in a minute or two")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
@@ -143,6 +143,9 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
 
 def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[runner.BenchPlan]:
     """Apply --case. Raise CommandError with the known names if --case or --peer matches none."""
+    plans = [plan for plan in plans if plan.cases]
+    if not plans:
+        raise CommandError("ops must have cases on this GPU, but these are all in eight bits, which need compute capability 8.9")
     cases = [case for plan in plans for case in plan.cases]
     names = _contender_names([(plan.bench, case) for plan in plans for case in plan.cases])
     for peer in args.peer or ():

@@ -20,8 +20,8 @@ def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float,
     The peak is the most that forward and backward allocate beyond the inputs, results included. The kept memory is what forward
     leaves allocated beyond inputs and outputs, for backward.
     """
-    grads = inputs.fresh_grads()
-    call(*inputs.tensors.values())  # one-time allocations happen here
+    asked, grads = list(inputs.asked.values()), inputs.fresh_grads()
+    differentiate(call(*inputs.tensors.values()), asked, inputs.fresh_grads(), inputs.trained)  # one-time allocations happen here
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -29,7 +29,7 @@ def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float,
     results = call(*inputs.tensors.values())
     outputs = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
     kept = _asked_for(device) - asked_for - sum(outputs.values())
-    got = differentiate(results, list(inputs.asked.values()), grads, inputs.trained)
+    got = differentiate(results, asked, grads, inputs.trained)
     torch.cuda.synchronize(device)
     del results, got
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20, kept / 2**20

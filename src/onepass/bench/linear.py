@@ -3,24 +3,30 @@
 Time      matrix products dominate, so times are relative to those of `F.linear + add_`, not to a copy's.
 Bytes     forward reads x and the weight and writes y; backward reads dy, x, weight and main_grad, and writes dx and main_grad.
 Gradients of x, and of the weight (and the bias) in an fp32 main_grad, by .backward() as in training.
+Variants  `plain fp8` has products in eight bits (bench/fp8.py), over `onepass bf16`.
 Peers     `F.linear + add_` is what people run without Apex's extension; torch.compile compiles it. Apex's own kernel is one
-          cuBLAS product; benchmarks/wgrad.py measures that product by itself.
+          cuBLAS product; benchmarks/wgrad.py measures that product by itself. In eight bits torchao and Transformer Engine.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
+from onepass.bench import fp8
+from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
 from onepass.bench.products import Shapes, give_main_grad, random_of, tiny
 from onepass.ops.linear.linear import linear, linear_reference
 from onepass.runtime.backend import explain
+from onepass.runtime.fp8_recipe import Precision
 
 OP = "linear"
+_FP8 = "plain" + FP8
 _SHAPES = Shapes(
     full=[
         ("plain", 2048, 4096, 4096),
@@ -29,16 +35,21 @@ _SHAPES = Shapes(
         ("plain", 4096, 8192, 28672),
         ("plain", 8192, 12288, 12288),
         ("bias", 8192, 4096, 4096),
+        (_FP8, 16384, 2048, 16384),
+        (_FP8, 16384, 8192, 2048),
+        (_FP8, 8192, 4096, 28672),
+        (_FP8, 8192, 14336, 4096),
     ],
-    small=[("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096)],
-    cpu=[("plain", 256, 512, 768), ("bias", 256, 512, 768)],
-    cpu_small=[("plain", 128, 128, 192)],
+    small=[("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096), (_FP8, 8192, 4096, 4096)],
+    cpu=[("plain", 256, 512, 768), ("bias", 256, 512, 768), (_FP8, 256, 512, 768)],
+    cpu_small=[("plain", 128, 128, 192), (_FP8, 128, 128, 192)],
 )
 
 
 def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
     x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
-    return BenchCase(OP, variant, (tokens, inner, outer), dtype, x + weight + y, y + 2 * x + weight + 8 * inner * outer)
+    moved = x + weight + y, y + 2 * x + weight + 8 * inner * outer
+    return BenchCase(OP, variant, (tokens, inner, outer), dtype, *moved, fp8=variant.endswith(FP8))
 
 
 def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -60,7 +71,25 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     return F.linear(x, weight, bias)
 
 
+def _baseline(case: BenchCase) -> Call:
+    if not case.fp8:
+        return _linear
+    return lambda x, weight: fp8.rounded_linear(x, weight).to(x.dtype)
+
+
+def _ours(case: BenchCase, precision: Precision) -> Call:
+    return partial(linear, precision=precision)
+
+
+def _layers(case: BenchCase) -> nn.Module:
+    _, inner, outer = case.shape
+    return nn.Sequential(nn.Linear(inner, outer, bias=False, dtype=case.dtype))
+
+
 def _contenders(case: BenchCase) -> list[Contender]:
+    if case.fp8:
+        engine = fp8.transformer_engine("Linear", lambda case: case.shape[1:], ("weight",), fuse_wgrad_accumulation=True)
+        return [*fp8.ours(case, _ours, (1,)), *fp8.torchao(_layers, ("0.weight",)), engine]
     return [
         Contender("onepass", lambda case: linear, ours=True),
         Contender("F.linear + add_", lambda case: _linear),
@@ -76,6 +105,6 @@ _APART = "has no linear layer with a main_grad"
 BENCH = OpBench(
     OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
     without={"Liger": _APART, "QuACK": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
-             "Transformer Engine": "not compared yet"},
-    baseline=lambda case: _linear, reference="F.linear + add_",
+             "Transformer Engine": "compared in eight bits"},
+    baseline=_baseline, reference=lambda case: fp8.reference(case) if case.fp8 else "F.linear + add_",
 )  # fmt: skip

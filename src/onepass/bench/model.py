@@ -11,6 +11,7 @@ from torch import Tensor
 
 Result = Tensor | tuple[Tensor, ...]
 Call = Callable[..., Result]  # takes the case's tensors in their order
+FP8 = " fp8"  # the end of variants whose products are in eight bits
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,13 @@ class BenchCase:
     shape: tuple[int, ...]  # (rows, width), as the case file understands them
     dtype: torch.dtype
     forward_bytes: int
-    backward_bytes: int
+    backward_bytes: int  # 0 where there is no backward
+    fp8: bool = False  # results are rounded to eight bits, or are products of such
+
+    @property
+    def kind(self) -> str:
+        """The variant without its precision."""
+        return self.variant.removesuffix(FP8)
 
     @property
     def name(self) -> str:
@@ -55,6 +62,8 @@ def outputs_of(result: Result) -> tuple[Tensor, ...]:
 
 def differentiate(result: Result, asked: Sequence[Tensor], incoming: Sequence[Tensor], trained: bool) -> tuple[Tensor, ...]:
     """Return the gradients of `asked`, from autograd.grad, or with `trained` from main_grad or .grad."""
+    if not asked:
+        return ()
     if not trained:
         return torch.autograd.grad(result, asked, incoming)
     torch.autograd.backward(result, incoming)
@@ -89,8 +98,12 @@ class OpBench:
     backend: Callable[[BenchCase, Inputs], str]  # the onepass backend that runs such a call
     without: dict[str, str] = field(default_factory=dict)  # package -> why it has nothing to compare
     baseline: Callable[[BenchCase], Call] | None = None  # for matrix products: rounds their operands to the case's dtype
-    reference: str | None = None  # for compute-bound ops: times are relative to this contender's, not to a copy's
+    # for compute-bound ops: times are relative to this contender's, not to a copy's
+    reference: str | Callable[[BenchCase], str] | None = None
     around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext()  # the context that contenders run in
+
+    def reference_of(self, case: BenchCase) -> str | None:
+        return self.reference(case) if callable(self.reference) else self.reference
 
 
 @dataclass
@@ -127,7 +140,7 @@ class CaseResult:
     case: BenchCase
     copy: Measured  # plain copies of as many bytes as the case moves
     rows: list[Measured]
-    reference: str | None = None  # OpBench.reference
+    reference: str | None = None  # OpBench.reference_of
 
 
 @dataclass

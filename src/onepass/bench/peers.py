@@ -28,6 +28,7 @@ PACKAGES = {
     "QuACK": PeerPackage("quack", "quack-kernels"),
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
+    "torchao": PeerPackage("torchao", "torchao"),
 }
 
 
@@ -60,16 +61,21 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def with_parameters(module: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a peer's module as a function of its input and its parameters. The function sets them on the module."""
+def with_parameters(module: Any, names: tuple[str, ...], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a peer's module as a function of its input and its parameters. The function sets them on the module.
+
+    `names` may be those of submodules' parameters. `run`: what is called in place of the module, such as its compiled form.
+    """
     held: list[Tensor] = []
+    run = run or module
 
     def call(x: Tensor, *parameters: Tensor) -> Any:
         if not held or held[0] is not parameters[0]:
             held[:] = parameters
             for name, parameter in zip(names, parameters, strict=True):
-                setattr(module, name, parameter)
-        return module(x)
+                path, _, last = name.rpartition(".")
+                setattr(module.get_submodule(path) if path else module, last, parameter)
+        return run(x)
 
     return call
 

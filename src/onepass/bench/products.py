@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase
+from onepass.runtime.fp8 import unfit_gpu
 
 Shape = tuple[str, int, int, int]  # variant, tokens, input features, output features
 CaseOf = Callable[[str, int, int, int, torch.dtype], BenchCase]  # makes a case from a Shape and a dtype
@@ -28,9 +29,15 @@ class Shapes:
 
         def listed(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
             gpu, cpu = (self.small, self.cpu_small) if quick else (self.full, self.cpu)
-            return [case_of(*shape, dtype) for shape in (gpu if device.type == "cuda" else cpu)]
+            cases = [case_of(*shape, dtype) for shape in (gpu if device.type == "cuda" else cpu)]
+            return [case for case in cases if not case.fp8 or has_fp8(device)]
 
         return listed
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether eight bits run on the device. A GPU that is named on a machine without one counts as one that has them."""
+    return device.type != "cuda" or not torch.cuda.is_available() or unfit_gpu(device) is None
 
 
 def tiny(case_of: CaseOf) -> Callable[[BenchCase], BenchCase]:

@@ -95,9 +95,9 @@ class BenchReport:
         self.say()
 
     def cpu_times(self, times: CpuTimes) -> None:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
         case = times.case
-        table.title = f"[dim]{case.op}[/]  [bold]{case.variant}: CPU time of a call[/], {_shape(case.shape)}, microseconds"
+        heading = f"[dim]{case.op}[/]  [bold]{case.variant}: CPU time of a call[/], {_shape(case.shape)}, microseconds"
         table.add_column("", min_width=18)
         for title, width in (("forward", 9), ("forward + backward", 18), ("onepass against it", 18)):
             table.add_column(title, min_width=width, justify="right", no_wrap=True)
@@ -109,13 +109,14 @@ class BenchReport:
             style = _OURS if row is mine else "dim" if row in times.references else ""
             table.add_row(self._name(row.name, row is mine), f"{row.forward_us:.1f}", f"{row.both_us:.1f}", ratio, style=style)
         with self._aside():
-            self.console.print(table, "")
+            self.console.print(heading, table, "", sep="\n")
 
     def case(self, result: CaseResult) -> None:
         case = result.case
-        table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
-        moved = f"{_bytes(case.forward_bytes)} forward, {_bytes(case.backward_bytes)} backward"
-        table.title = f"[dim]{case.op}[/]  [bold]{case.variant} {_shape(case.shape)}[/] {short(case.dtype)}  [dim]{moved}[/]"
+        table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim")
+        moved = f"{_bytes(case.forward_bytes)} forward"
+        moved += f", {_bytes(case.backward_bytes)} backward" if case.backward_bytes else ""
+        heading = f"[dim]{case.op}[/]  [bold]{case.variant} {_shape(case.shape)}[/] {short(case.dtype)}  [dim]{moved}[/]"
         columns = _fitting(_columns(result), self.console.width)
         table.add_column("", min_width=_NAME if _taken(columns) <= self.console.width else 0, no_wrap=True)
         for column in columns:
@@ -128,7 +129,7 @@ class BenchReport:
             table.add_row(self._name(row.contender, row.ours), *cells, style=style)
         verdict = against_best(result)
         with self._aside():
-            self.console.print(table)
+            self.console.print(heading, table, sep="\n")
             for row in result.rows:
                 if row.message:
                     self.console.print(f"  [red]{escape(row.contender)}: {escape(row.message)}[/]")
@@ -146,7 +147,7 @@ _NAME = 19  # the width of the first column, the contender's name
 def _columns(result: CaseResult) -> list[_Column]:
     """Return the columns that have a figure in any row. If the op has a reference, times are relative to it, not to a copy."""
     found = []
-    for direction in ("forward", "backward"):
+    for direction in ("forward", "backward") if result.case.backward_bytes else ("forward",):
         name = f"{direction}_ms"
         found.append(_Column(f"{direction} us", len(direction) + 3, _time(name), name))
         if result.reference is None:
@@ -155,7 +156,8 @@ def _columns(result: CaseResult) -> list[_Column]:
         found.append(_Column(f"f+b vs {result.reference}", 8, _number("both_of_reference", ".3f"), "both_of_reference"))
     if _known(result, "forward_graph_us"):
         found.append(_Column("graph us f / b", 14, _pair("forward_graph_us", "backward_graph_us", ".1f"), dispensable=1))
-    found.append(_Column("CPU us f / f+b", 14, _pair("cpu_forward_us", "cpu_both_us", ".0f")))
+    if result.case.backward_bytes:
+        found.append(_Column("CPU us f / f+b", 14, _pair("cpu_forward_us", "cpu_both_us", ".0f")))
     if _known(result, "peak_mib"):
         found.append(_Column("peak MiB", 8, _number("peak_mib", ".0f"), dispensable=2))
         found.append(_Column("kept MiB", 8, _number("kept_mib", ".1f"), dispensable=3))

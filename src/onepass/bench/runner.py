@@ -4,7 +4,7 @@ Repetitions are split into rounds, with a plain copy as one contender. Each roun
 that warms up or slows down affects all of them. Figures are medians over all rounds, CPU times are minima. What is timed:
 forward     the call, with an autograd graph, as in training
 backward    the gradients of all inputs that require one; each run has a forward of its own, which is not timed
-CPU time    back-to-back calls on a tiny input, without synchronization
+CPU time    back-to-back calls on a tiny input, without synchronization; not of passes that have no backward, which ops launch
 graph       small cases on a GPU, after the rounds: calls captured in a CUDA graph, so that the GPU never waits for a launch
 """
 
@@ -72,7 +72,8 @@ class BenchPlan:
 
     def steps(self) -> int:
         """Return how often `measure` calls tick."""
-        tiny = sum(len(self.contenders(self.bench.tiny(cases[0]))) + self.cpu_rounds for cases in self.variants())
+        timed = [cases[0] for cases in self.variants() if cases[0].backward_bytes]
+        tiny = sum(len(self.contenders(self.bench.tiny(case))) + self.cpu_rounds for case in timed)
         return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
 
 
@@ -80,11 +81,13 @@ def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> It
     """Measure one op. Yield each variant's CPU times, then its cases, as each is done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
-        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick)
-        yield cpu
+        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick) if cases[0].backward_bytes else None
+        if cpu is not None:
+            yield cpu
         for case in cases:
             result = _measure_case(plan, case, clock, ceilings, seeds, tick)
-            _add_cpu_times(result, cpu)
+            if cpu is not None:
+                _add_cpu_times(result, cpu)
             yield result
 
 
@@ -130,19 +133,23 @@ def _time_case(
         tick(f"{case.name}: timing, round {turn + 1} of {ROUNDS}")
         for lane in _rotated(lanes, turn):
             lane.forward_ms += clock.times(lane.forward, budget_ms=budget)
-            lane.backward_ms += clock.times(lane.backward, lane.before_backward, budget_ms=budget)
+            if case.backward_bytes:
+                lane.backward_ms += clock.times(lane.backward, lane.before_backward, budget_ms=budget)
     by_name = {row.contender: row for row in rows}
     copy = by_name["copy"] = Measured("copy")
     for lane in lanes:
         row = by_name[lane.name]
-        row.forward_ms, row.backward_ms = statistics.median(lane.forward_ms), statistics.median(lane.backward_ms)
+        row.forward_ms = statistics.median(lane.forward_ms)
         row.forward_of_copy = case.forward_bytes / row.forward_ms / 1e6 / ceilings.copy_gbs
-        row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / ceilings.copy_gbs
-    if clock.device.type == "cuda" and case.backward_bytes < _GRAPH_BYTES:
+        if lane.backward_ms:
+            row.backward_ms = statistics.median(lane.backward_ms)
+            row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / ceilings.copy_gbs
+    if clock.device.type == "cuda" and 0 < case.backward_bytes < _GRAPH_BYTES:
         for row, call in right:  # new leaves for each: autograd has bound those of the rounds to another stream
             _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
-    _set_against(by_name.get(plan.bench.reference or ""), rows)
-    return CaseResult(case, copy, rows, plan.bench.reference)
+    reference = plan.bench.reference_of(case)
+    _set_against(by_name.get(reference or ""), rows)
+    return CaseResult(case, copy, rows, reference)
 
 
 def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:
@@ -219,6 +226,8 @@ def _check(
                 warnings.simplefilter("ignore")
             call = contender.make(case)
             with plan.bench.around(case):  # not the formula, whose operators may not support this mode
+                if case.fp8:
+                    accuracy.outputs(call, inputs)  # delayed scales come from the step before
                 got = accuracy.outputs(call, inputs)
         clock.synchronize()
         if not contender.floor:
