@@ -128,6 +128,22 @@ def test_a_checkpointed_block(backend):
         assert not alike(steps(torch.compile(checkpointed, fullgraph=True), parameters(), RECIPES["delayed"]), plain, 24)
 
 
+@recipes
+def test_a_weight_that_the_graph_makes(recipe):
+    """As packed parameters are: backward may get another tensor of the same values."""
+
+    def of_parts(x, p, recipe):
+        weight = torch.cat([p["up"], p["out"]])
+        return torch.utils.checkpoint.checkpoint(onepass.linear, x, weight, precision=recipe, use_reentrant=False)
+
+    drawn = [{name: parameters(torch.float32)[name] for name in ("up", "out")} for _ in range(2)]
+    plain, compiled = (
+        steps(call, p, recipe, dtype=torch.float32)
+        for call, p in zip((of_parts, torch.compile(of_parts, fullgraph=True, backend="aot_eager")), drawn, strict=True)
+    )
+    assert not alike(compiled, plain, 24)
+
+
 def test_an_update_between_forward_and_backward_raises():
     p = parameters()
     x = torch.randn(20, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)

@@ -55,6 +55,7 @@ def _output_gradient(
     dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     state = state_in_graph(dy, weight, recipe)
+    state.update(weight)  # for a weight that the graph makes, and may make again in backward
     call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
     found = call.output_gradient(dy, asks_x, asks_weight, later=False)
     if found.operand is None:
