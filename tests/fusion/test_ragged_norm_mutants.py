@@ -68,7 +68,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "rows of x where dy's are": (kernels, "_lanes_backward_kernel", "lanes_ptr + 3", "lanes_ptr + 4", OTHER_ROWS),
     "aligned whatever the widths": (kernels, "_any_odd", "any(size % multiple for size in sizes)", "False", LAYER),
     "aligned whatever the addresses": (ragged_lanes, "addresses", "aligned and not any(offset % plan.multiple for offset in offsets)", "aligned", ODD_PLACES),
-    "addresses of wider values": (ragged_lanes, "_offsets", " // size for", " // (2 * size) for", SLICES),
+    "addresses of wider values": (ragged_lanes, "_offsets", "(each, group[0]) for", "(each, group[0]) // 2 for", SLICES),
     "copies that nobody reads": (ragged_lanes, "_copied", "lanes[lane].contiguous()", "lanes[lane]", OTHER_ROWS),
     "vectors as they are": (ragged_lanes, "addresses", "vector.contiguous()", "vector", STRIDED),
     # ---- the operators ----
