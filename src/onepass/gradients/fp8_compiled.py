@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from onepass.gradients.deferred import DeferredWgrad
 
 
-LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()  # PyTorch 2.10 and later
+LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()  # not in older ones
 
 
 def state_in_graph(x: Tensor, weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
@@ -44,11 +44,12 @@ def lent(call: FP8Call) -> tuple[Tensor, Tensor | None]:
     return call.x_inverse.clone(), None if call.x_scale is None else call.x_scale.clone()
 
 
-def lent_fakes(x: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor | None]:
-    """Return what `lent` has the shapes of."""
+def forward_fake(x: Tensor, weight: Tensor, recipe: FP8Recipe, product: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tensors without data: the product's result, and what `lent` returns."""
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=product)
     if recipe.scaling == "row":
-        return x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None
-    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+        return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None
+    return y, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
 
 
 def _output_gradient(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, lent, lent_fakes, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, state_in_graph
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight
@@ -69,17 +69,11 @@ def _forward_in_graph(
     return y, *lent(call)
 
 
-def _forward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: FP8Recipe, product: torch.dtype, noted: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=product), *lent_fakes(x, recipe)
-
-
 _forward_op = Registered(
     "fp8_linear(Tensor x, Tensor weight, Tensor? bias, FP8Recipe recipe, ScalarType product, bool noted) -> "
     "(Tensor, Tensor, Tensor?)",
     _forward_in_graph,
-    _forward_fake,
+    lambda x, weight, bias, recipe, product, noted: forward_fake(x, weight, recipe, product),
     FP8Recipe,
     tags=LOOKS_AT_A_STATE,
 )

@@ -59,9 +59,8 @@ class Reach:
     def __init__(self) -> None:
         self.kernel = ""
         self.given: _Ends = _ends({})
-        self.noted: dict[
-            int, int
-        ] = {}  # bytes by address. A freed tensor's stay: then less is found, and nothing is found wrongly
+        # bytes by address. A freed tensor's stay: then less is found, and nothing is found wrongly
+        self.noted: dict[int, int] = {}
         self.noted_ends: _Ends | None = None
 
     def launch(self, kernel: str, arguments: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-import transformers
 from integrations.huggingface.families import batch, both, made
+from integrations.huggingface.trainer import trained
 
 import onepass
 from onepass.integrations import huggingface
@@ -87,25 +87,6 @@ def test_undo_gives_gradients_back():
 
 
 # ---- transformers' Trainer ----
-
-
-def trained(model, optimizer, out, *, steps=4, resume=None, **options):
-    """Let Trainer train the model. Return its losses."""
-    accelerate = pytest.importorskip("accelerate")
-    tokens = torch.randint(3, 97, (16, 12), generator=torch.Generator().manual_seed(3))
-    arguments = transformers.TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, lr_scheduler_type="constant",
-        learning_rate=1e-2, weight_decay=0.1, seed=0, **{"max_grad_norm": 0.0, "save_strategy": "no"} | options,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
-    trainer.remove_callback(transformers.PrinterCallback)
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("release", (False, True))

@@ -10,7 +10,8 @@ pytest.importorskip("transformers", minversion="5")
 
 import transformers
 from integrations.huggingface import precision_ranks
-from integrations.huggingface.families import VOCABULARY, batch, both, made, step
+from integrations.huggingface.families import batch, both, made, step
+from integrations.huggingface.trainer import trained
 from ops.fp8_calls import decibels
 from parallel.worlds import found_by
 
@@ -435,25 +436,6 @@ class KeepScales(transformers.TrainerCallback):
             onepass.nn.load_fp8_state_dict(model, torch.load(path))
 
 
-def trained(model, out, optimizer=None, steps=4, resume=None, **options):
-    """Let Trainer train the model, with accumulation. Return its losses."""
-    accelerate = pytest.importorskip("accelerate")
-    tokens = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(3))
-    arguments = transformers.TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, lr_scheduler_type="constant",
-        learning_rate=1e-2, seed=0, **{"max_grad_norm": 0.0, "save_strategy": "no"} | options,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[KeepScales()])
-    trainer.remove_callback(transformers.PrinterCallback)
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("main_grad", (False, True))
 @pytest.mark.parametrize("recipe", ("fp8", FP8Recipe(scaling="current")), ids=("delayed", "current"))
 def test_trainer_resumes_by_the_same_bits(tmp_path, main_grad, recipe):
@@ -462,10 +444,11 @@ def test_trainer_resumes_by_the_same_bits(tmp_path, main_grad, recipe):
     stopped = copy.deepcopy(whole)
     kept = {each: huggingface.apply(each, main_grad=main_grad, precision=recipe) for each in (whole, stopped, resumed)}
     optimizer = {each: applied.optimizer(lr=1e-2, max_norm=1e9) if main_grad else None for each, applied in kept.items()}
-    losses = trained(whole, tmp_path / "whole", optimizer[whole])
-    assert losses == pytest.approx(trained(before, tmp_path / "before"), rel=0.02)
-    trained(stopped, tmp_path / "run", optimizer[stopped], 2, save_strategy="steps", save_steps=2)
-    trained(resumed, tmp_path / "run", optimizer[resumed], resume=str(tmp_path / "run" / "checkpoint-2"))
+    options = {"callbacks": (KeepScales(),), "weight_decay": 0.0}
+    losses = trained(whole, optimizer[whole], tmp_path / "whole", **options)
+    assert losses == pytest.approx(trained(before, None, tmp_path / "before", **options), rel=0.02)
+    trained(stopped, optimizer[stopped], tmp_path / "run", steps=2, save_strategy="steps", save_steps=2, **options)
+    trained(resumed, optimizer[resumed], tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
     for (name, p), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert p.equal(other), name
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, lent, lent_fakes, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, state_in_graph
 from onepass.gradients.fp8_gradient import FP8Gradient
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight
@@ -59,18 +59,13 @@ def _forward_in_graph(
     return y, *lent(call)
 
 
-def _forward_fake(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
-    options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool, recipe: FP8Recipe,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=product), *lent_fakes(x, recipe)
-
-
 _forward_op = Registered(
     "activation_linear_fp8(Tensor x, Tensor? bias, Tensor? token_weight, Tensor weight, Tensor? linear_bias, "
     "ActivationOptions options, bool use_triton, ScalarType product, bool noted, FP8Recipe recipe) -> (Tensor, Tensor, Tensor?)",
     _forward_in_graph,
-    _forward_fake,
+    lambda x, bias, token_weight, weight, linear_bias, options, use_triton, product, noted, recipe: forward_fake(
+        x, weight, recipe, product
+    ),
     ActivationOptions,
     FP8Recipe,
     tags=LOOKS_AT_A_STATE,

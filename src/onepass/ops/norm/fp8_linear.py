@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, lent, lent_fakes, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, state_in_graph
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight
 from onepass.ops.norm import fp8
@@ -67,9 +67,8 @@ def _forward_fake(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=product)
     stats = new_stats(x, math.prod(x.shape[:-1]), options.layer) if keep else None
-    return y, *lent_fakes(x, recipe), None if residual is None else x.new_empty(x.shape), stats
+    return *forward_fake(x, weight, recipe, product), None if residual is None else x.new_empty(x.shape), stats
 
 
 _forward_op = Registered(

@@ -136,8 +136,7 @@ def _forward(
 def _forward_fp8(
     state: FP8Weight | CompiledFP8, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor,
     bias: Tensor | None, residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype,
-    layout: TPLayout | None, keep: bool,
-    returns_norm: bool,
+    layout: TPLayout | None, keep: bool, returns_norm: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, FP8Call | CompiledFP8Call]:  # fmt: skip
     """y by a product in eight bits, norm(h) if it is asked for, h, the rows' statistics, and what backward needs of the state.
 
