@@ -124,6 +124,7 @@ def run(rank, ranks, folder, backend):
         for at, (name, settings) in enumerate(LAYOUTS[ranks].items()):
             path, found[name] = case(folder / name, path, 2 + 2 * at, KIND[ranks], settings)
         found["full"] = full(folder / "full", rank)
+        found["first loss"] = [first_loss(settings | NARROW) for settings in ({}, FSDP, FSDP | {"recompute_granularity": "full"})]
         found["damaged"] = damaged(folder / "damaged", rank)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -189,6 +190,12 @@ def stretch_of(trained, name):
     """Return the slice of the flattened parameter that this rank steps, from its gradient buckets."""
     parts = [part for bucket in trained.update.main_grads.buckets for part in bucket.parts()]
     return next(slice(start - place.start, stop - place.start) for place, start, stop in parts if place.name == name)
+
+
+def first_loss(settings):
+    config, options = configured(**settings)
+    layout = _groups(config, torch.device("cpu"))
+    return go(make(config, options, layout), layout, 0, 1)[0][0]
 
 
 def full(folder, rank):

@@ -191,6 +191,12 @@ def test_a_rank_with_a_full_disk_stops_all(found):
 
 
 @needs_gloo
+def test_fully_shard_changes_no_loss(found):
+    for rank in found:
+        assert len(set(rank["first loss"])) == 1
+
+
+@needs_gloo
 def test_what_one_rank_cannot_read_stops_all(found):
     assert len({rank["damaged"] for rank in found}) == 1
     gone, flipped, damaged = found[0]["damaged"]
