@@ -7,8 +7,11 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/linear_cross_entropy.json, ..._2.json        benchmarks/linear_cross_entropy.py; _2: on two GPUs
     scripts/fusion.json                                  benchmarks/fusion.py
     scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
+    scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json                             onepass bench huggingface
+
+What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
 
 import json
@@ -21,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "huggingface"))]
 # the tables' names in the pages
 HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
-TRAINING, LOSSES, PARALLEL, HUGGINGFACE = "training", "losses", "parallel", "huggingface"
+TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8 = "training", "losses", "parallel", "huggingface", "fp8"
 
 
 def fraction(value):
@@ -43,6 +46,29 @@ def own(rows):
 
 def peers_of(rows):
     return [row for row in rows if not row["ours"] and row["contender"] != "copy" and row["status"] == "ok"]
+
+
+def by_case(rows):
+    cases = {}
+    for row in rows:
+        cases.setdefault((row["op"], row["case"]), []).append(row)
+    return list(cases.values())
+
+
+def stored(folder, eight_bits=False):
+    """Return the results of ops by name: their rows and CPU times in eight bits, or all others."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text())
+        for part in ("rows", "cpu_time"):
+            results[part] = [row for row in results[part] if eight_bits == in_eight_bits(row)]
+        if results["rows"]:
+            found[path.stem] = results
+    return found
+
+
+def in_eight_bits(row):
+    return row["op"] == "fp8_passes" or row["variant"].endswith(" fp8")
 
 
 def line(cells):
@@ -68,16 +94,16 @@ def copy_shares(rows, direction):
     return f"**{fraction(own(rows)[f'{direction}_of_copy'])}**", best(peers_of(rows), direction)
 
 
-def case_line(rows):
+def case_line(rows, directions):
     cells = [named(own(rows))]
-    for direction in ("forward", "backward"):
+    for direction in directions:
         cells += [*copy_shares(rows, direction), fraction(of(rows, "copy")[f"{direction}_of_copy"])]
     return line(cells)
 
 
-def by_copy(cases):
-    titles = header("rows x columns of y", *("forward", "best peer", "copy"), *("backward", "best peer", "copy"))
-    return [*titles, *(case_line(rows) for rows in cases)]
+def by_copy(cases, directions=("forward", "backward")):
+    titles = header("rows x columns of y", *(title for direction in directions for title in (direction, "best peer", "copy")))
+    return [*titles, *(case_line(rows, directions) for rows in cases)]
 
 
 # ---- ops that matrix products bound: time over that of a reference, and memory ----
@@ -153,7 +179,8 @@ def cpu_line(times, names):
     return line([times["variant"], *(pair(found.get(name, {}), "forward_us", "both_us", ".0f") for name in names)])
 
 
-def table(op, results):
+def check(op, results):
+    """Raise ValueError if results are no figures."""
     if not results["commit"]:
         raise ValueError(
             f"{op}.json has no commit, and a figure without one can't be repeated: "
@@ -165,12 +192,13 @@ def table(op, results):
     alone = [row["case"] for row in results["rows"] if row["ours"] and row.get("reference") and not row["both_of_reference"]]
     if alone:
         raise ValueError(f"{op}.json: what ours is set against is missing in {', '.join(alone)}")
+
+
+def table(op, results):
+    check(op, results)
     names = cpu_names(results["cpu_time"])
     versions, peers = results["versions"], results["versions"]["peers"]
-    by_case = {}
-    for row in results["rows"]:
-        by_case.setdefault(row["case"], []).append(row)
-    cases = list(by_case.values())
+    cases = by_case(results["rows"])
     bound_by_memory = own(cases[0]).get("reference") is None
     measured = f"torch {versions['torch']}, triton {versions['triton']}, " + ", ".join(f"{n} {v}" for n, v in peers.items())
     return "\n".join(
@@ -193,10 +221,10 @@ def table(op, results):
 
 def tables(folder):
     """Return a table for each op, sorted by name."""
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
+    found = stored(folder)
+    if not found:
         raise ValueError(f"{folder} holds no results")
-    return "\n\n".join(table(path.stem, json.loads(path.read_text())) for path in paths)
+    return "\n\n".join(table(op, results) for op, results in found.items())
 
 
 # ---- linear_cross_entropy: time over that of its matrix products, and memory ----
@@ -279,7 +307,11 @@ def fusion_table(path):
 # ---- training a whole model ----
 
 COMPILED = "plain, compiled"
-SIZES = {"124M": "16 x 1024", "1B": "4 x 4096"}  # of benchmarks/gpt.py
+SIZES = {"124M": "16 x 1024", "1B": "4 x 4096", "8B_four_layers": "1 x 8192", "124M_llama": "16 x 1024"}  # of benchmarks/gpt.py
+
+
+def fp8_way(way):
+    return "fp8" in way or "torchao" in way
 
 
 def step_lines(results):
@@ -287,7 +319,7 @@ def step_lines(results):
     for title, ways in ((title, ways) for title, ways in results["rows"].items() if COMPILED in ways):
         plain = ways[COMPILED]
         for way, found in ways.items():
-            if "error" in found:
+            if "error" in found or fp8_way(way):
                 continue
             faster, less = plain["ms"] / found["ms"], found["peak_gib"] / plain["peak_gib"]
             figures = [f"{faster:.2f} x", f"{less:.2f}"] if found is not plain else ["", ""]
@@ -312,6 +344,7 @@ def training_tables(folder):
     lines = []
     for said, paths in ((DETERMINISTIC, models), (FREE, free)):
         results = [json.loads(path.read_text()) for path in paths]
+        results = [each for each in results if any(COMPILED in ways for ways in each["rows"].values())]
         if not results:
             continue
         commits = ", ".join({each["commit"]: 0 for each in results})
@@ -354,6 +387,8 @@ def parallel_tables(paths):
 
 # ---- models of Hugging Face ----
 
+OURS_FP8 = "onepass fp8"
+
 
 def huggingface_line(row, eager):
     tokens = row["shape"][0] * row["shape"][1] / row["ms"] * 1e3
@@ -371,10 +406,92 @@ def huggingface_table(path):
     lines = [f"One {results['device']}, bf16, {said}; commit {results['commit']}.", ""]
     titles = "ms a step", "tokens/s", "of eager's ms", "GiB", "of eager's GiB", "losses apart", "gradients' error, of eager's"
     lines += header("", "", *titles)
-    rows = [row for row in results["rows"] if row["status"] == "ok"]
+    rows = [row for row in results["rows"] if row["status"] == "ok" and row["contender"] != OURS_FP8]
     for row in rows:
         lines.append(huggingface_line(row, next(each for each in rows if each["case"] == row["case"])))
     return "\n".join(lines)
+
+
+# ---- eight bits: time over that of bf16 and of peers, and shares of a copy's bandwidth ----
+
+BF16 = "onepass bf16"
+BESIDE = (BF16, "torchao tensorwise", "torchao rowwise", "Transformer Engine", "Liger")
+FP8_PACKAGES = ("torch", "triton", "torchao", "Transformer Engine", "Liger")
+
+
+def fp8_steps(results):
+    """Yield a title, (ms, memory) in eight bits, and (ms, memory) by name of what it is set beside; likewise below."""
+    for model, ways in results["rows"].items():
+        found = {way: (row["ms"], row["peak_gib"]) for way, row in ways.items() if "error" not in row}
+        others = {BF16 if way == "onepass" else way.rpartition(", ")[2]: row for way, row in found.items()}
+        order = "deterministic" if results["deterministic"] else "any order"
+        for way in (way for way in found if way.startswith("onepass, fp8")):
+            recipe = way.partition("fp8 ")[2] or "delayed"
+            yield f"step of {model.replace('_', ' ')}, {SIZES[model]}, {order}, {recipe}", found[way], others
+
+
+def fp8_huggingface(results):
+    for rows in by_case(row for row in results["rows"] if row["status"] == "ok"):
+        found = {BF16 if row["contender"] == "onepass" else row["contender"]: (row["ms"], row["peak_gib"]) for row in rows}
+        if OURS_FP8 in found:
+            yield f"step of Hugging Face's {rows[0]['case']}", found[OURS_FP8], found
+
+
+def fp8_products(results):
+    for rows in by_case(results["rows"]):
+        ours = own(rows)
+        if ours["reference"]:
+            timed = (row for row in rows if row["both_of_reference"])
+            found = {row["contender"]: (row["forward_ms"] + row["backward_ms"], row["peak_mib"]) for row in timed}
+            yield f"{ours['op']} {named(ours).replace(' fp8', '')}", found["onepass"], found
+
+
+def over(ours, other):
+    return f"{ours / other:.2f}" if ours and other else ""
+
+
+def fp8_line(title, ours, others, names):
+    times = [over(ours[0], others[name][0]) if name in others else "" for name in names]
+    memory = over(ours[1], others[BF16][1]) if BF16 in others else ""
+    return line([title, f"{ours[0]:.2f}", *(f"**{time}**" if time else "" for time in times), memory])
+
+
+def fp8_measured(files):
+    """Return the GPU, and the versions and commits of all files."""
+    gpu = next(each.get("gpu") or each.get("device") or each["hardware"]["name"] for each in files)
+    versions = [each["versions"] | each["versions"].get("peers", {}) for each in files]
+    packages = {name: dict.fromkeys(each[name] for each in versions if name in each) for name in FP8_PACKAGES}
+    said = ", ".join(f"{name} {', '.join(found)}" for name, found in packages.items() if found)
+    return f"One {gpu}, {said}; commit {', '.join(dict.fromkeys(each['commit'] for each in files))}."
+
+
+def fp8_table(folder):
+    """Return what one GPU has, or an empty text."""
+    ops, scripts = stored(folder, eight_bits=True), folder / "scripts"
+    for op, results in ops.items():
+        check(op, results)
+    kinds = ((fp8_steps, "gpt_[0-9f]*.json"), (fp8_huggingface, "huggingface*.json"))  # f: free, fp8
+    found = [(read, json.loads(path.read_text())) for read, names in kinds for path in sorted(scripts.glob(names))]
+    found += [(fp8_products, results) for results in ops.values()]
+    rows_of = [(results, list(read(results))) for read, results in found]
+    files = [results for results, rows in rows_of if rows or results in ops.values()]
+    if not files:
+        return ""
+    rows = [row for _, rows in rows_of for row in rows]
+    names = [name for name in BESIDE if any(name in others for *_, others in rows)]
+    lines = [fp8_measured(files)]
+    if rows:
+        lines += ["", *header("", "ms, forward and backward", *(f"over {name}" for name in names), f"memory, over {BF16}")]
+        lines += [fp8_line(*row, names) for row in rows]
+    passes = [rows for results in ops.values() for rows in by_case(results["rows"]) if not own(rows)["reference"]]
+    if passes:
+        lines += ["", *by_copy(passes, ("forward",))]
+    return "\n".join(lines)
+
+
+def fp8_tables(folder):
+    made = [fp8_table(gpu) for gpu in sorted(folder.iterdir())]
+    return "\n\n".join(filter(None, made)) or "Not measured yet."
 
 
 # ---- the README: the headline, and all ops at a glance ----
@@ -390,7 +507,7 @@ def step_headline(title, path):
     """The model 1B beside the fastest plain way."""
     ways = json.loads(path.read_text())["rows"]["1B"]
     found = {name: (name, way["ms"], way["peak_gib"]) for name, way in ways.items() if "error" not in way}
-    peer = min((each for name, each in found.items() if name.startswith("plain")), key=lambda each: each[1])
+    peer = min((each for name, each in found.items() if name.startswith("plain") and not fp8_way(name)), key=lambda each: each[1])
     return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
 
 
@@ -478,13 +595,11 @@ OPS_ROWS = [
 ]
 
 
-def at_a_glance(path):
+def at_a_glance(op, results):
     """Return the largest case of an op, its figures and the best peer's. Of several as large, the first."""
-    results = json.loads(path.read_text())
-    largest = max(results["rows"], key=lambda row: math.prod(row["shape"]))["case"]
-    rows = [row for row in results["rows"] if row["case"] == largest]
+    rows = max(by_case(results["rows"]), key=lambda rows: math.prod(rows[0]["shape"]))
     ours = own(rows)
-    case = f"[{named(ours)}](docs/figures.md#{path.stem})"
+    case = f"[{named(ours)}](docs/figures.md#{op})"
     if ours.get("reference"):
         time, peer = times_of_reference(rows)
         return [case, f"{time} of {ours['reference']}'s time", peer]
@@ -505,7 +620,7 @@ def loss_at_a_glance(path):
 
 def ops_table(folder):
     """Return one row an op. Figures are empty where nothing was measured; an op that has no row above gets one."""
-    found = {path.stem: at_a_glance(path) for path in sorted(folder.glob("*.json"))}
+    found = {op: at_a_glance(op, results) for op, results in stored(folder).items()}
     loss = folder / "scripts" / "linear_cross_entropy.json"
     if loss.exists():
         found[loss.stem] = loss_at_a_glance(loss)
@@ -538,6 +653,7 @@ def all_figures(folder=RESULTS):
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(sorted(scripts.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
+        FP8: fp8_tables(folder.parent),
     }
 
 

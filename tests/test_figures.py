@@ -175,3 +175,101 @@ def test_the_loss_has_a_line_a_case_and_one_a_case_over_several(tmp_path):
     made = figures.loss_tables(tmp_path)
     assert made.splitlines()[-1] == "| 8 x 4 x 2 | 2 | **0.98** / 1.0 | **0.98** / 1.0 | **0.98** / 1.0 |"
     assert "2 GPUs: torch 2.11, commit 0123." in made
+
+
+def in_eight_bits(op, variant, times):
+    """Rows as `onepass bench` writes them, of contenders' times, beside a copy's."""
+    row = {"op": op, "case": f"{variant} 8x4x2", "variant": variant, "shape": [8, 4, 2], "status": "ok"}
+    row |= {"reference": "onepass bf16", "both_of_reference": None, "forward_ms": 0.1, "backward_ms": 0.2, "peak_mib": None}
+    rows = [row | {"contender": "copy", "ours": False}]
+    for name, ms in times.items():
+        whole = {"forward_ms": ms - 1.0, "backward_ms": 1.0, "both_of_reference": ms / times["onepass bf16"]}
+        rows.append(row | whole | {"contender": name, "ours": name.startswith("onepass"), "peak_mib": 10 * ms})
+    return rows
+
+
+PRODUCT = {"onepass": 3.0, "onepass row": 3.5, "onepass bf16": 4.0, "torchao tensorwise": 6.0}
+
+
+def passes(shares):
+    row = {"op": "fp8_passes", "case": "norm 8x4", "variant": "norm", "shape": [8, 4], "status": "ok", "reference": None}
+    return [row | {"contender": name, "ours": name == "onepass", "forward_of_copy": share} for name, share in shares.items()]
+
+
+def test_eight_bits_are_left_out_of_other_tables(kept, tmp_path):
+    path = tmp_path / "linear.json"
+    path.write_text(json.dumps(set_against(kept, "eager")))
+    expected = figures.tables(tmp_path), figures.ops_table(tmp_path)
+    kept["rows"] = in_eight_bits("linear", "plain fp8", PRODUCT) + kept["rows"]
+    kept["cpu_time"].insert(0, kept["cpu_time"][0] | {"op": "linear", "variant": "plain fp8"})
+    path.write_text(json.dumps(kept))
+    (tmp_path / "fp8_passes.json").write_text(json.dumps(kept | {"rows": passes({"copy": 1.0, "onepass": 0.9}), "cpu_time": []}))
+    assert (figures.tables(tmp_path), figures.ops_table(tmp_path)) == expected
+
+
+def test_steps_in_eight_bits_are_left_out_of_other_tables(tmp_path):
+    way = {"ms": 12.0, "peak_gib": 2.0, "tokens_per_s": 5.0, "of_peak": 0.5}
+    ways = {"onepass": way, "plain, compiled": way}
+    results = {"commit": "0123", "gpu": "H200", "versions": {"torch": "2.11"}, "deterministic": True, "rows": {"1B": ways}}
+    path = tmp_path / "gpt_1B.json"
+    path.write_text(json.dumps(results))
+    expected = figures.training_tables(tmp_path), figures.step_headline("step", path)
+    ways |= {"onepass, fp8": way | {"ms": 9.0}, "plain, torchao tensorwise": way | {"ms": 10.0}}
+    path.write_text(json.dumps(results))
+    del ways["plain, compiled"]
+    (tmp_path / "gpt_8B_four_layers.json").write_text(json.dumps(results | {"commit": "4567"}))
+    assert (figures.training_tables(tmp_path), figures.step_headline("step", path)) == expected
+    row = {"op": "huggingface", "case": "a", "shape": [2, 8], "status": "ok", "ms": 12.0, "peak_gib": 2.0}
+    rows = [row | {"contender": name, "loss_apart": 0.0, "error_of_eager": 1.0} for name in ("eager", "onepass", "onepass fp8")]
+    versions = {"torch": "2.11", "transformers": "5.0", "peers": {"Liger": "0.8.5"}}
+    path.write_text(json.dumps({"commit": "0123", "device": "H200", "versions": versions, "rows": rows}))
+    made = figures.huggingface_table(path)
+    assert "| a | onepass | 12.0 |" in made
+    assert "fp8" not in made
+
+
+def test_eight_bits_have_a_table_for_each_gpu(kept, tmp_path):
+    scripts = tmp_path / "h200" / "scripts"
+    for folder in (scripts, tmp_path / "h100"):
+        folder.mkdir(parents=True)
+    assert figures.fp8_tables(tmp_path) == "Not measured yet."
+    kept |= {"cpu_time": [], "rows": kept["rows"] + in_eight_bits("linear", "plain fp8", PRODUCT)}
+    kept["versions"] |= {"torch": "2.11", "triton": "3.6", "peers": {"torchao": "0.18", "Apex": "0.1"}}
+    (tmp_path / "h200" / "linear.json").write_text(json.dumps(kept))
+    rows = passes({"copy": 1.0, "onepass": 0.94, "eager": 0.3, "torch.compile": 0.8})
+    hardware = kept["hardware"] | {"name": "NVIDIA H100"}
+    (tmp_path / "h100" / "fp8_passes.json").write_text(json.dumps(kept | {"hardware": hardware, "rows": rows}))
+    ways = {"onepass": 10.0, "onepass, fp8": 8.0, "onepass, fp8 rowwise": 9.0, "plain, bf16 weights, torchao tensorwise": 16.0}
+    found = {name: {"ms": ms, "peak_gib": 2.0} for name, ms in ways.items()} | {"onepass, fp8 tensorwise": {"error": "x"}}
+    facts = {"commit": "4567", "versions": {"torch": "2.12", "triton": "3.6"}}
+    steps = facts | {"gpu": "NVIDIA H200", "deterministic": False, "rows": {"8B_four_layers": found}}
+    (scripts / "gpt_fp8_8B.json").write_text(json.dumps(steps))
+    row = {"op": "huggingface", "case": "llama", "status": "ok", "peak_gib": 2.0}
+    models = {"Liger": 12.0, "onepass": 10.0, "onepass fp8": 9.0}
+    rows = [row | {"contender": name, "ms": ms} for name, ms in models.items()]
+    rows.append(row | {"contender": "eager", "status": "skipped"})
+    (scripts / "huggingface.json").write_text(json.dumps(facts | {"device": "NVIDIA H200", "rows": rows}))
+    assert figures.fp8_tables(tmp_path).splitlines() == [
+        "One NVIDIA H100, torch 2.11, triton 3.6, torchao 0.18; commit 0123456789ab.",
+        "",
+        "| rows x columns of y | forward | best peer | copy |",
+        "|---|---|---|---|",
+        "| norm 8 x 4 | **.94** | .80 torch.compile | 1.00 |",
+        "",
+        "One NVIDIA H200, torch 2.12, 2.11, triton 3.6, torchao 0.18; commit 4567, 0123456789ab.",
+        "",
+        "| | ms, forward and backward | over onepass bf16 | over torchao tensorwise | over Liger | memory, over onepass bf16 |",
+        "|---|---|---|---|---|---|",
+        "| step of 8B four layers, 1 x 8192, any order, delayed | 8.00 | **0.80** | **0.50** |  | 1.00 |",
+        "| step of 8B four layers, 1 x 8192, any order, rowwise | 9.00 | **0.90** | **0.56** |  | 1.00 |",
+        "| step of Hugging Face's llama | 9.00 | **0.90** |  | **0.75** | 1.00 |",
+        "| linear plain 8 x 4 x 2 | 3.00 | **0.75** | **0.50** |  | 0.75 |",
+    ]
+
+
+def test_eight_bits_that_are_wrong_are_no_figure(kept, tmp_path):
+    rows = in_eight_bits("linear", "plain fp8", PRODUCT)
+    next(row for row in rows if row["contender"] == "onepass row")["status"] = "wrong"
+    (tmp_path / "linear.json").write_text(json.dumps(kept | {"rows": rows}))
+    with pytest.raises(ValueError, match="ours is wrong, or raised, in plain fp8"):
+        figures.fp8_table(tmp_path)
