@@ -388,3 +388,46 @@ def test_make_graphed_callables_of_a_compiled_block():
     main_grads.finish()
     for name, grad in snapshot(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=2e-2 * expected[name].abs().max().item())
+
+
+# ---- eight bits ----
+
+
+def eight_bits(recipe):
+    torch.manual_seed(0)
+    model = onepass.nn.MLP(SIZE, 2 * SIZE, precision=recipe, device="cuda", dtype=BF16)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("scaling", ("delayed", "current", "row"))
+def test_replays_see_updates_of_eight_bit_weights(scaling):
+    recipe, xs = onepass.FP8Recipe(scaling), batches()
+    expected, optimizer = eight_bits(recipe)
+    model, other = eight_bits(recipe)
+    static = xs[0].clone()
+    for each in (expected, model):
+        warmed(lambda each=each: backward(each, static))
+        each.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward(model, static)
+    for x in xs:
+        optimizer.zero_grad()
+        backward(expected, x)
+        optimizer.step()
+        static.copy_(x)
+        graph.replay()
+        other.step()
+        for one, replayed in zip(expected.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, replayed)
+    with torch.no_grad():
+        assert torch.equal(expected(xs[0]), model(xs[0]))
+
+
+def test_a_capture_before_any_call_in_eight_bits_raises():
+    model, _ = eight_bits("fp8")
+    static = batches(1)[0]
+    onepass.linear(static, torch.zeros(16, SIZE, device="cuda", dtype=BF16))  # cuBLAS is ready
+    early = pytest.raises(RuntimeError, match="has no scale yet: run forward and backward once")
+    with early, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        backward(model, static)

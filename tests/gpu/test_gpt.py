@@ -6,6 +6,10 @@ from gpu.calls import captured, nobody_waits, other_stream
 
 from onepass.gpt import Model, preset
 from onepass.ops.linear import grouped
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout
+from onepass.train.options import Options
+from onepass.train.setup import make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,6 +94,24 @@ def test_a_graphs_replays_are_microbatches(name):
     assert torch.equal(loss, expected)
     for parameter, one in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(parameter.main_grad, 3 * one, rtol=1e-5, atol=1e-7)
+
+
+@other_stream
+@pytest.mark.parametrize("recipe", ("delayed", "tensorwise", "rowwise"))
+def test_graphed_steps_in_eight_bits_are_those_without_a_graph(recipe):
+    config = preset("tiny", params_dtype="bf16", fp8_format="hybrid", fp8_recipe=recipe)
+    tokens = torch.randint(config.vocab_size, (4, 8, 129), generator=torch.Generator().manual_seed(1)).cuda()
+    found = []
+    for graphs in (False, True):
+        options = Options(micro_batch_size=4, cuda_graphs=graphs, release_main_grads=False)
+        made = make(config, options, ParallelLayout(torch.device("cuda", 0)))
+        for batch in tokens:
+            loss, norm = made.steps.run(TokenBatch(batch[:, :-1], batch[:, 1:]))
+            made.update.step(1e-2)
+            found.append((loss.item(), norm.item()))
+        found.append(made.steps.loss(TokenBatch(tokens[0][:, :-1], tokens[0][:, 1:])).item())
+    half = len(found) // 2
+    assert found[:half] == found[half:]
 
 
 # ---- the grouped product ----

@@ -51,17 +51,23 @@ def test_modules_run_in_eight_bits_and_share_codes_between_microbatches(make, fu
     module, x = drawn(make)
     for each in module.modules():
         each.gradient_accumulation_fusion = fused
-    made, stock = [], FP8Weight.cast
+    made, stock = [], FP8Weight._cast_weight
 
-    def noted(state, role, *args, **how):
-        made.extend([1] if role == "weight" else [])
-        return stock(state, role, *args, **how)
+    def noted(state, weight, **layouts):
+        made.append(layouts)
+        return stock(state, weight, **layouts)
 
-    monkeypatch.setattr(FP8Weight, "cast", noted)
-    for _ in range(2):
-        run(module, x).sum().backward()
-    layers = 2 if isinstance(module, MLP) else 1
-    assert len(states(module)) == len(made) == layers
+    monkeypatch.setattr(FP8Weight, "_cast_weight", noted)
+    layers, both = 2 if isinstance(module, MLP) else 1, {"codes": True, "turned": True}
+    for microbatches in (1, 3, 3):  # from the second one of a step on both layouts are kept, also in the next step
+        made.clear()
+        for _ in range(microbatches):
+            run(module, x).sum().backward()
+        assert len(states(module)) == layers and made.count(both) == (layers if microbatches > 1 else 0)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(0.01)
+    assert len(made) == layers
     assert all(p.grad is not None for p in module.parameters())
     plain, _ = drawn(make, None)
     assert not run(plain, x).equal(run(module, x)) and near(module, make, x)
@@ -131,7 +137,7 @@ def test_a_saved_module_goes_on_with_the_same_bits(make, scaling, how):
     run(module, x).sum().backward()
     loaded = how(module)
     assert len(states(loaded)) == len(states(module))
-    assert not any(hasattr(state, "rows") for state in states(loaded))
+    assert all(state._rows is None for state in states(loaded))
     for step in range(3):
         ours, theirs = (run(each, x * 3**step) for each in (module, loaded))
         assert ours.equal(theirs)

@@ -21,7 +21,7 @@ from ops.linear_cross_entropy_oracle import ALL, DEVICE, FP32, FP64, op, reducti
 
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses
-from onepass.testing.poison import unchanged
+from onepass.testing.poison import poisoned, unchanged
 
 # ---- what it computes ----
 
@@ -50,6 +50,17 @@ def test_the_formula_by_hand(backend):
         torch.testing.assert_close(dweight.tolist(), [[factor * t * h for h in hidden] for t in d], rtol=1e-5, atol=1e-7)
         exact = expected if reduction == "sum" else 0.0  # a mean of one row is the same whatever its weight
         torch.testing.assert_close(dfactor.flatten().tolist(), [exact, 0.0], rtol=1e-5, atol=1e-6)
+
+
+@backends
+def test_nan_in_memory_of_before_reaches_no_result(backend):
+    """Between rows of logits, where PyTorch's bf16 products read on some CPUs."""
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    hidden, weight = (torch.randn(rows, 61, device=DEVICE, generator=draw, dtype=torch.bfloat16) for rows in (37, 203))
+    labels = torch.arange(37, device=DEVICE)
+    with poisoned():
+        found = gradients(op(backend=backend), [hidden, weight, labels])
+    assert all(each.isfinite().all() for each in found if each is not None)
 
 
 def stock(reduction, smoothing=0.0, **options):

@@ -10,6 +10,7 @@ from train.checkpoint_runs import batch, configured, saved
 import onepass
 from onepass.gradients import fp8_weight
 from onepass.nn.precision import fp8_layers
+from onepass.runtime.fp8 import E4M3, quantise, quantise_rows
 from onepass.train import checkpoint
 from onepass.train.layout import _groups
 from onepass.train.setup import make
@@ -74,24 +75,27 @@ def resumed(folder, layout, settings, evaluated=()):
 
 
 class FreshCodes:
-    """Checks at each use of a weight that its codes are those of its values."""
+    """Checks at each use of a weight's codes that they are those of its values."""
 
     def __init__(self, monkeypatch=None):
         self.used, self.stale = 0, []
-        self._stock = fp8_weight.FP8Weight.update
+        self._stock = {name: getattr(fp8_weight.FP8Weight, name) for name in ("rows", "turned")}
         put = setattr if monkeypatch is None else monkeypatch.setattr
-        put(fp8_weight.FP8Weight, "update", lambda state, weight: self._update(state, weight))
+        for name in self._stock:
+            put(fp8_weight.FP8Weight, name, lambda *args, name=name, **options: self._checked(name, *args, **options))
 
-    def _update(self, state, weight):
-        self._stock(state, weight)
+    def undo(self):
+        for name, stock in self._stock.items():
+            setattr(fp8_weight.FP8Weight, name, stock)
+
+    def _checked(self, name, state, weight, **options):
+        found = self._stock[name](state, weight, **options)
         self.used += 1
-        again = fp8_weight.FP8Weight(weight, state.recipe)
-        again.scales.load_state_dict(state.scales.state_dict())
-        again._counted = True
-        again.rows, again.turned = again.cast("weight", weight.detach(), turned=True, lasting=True)
-        pairs = ((state.rows, again.rows), (state.turned, again.turned))
-        if not all(a.codes.view(torch.uint8).equal(b.codes.view(torch.uint8)) for a, b in pairs):
+        x = weight.detach() if name == "rows" else weight.detach().t()
+        again = quantise_rows(x, E4M3)[0] if state.recipe.scaling == "row" else quantise(x, 1 / found.inverse, E4M3)
+        if not found.codes.view(torch.uint8).equal(again.view(torch.uint8)):
             self.stale.append(tuple(weight.shape))
+        return found
 
 
 # ---- on several ranks ----
@@ -118,7 +122,7 @@ def case(folder, settings):
     layout = _groups(config, torch.device("cpu"))
     fresh = FreshCodes()
     trained, other, lines, _ = resumed(folder, layout, settings)
-    fp8_weight.FP8Weight.update = fresh._stock
+    fresh.undo()
     return {
         "lines": lines,
         "weights": [weights(each) for each in (trained, other)],
@@ -140,7 +144,7 @@ def loaded_between_steps(folder):
     fresh = FreshCodes()
     checkpoint.load(path, trained, config, layout)
     trained.steps.loss(batch(99, layout))
-    fp8_weight.FP8Weight.update = fresh._stock
+    fresh.undo()
     assert fresh.used
     return fresh.stale
 

@@ -233,7 +233,9 @@ def test_a_load_between_steps_is_seen(found):
 @needs_gloo
 def test_fully_shards_updates_are_seen_by_the_optimizers_step_alone(found):
     for rank in found:
-        assert rank["fsdp, steps are not counted"]["stale"]
+        unseen, seen = (rank[name]["scales"][0] for name in ("fsdp, steps are not counted", "fsdp"))
+        assert not any(steps.any() for key, steps in unseen.items() if key.endswith(".steps"))
+        assert all(steps.all() for key, steps in seen.items() if key.endswith(".steps"))
 
 
 # ---- the log and the command line ----

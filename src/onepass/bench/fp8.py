@@ -1,9 +1,9 @@
 """Products in eight bits: onepass's recipes and the peers' layers as contenders, and the rounding that they are judged by.
 
-Updates   A weight's codes are made once after each update. Here every call is the first of a step: its weights count as updated,
-          so that onepass sets its scales and makes the codes of both layouts again. torchao casts its weights in each forward,
-          Transformer Engine does unless it is told that a microbatch is not the first. `onepass, codes kept` is such a later
-          microbatch. The difference between its forward and the first one's is what a step pays for the weights.
+Updates   Every call is the only one of a step: its weights count as updated, so that onepass sets its scales, and makes their
+          codes in forward and again, turned, in backward. torchao casts its weights in each forward, Transformer Engine does
+          unless it is told that a microbatch is not the first. `onepass, codes kept` is such a later microbatch. The difference
+          between the two is what a step pays for the weights.
 Peers     torchao: `convert_to_float8_training` by the recipes tensorwise and rowwise, norm and activation compiled with it.
           Transformer Engine: its module with DelayedScaling of the same history, under its autocast.
 Errors    onepass is judged by operands that PyTorch rounds to eight bits, each at the scale of its own magnitude, with products

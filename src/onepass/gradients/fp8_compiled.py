@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_product import PRODUCT, FP8Call, OutputGradient
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, check_not_capturing, fp8_weight
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.parallel.tensor_parallel import rows_of
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
@@ -35,7 +35,6 @@ LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagrap
 def state_in_graph(x: Tensor, weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
     """Return the weight's state when an op of a graph runs, or raise as an uncompiled call does."""
     check_fp8(x, weight)
-    check_not_capturing(x)
     return fp8_weight(weight, recipe)
 
 
@@ -58,7 +57,7 @@ def _output_gradient(
     state = state_in_graph(dy, weight, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
-    found = call.output_gradient(dy, asks_x, asks_weight, later=False)
+    found = call.output_gradient(dy, weight, asks_x, asks_weight, later=False)
     if found.operand is None:
         return found.dx, None, None
     return found.dx, found.operand.codes, found.operand.inverse.clone()
@@ -99,7 +98,7 @@ class CompiledFP8Call(NamedTuple):
     def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
         return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)
 
-    def output_gradient(self, dy: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
+    def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
         dx, codes, inverse = _output_gradient_op(dy, self.weight, asks_x, asks_weight, self.recipe)
         operand = None if codes is None or inverse is None else FP8Operand(codes, inverse)
         return OutputGradient(dx, operand, rows_of(dy))

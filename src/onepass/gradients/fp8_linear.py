@@ -115,7 +115,7 @@ class _FP8Product(torch.autograd.Function):
             operand = fp8.start_input(partial(_cast_plain, rows_of(x)), partial(_cast_turned, rows_of(x)), later=later)
         elif asks_weight and not later:
             gathering = start_gather(x, layout)
-        gradient = fp8.output_gradient(dy, asks_x, asks_weight, later=later)
+        gradient = fp8.output_gradient(dy, weight, asks_x, asks_weight, later=later)
         if gradient.dx is not None and layout is not None and not layout.by_row:
             summing = start_sum(gradient.dx, layout)
         place = weight, main_grads[0]

@@ -158,31 +158,32 @@ class FP8Call(NamedTuple):
         coming = PendingOperand(own, self.layout.group)
         return lambda: coming.wait().turned()
 
-    def output_gradient(self, dy: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
+    def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
         """Cast dy for the products that the pass asks for, and make dx. Collective where dy's rows are gathered.
 
         Args:
             later: the weight's gradient is deferred.
         """
         self.state.check_unchanged(self.version)
+        self.state.backwards += 1
         in_fp8 = asks_weight and self.has_wgrad
         if self.layout is not None and self.layout.gathers_dy:
-            return self._gathered_output_gradient(dy, self.layout, asks_x, in_fp8, asks_weight and not in_fp8, later)
+            return self._gathered_output_gradient(dy, weight, self.layout, asks_x, in_fp8, asks_weight and not in_fp8, later)
         if isinstance(dy, FP8Gradient) and dy.state is self.state:
-            dx = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), dy) if asks_x else None
+            dx = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_x else None
             return OutputGradient(dx, FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else None, dy)
         rows = rows_of(dy)
         if not (asks_x or in_fp8):
             return OutputGradient(None, None, rows)
         ours, turned = self.state.cast("gradient", rows, codes=asks_x, turned=in_fp8)
-        return OutputGradient(None if ours is None else self._input_gradient(ours, dy), turned, rows)
+        return OutputGradient(None if ours is None else self._input_gradient(ours, weight, dy), turned, rows)
 
-    def _input_gradient(self, ours: FP8Operand, dy: Tensor) -> Tensor:
-        return multiply(ours, self.state.turned, dy.dtype, fast=False).view(*dy.shape[:-1], -1)
+    def _input_gradient(self, ours: FP8Operand, weight: Tensor, dy: Tensor) -> Tensor:
+        return multiply(ours, self.state.turned(weight), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
 
     def _gathered_output_gradient(
-        self, dy: Tensor, layout: TPLayout, asks_x: bool, in_fp8: bool, in_16_bits: bool, later: bool
-    ) -> OutputGradient:
+        self, dy: Tensor, weight: Tensor, layout: TPLayout, asks_x: bool, in_fp8: bool, in_16_bits: bool, later: bool
+    ) -> OutputGradient:  # fmt: skip
         """The same of a dy whose rows the ranks have. They come under dx's product of this rank's own.
 
         Where the weight's gradient takes them in 16 bits, codes are not sent too: each rank makes them of what it gets.
@@ -196,8 +197,9 @@ class FP8Call(NamedTuple):
         coming = PendingOperand(own, group) if wide is None and (asks_x or not later) else None
         M, rank, ranks, dx = len(rows), group.rank(), group.size(), None
         if asks_x:
-            dx = dy.new_empty(M * ranks, self.state.turned.codes.shape[0])
-            multiply(own, self.state.turned, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
+            across = self.state.turned(weight)
+            dx = dy.new_empty(M * ranks, across.codes.shape[0])
+            multiply(own, across, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
         whole = own
         if coming is not None:
             whole = coming.wait()
@@ -207,7 +209,7 @@ class FP8Call(NamedTuple):
         if dx is not None:
             for first, last in ((0, M * rank), (M * (rank + 1), M * ranks)):
                 if first < last:
-                    multiply(whole.part(first, last), self.state.turned, dy.dtype, fast=False, out=dx[first:last])
+                    multiply(whole.part(first, last), across, dy.dtype, fast=False, out=dx[first:last])
             dx = dx.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
         return OutputGradient(dx, None if not in_fp8 else own if later else whole.turned(), rows)
 
@@ -248,7 +250,7 @@ def fp8_forward(
     if layout is not None and layout.gathers_x:
         whole, shape = PendingOperand(ours, layout.group).wait(), (shape[0] * layout.group.size(), *shape[1:])
     fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
-    y = multiply(whole, state.rows, dtype, fast=fast).view(*shape, -1)
+    y = multiply(whole, state.rows(weight, lasting=not noted), dtype, fast=fast).view(*shape, -1)
     if layout is not None and layout.by_row:
         y = start_sum(y, layout).wait()
     return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, layout)

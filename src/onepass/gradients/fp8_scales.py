@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.kernels.device_tables import is_capturing
 from onepass.kernels.fp8 import exponents_below, power_of_two
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
@@ -148,6 +149,10 @@ class FP8Scales:
         """Give a tensor that has no history yet the scale of its own largest magnitude. `run` is the pass that writes codes."""
         place = ROLES.index(role)
         if not self.started[place]:
+            if is_capturing(self.factors.device):
+                raise RuntimeError(
+                    f"the {role} of a product in eight bits has no scale yet: run forward and backward once before the capture"
+                )
             self.factors[place] = self.measure(role, run)
             self.started[place] = True
 

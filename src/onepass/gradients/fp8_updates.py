@@ -7,20 +7,36 @@ Of shards that are loaded between two steps nothing tells, unless the state is l
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+if TYPE_CHECKING:
+    from onepass.gradients.fp8_scales import FP8Scales
+
 Version = tuple[int, ...]  # of the parameter that has the state, the optimizers' steps, and of those that are packed with it
 BEFORE_ANY: Version = (-1, -1)  # of a weight whose codes are of values before an update
 _steps = 0
+_refreshed: list[weakref.ref[FP8Scales]] = []  # after each step, in an order that ranks have alike
 
 
 def _count_step(*_: Any) -> None:
     global _steps
     _steps += 1
+    _refreshed[:] = [reference for reference in _refreshed if reference() is not None]
+    for reference in _refreshed:
+        scales = reference()
+        assert scales is not None
+        scales.refresh()
+
+
+def refresh_after_steps(scales: FP8Scales) -> None:
+    """Refresh scales after each optimizer's step from now on, for CUDA graphs that read them: a replay sees no update."""
+    if not any(reference() is scales for reference in _refreshed):
+        _refreshed.append(weakref.ref(scales))
 
 
 @lru_cache

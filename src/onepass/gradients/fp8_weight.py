@@ -1,6 +1,7 @@
 """The weight of a linear layer in eight bits, the operands of its products, and whether a product is in eight bits at all.
 
-The weight's codes are made after each of its updates, in both layouts, and shared by microbatches. Over the ranks of a group:
+The weight's codes are made where a product takes them: by rows in forward, turned in backward. Those that serve again are kept:
+in both layouts where a step has several microbatches, by rows without gradients. Over the ranks of a group:
 
                  x                         dy                        the weight
     column       all rows on every rank    own columns, own scale    own rows, own scale
@@ -31,6 +32,7 @@ from onepass.gradients.fp8_updates import (
     count_optimizer_steps,
     is_divided,
     may_have_changed,
+    refresh_after_steps,
     version_of,
     whole_of,
 )
@@ -83,7 +85,7 @@ def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, ou
 
 
 class FP8Weight:
-    """A weight in eight bits, by its rows and turned, with the scales of its layer.
+    """A weight in eight bits, with the scales of its layer.
 
     A copy and a pickle have the scales and their history, and make the codes anew.
     """
@@ -91,10 +93,18 @@ class FP8Weight:
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
-        self.shape: torch.Size | None = None  # of the weight that the codes are of
+        self.shape: torch.Size | None = None  # of the weight that the target is for
         self._version: Version | None = None
         self._place: tuple[object, ...] | None = None  # its storage, and where in that it begins
         self._counted = False  # what a cast of this weight notes is in a loaded state already
+        self._target: tuple[FP8Target, Tensor] | None = None  # for the weight's codes until the next update; None: scales by row
+        self._rows: FP8Operand | None = None
+        self._turned: FP8Operand | None = None
+        self.backwards = 0  # since the last update
+        self._shared = False  # whether microbatches share codes: several had a backward before the last update
+        self._divided = is_divided(weight)  # kept codes of gathered weights would be a copy of the model on each rank
+        self._in_graph = False  # the target lies in a CUDA graph's memory
+        self._replayed = False  # optimizers' steps refresh the scales
         count_optimizer_steps()
 
     def __reduce__(self) -> tuple[Callable[..., FP8Weight], tuple[FP8Recipe, dict[str, Tensor]]]:
@@ -103,28 +113,64 @@ class FP8Weight:
     # ---- the weight ----
 
     def update(self, weight: Tensor) -> None:
-        """After an update of the weight set all scales, and make its codes again.
+        """After an update of the weight set all scales, and drop its codes.
 
         Assigned `weight.data` has another storage: that is no step, but another weight, whose scale is measured. A write through
         `weight.data` changes neither version nor storage: the next optimizer step shows it. A storage that fully_shard frees and
         fills again stays the same one.
+
+        A CUDA graph makes codes of what the weight is at each replay. The scales that it reads change after optimizers' steps.
         """
         version, place = version_of(weight), (storage_id(weight), weight.storage_offset()) if has_address(weight) else None
-        if self._version == version and self._place == place:
+        captures, same = is_capturing(weight), self._version == version
+        if same and self._place == place and not (captures or self._in_graph):
             return
-        weight_now = weight.detach()
-        with torch.inference_mode(False):  # codes and scales serve training too
-            if self.recipe.scaling == "row":
-                self.rows, self.turned = (FP8Operand(*cast_rows(each, E4M3)) for each in (weight_now, weight_now.t()))
-            else:
-                if self._version == version:
+        if captures:
+            self._replayed = True
+            refresh_after_steps(self.scales)
+        with torch.inference_mode(False):  # scales serve training too
+            if self.recipe.scaling != "row":
+                if same and self._place != place:
                     self.scales.restart("weight")
-                elif self._version is not None and self.recipe.scaling == "delayed":
+                elif not same and self._version is not None and self.recipe.scaling == "delayed" and not self._replayed:
                     self.scales.refresh()
-                rows, turned = self.cast("weight", weight_now, turned=True, lasting=True, noted=not self._counted)
-                assert rows is not None and turned is not None
-                self.rows, self.turned = rows, turned
+                run = partial(cast_tensor, weight.detach(), codes=False)
+                target, inverse = self.target("weight", run, lasting=True)
+                self._target = (_unnoted(target) if self._counted else target), inverse
+        self._rows = self._turned = None
+        self._shared, self.backwards = self.backwards > 1, 0
         self._version, self._place, self._counted, self.shape = version, place, False, weight.shape
+        self._in_graph = captures
+
+    def rows(self, weight: Tensor, *, lasting: bool) -> FP8Operand:
+        """Return the weight's codes by rows. `lasting`: the next call takes them too, as there is no backward."""
+        if self._rows is not None:
+            return self._rows
+        self._shared = self._shared or self.backwards > 0
+        shared = self._shared and not (self._in_graph or self._divided)
+        rows, turned = self._cast_weight(weight, codes=True, turned=shared)
+        assert rows is not None
+        if shared or (lasting and not self._in_graph):
+            self._rows, self._turned = rows, turned
+        return rows
+
+    def turned(self, weight: Tensor) -> FP8Operand:
+        """Return the transpose of its codes, for dx."""
+        if self._turned is not None:
+            return self._turned
+        _, turned = self._cast_weight(weight, codes=False, turned=True)
+        assert turned is not None
+        return turned
+
+    def _cast_weight(self, weight: Tensor, *, codes: bool, turned: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
+        weight = weight.detach()
+        with torch.inference_mode(False):  # kept codes serve training too
+            if self._target is None:
+                rows = FP8Operand(*cast_rows(weight, E4M3)) if codes else None
+                return rows, FP8Operand(*cast_rows(weight.t(), E4M3)) if turned else None
+            target, inverse = self._target
+            self._target = _unnoted(target), inverse
+            return _operands(cast_tensor(weight, target, codes=codes, turned=turned), inverse)
 
     @contextmanager
     def unchanged(self, weight: Tensor) -> Iterator[None]:
@@ -199,20 +245,27 @@ class FP8Weight:
             assert inverse is not None
             return FP8Operand(codes, inverse), None
         target, inverse = self.target("input", run)
-        codes, _ = run(target if noted else FP8Target(E4M3, target.scale))
+        codes, _ = run(target if noted else _unnoted(target))
         return FP8Operand(codes, inverse), target.scale
 
     def cast(
-        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False, lasting: bool = False, noted: bool = True
-    ) -> tuple[FP8Operand | None, FP8Operand | None]:
-        """Cast rows in one layout or both. By row there is no turned one. `noted`: the scales to come see it."""
+        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False
+    ) -> tuple[FP8Operand | None, FP8Operand | None]:  # fmt: skip
+        """Cast rows in one layout or both. By row there is no turned one."""
         if self.recipe.scaling == "row":
             return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
-        target, inverse = self.target(role, partial(cast_tensor, x, codes=False), lasting=lasting)
-        target = target if noted else FP8Target(target.dtype, target.scale)
-        found = cast_tensor(x, target, codes=codes, turned=turned)
-        plain, across = (None if each is None else FP8Operand(each, inverse) for each in found)
-        return plain, across
+        target, inverse = self.target(role, partial(cast_tensor, x, codes=False))
+        return _operands(cast_tensor(x, target, codes=codes, turned=turned), inverse)
+
+
+def _operands(found: tuple[Tensor | None, Tensor | None], inverse: Tensor) -> tuple[FP8Operand | None, FP8Operand | None]:
+    plain, across = found
+    return None if plain is None else FP8Operand(plain, inverse), None if across is None else FP8Operand(across, inverse)
+
+
+def _unnoted(target: FP8Target) -> FP8Target:
+    """Return the target for a pass that notes nothing."""
+    return FP8Target(target.dtype, target.scale)
 
 
 class CompiledFP8(NamedTuple):
@@ -266,16 +319,10 @@ def fp8_state(
         if layout is not None:
             raise RuntimeError("precision must be None under torch.compile with a tp_group: run the call uncompiled")
         return CompiledFP8(recipe)
-    check_not_capturing(x)
     state = fp8_weight(weight, recipe)
     if layout is not None:
         state.share(layout)
     return state
-
-
-def check_not_capturing(x: Tensor) -> None:
-    if is_capturing(x):
-        raise RuntimeError("precision must be None in a CUDA graph: replays would not see that the weight was updated")
 
 
 def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:

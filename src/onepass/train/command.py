@@ -183,8 +183,6 @@ def _check_fp8(config: Config, options: Options, device: torch.device) -> None:
         raise CommandError(
             f"fp8_format must be None on this GPU: products in eight bits need compute capability 8.9 or later, but {unfit}"
         )
-    if options.cuda_graphs:
-        raise CommandError("cuda_graphs must be false with fp8_format, as a replay makes no codes of new weights, but is true")
     if options.pipeline_schedule == "zero-bubble" and config.gradient_accumulation_fusion:
         raise CommandError(
             "pipeline_schedule must not be 'zero-bubble' with fp8_format: weight gradients in eight bits are not put off"

@@ -179,7 +179,7 @@ class FsdpUpdate(PlainUpdate):
         with torch.no_grad():
             for name, values in drawn(model, dtype):
                 parameters[name].copy_(values)
-        # inputs are as the model makes them: rotations in fp32, and the same where a checkpoint runs a block again without its hooks
+        # inputs stay as the model makes them: rotations in fp32, and alike where a checkpoint runs a block without its hooks
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         blocks: Any = model.layers
         for block in blocks.values():

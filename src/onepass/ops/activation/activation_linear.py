@@ -235,7 +235,7 @@ class _ActivationLinear(torch.autograd.Function):
                 through = cast(weight, ctx.product) if any(needs) else None
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             else:
-                dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
+                dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, weight, any(needs), need_dweight, later=later)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
             rebuild = ctx.product if need_dweight and operand is None else None
             if operand is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:

@@ -255,7 +255,7 @@ def _backward_single(
     dh_whole, dnorm_weight, dnorm_bias, normed, operand = dh if needs[0] else None, None, None, None, None
     later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
     if ctx.fp8 is not None and dy is not None:
-        through, operand, _ = ctx.fp8.output_gradient(dy, any(needs), need_dweight, later=later)
+        through, operand, _ = ctx.fp8.output_gradient(dy, weight, any(needs), need_dweight, later=later)
         dnormed = through if through is None or dnormed is None else through.add_(dnormed)
     elif any(needs):
         dnormed = _through_linear(None if dy is None else rows_of(dy), weight.to(ctx.product), dnormed, h)
@@ -302,7 +302,7 @@ def _backward_parallel(
         else:
             gathering = start_gather(normed, ctx.layout)
     if ctx.fp8 is not None:
-        through, operand, _ = ctx.fp8.output_gradient(dy, any(_needs(requests)), need_dweight, later=later)
+        through, operand, _ = ctx.fp8.output_gradient(dy, weight, any(_needs(requests)), need_dweight, later=later)
         summing = None if through is None else start_sum(through, ctx.layout)
         if start is not None:
             keep = _fp8_weight_gradient(ctx, operand, start, requests[3], later)

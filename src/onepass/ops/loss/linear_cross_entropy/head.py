@@ -158,7 +158,8 @@ def to_local_rows(x: Tensor, columns: int) -> LogitsBlock:
 
 def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
     """Allocate logits, and their gradient if it has another type."""
-    width = ceil_div(columns, _APART) * _APART
+    # on a CPU PyTorch's bf16 products read what lies between rows, and NaN there comes into the result
+    width = ceil_div(columns, _APART) * _APART if head.hidden.is_cuda else columns
     x = head.hidden.new_empty(rows, width, dtype=head.logits)
     return x, None if head.logits == head.hidden.dtype else head.hidden.new_empty(rows, width)
 
