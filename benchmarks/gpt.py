@@ -5,7 +5,8 @@
 One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments, with
 AdamW(fused=True); onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own AdamW. Both clip, and have the
 same settings of determinism. "Gradients kept" and "gradients released" are --no-release-main-grads and --release-main-grads, of
-which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid.
+which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is
+benchmarks/plain_llama.py with its products in eight bits by torchao, where that is installed.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import time
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import plain_llama
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -69,7 +72,7 @@ CASES = {
 WAYS = (
     "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
     "onepass, 8-bit inputs, gradients released", "onepass, fp8", "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
-    "plain, compiled", "plain, compiled, CUDA graphs", "plain",
+    "plain, compiled", "plain, compiled, CUDA graphs", "plain", "torchao tensorwise", "torchao rowwise",
 )  # fmt: skip
 
 
@@ -90,8 +93,10 @@ def trained(case: Case, way: str) -> Trained:
 
 
 def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
-    made = trained(case, way)
     text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=DEVICE)
+    if way.startswith("torchao"):
+        return plain_llama.stepper(case.config(), text, way.partition(" ")[2])
+    made = trained(case, way)
     batch = TokenBatch(text[:, :-1], text[:, 1:])
 
     def step() -> torch.Tensor:
@@ -156,7 +161,7 @@ def main() -> None:
         title = f"{name}, {case.sequences} x {case.length}"
         shown = Table("", "ms a step", "tokens/s", "of peak", "peak GiB", "CPU ms", title=title)
         rows[name] = {}
-        for way in args.way or WAYS:
+        for way in args.way or [way for way in WAYS if importlib.util.find_spec("torchao") or "torchao" not in way]:
             torch._dynamo.reset()
             try:
                 found = measure(case, way, args.steps)

@@ -8,6 +8,7 @@ import torch
 from onepass.kernels import fp8 as device_functions
 from onepass.kernels import fp8_cast, fp8_tile
 from onepass.kernels.language import triton
+from onepass.kernels.scaled_product import scaled_product
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.testing.mutants import mutate
@@ -182,11 +183,99 @@ def test_a_mutant_is_found(name):
 # ---- products ----
 
 
+def operands(M, N, K, dtype, by_row):
+    """Codes of a [M, K] and b [N, K], the inverses of their scales, and the product of what they stand for in fp64."""
+    a, b = (torch.randn(size, K, device=DEVICE) for size in (M, N))
+    if by_row:
+        (a, ai), (b, bi) = fp8_cast.cast_rows(a, dtype), fp8_cast.cast_rows(b, E4M3)
+    else:
+        ai, bi = at(2.0**-5), at(2.0**-6)
+        (a, _), (b, _) = fp8_cast.cast_tensor(a, FP8Target(dtype, 1 / ai)), fp8_cast.cast_tensor(b, FP8Target(E4M3, 1 / bi))
+    return (a, ai, b, bi), fp8.dequantise(a, ai, torch.float64) @ fp8.dequantise(b, bi, torch.float64).t()
+
+
+def error(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
 @formats
-def test_a_product_is_that_of_the_rounded_operands(dtype):
+@pytest.mark.parametrize("by_row", (False, True), ids=("one scale", "by row"))
+@pytest.mark.parametrize("out", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("shape", ((32, 48, 64), (37, 16, 16), (1, 64, 256), (300, 512, 2048)), ids=str)
+def test_a_product_is_that_of_the_rounded_operands(shape, out, by_row, dtype):
+    given, exact = operands(*shape, dtype, by_row)
+    for fast in (False, out is not torch.float32):
+        assert error(scaled_product(*given, out, fast=fast), exact) < (2e-6 if out is torch.float32 else torch.finfo(out).eps)
+
+
+@formats
+@pytest.mark.parametrize("by_row", (False, True), ids=("one scale", "by row"))
+@pytest.mark.parametrize("out", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_a_product_is_written_and_added_where_it_belongs(out, by_row, dtype):
+    given, exact = operands(37, 48, 64, dtype, by_row)
+    wide = torch.randn(40, 64, device=DEVICE).to(out)
+    for add in (False, True):
+        base = wide.clone()
+        into = base[2:39, :48]  # rows with gaps between them
+        expected = exact + into.double() if add else exact
+        assert scaled_product(*given, out, out=into, add=add) is into
+        assert error(into, expected) < (2e-6 if out is torch.float32 else torch.finfo(out).eps)
+        into.copy_(wide[2:39, :48])
+        assert base.equal(wide)
+
+
+def test_a_sum_is_rounded_once():
+    """Rounded by itself, the product would be half of the last place of 1, and be rounded away."""
+    a = torch.zeros(16, 16, device=DEVICE)
+    a[:, 0], a[:, 1] = 1.0, 2.0**-5
+    given = a.to(E4M3), at(2.0**-4), a.to(E4M3), at(2.0**-4)
+    into = torch.ones(16, 16, device=DEVICE, dtype=torch.bfloat16)
+    scaled_product(*given, torch.bfloat16, out=into, add=True)  # 1 + (1 + 2^-10) / 256
+    assert into.eq(1 + 2.0**-7).all()
+
+
+def test_columns_apart_are_written_too():
+    given, exact = operands(32, 48, 64, E4M3, False)
+    into = torch.zeros(48, 32, device=DEVICE).t()
+    scaled_product(*given, torch.float32, out=into, add=True)
+    assert error(into, exact) < 2e-6
+
+
+@formats
+def test_products_of_rounded_tensors_are_near(dtype):
     a, b = torch.randn(32, 64, device=DEVICE), torch.randn(48, 64, device=DEVICE)
     (a8, a_inverse), (b8, b_inverse) = fp8_cast.cast_rows(a, E4M3), fp8_cast.cast_rows(b, dtype)
-    exact = (fp8.dequantise(a8, a_inverse, torch.float64)) @ fp8.dequantise(b8, b_inverse, torch.float64).t()
-    y = fp8.scaled_product(a8, a_inverse, b8, b_inverse, torch.bfloat16)
-    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-3)
-    assert 10 * math.log10((exact.square().sum() / (exact - a.double() @ b.double().t()).square().sum()).item()) > 22
+    y, exact = scaled_product(a8, a_inverse, b8, b_inverse, torch.bfloat16), a.double() @ b.double().t()
+    assert 20 * math.log10(1 / error(y, exact)) > 22
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("by_row", (False, True), ids=("one scale", "by row"))
+@pytest.mark.parametrize("shape", ((48, 64, 128), (4096, 6144, 2048), (2048, 1024, 16384), (137, 2048, 8192)), ids=str)
+def test_on_a_gpu_it_has_pytorchs_bits(shape, by_row):
+    """Whichever algorithm is chosen, at any address that PyTorch takes."""
+    for dtype, fast in ((E4M3, True), (E5M2, False)):
+        (a, ai, b, bi), _ = operands(*shape, dtype, by_row)
+        expected = torch._scaled_mm(
+            a, b.t(), scale_a=ai, scale_b=bi.t() if by_row else bi, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+        near = torch.empty(a.numel() + 16, device=DEVICE, dtype=torch.uint8)[16:].view(a.shape).view(dtype)  # multiple of 16
+        for given in (a, near.copy_(a)):
+            assert scaled_product(given, ai, b, bi, torch.bfloat16, fast=fast).equal(expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_on_a_gpu_threads_share_plans():
+    from concurrent.futures import ThreadPoolExecutor
+
+    given = [operands(64, 64, 64, E4M3, False) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+
+    def work(i):
+        (a, ai, b, bi), exact = given[i]
+        with torch.cuda.stream(streams[i]):
+            return max(error(scaled_product(a, ai * 2**i, b, bi, torch.float32), exact * 2**i) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, range(4))) < 2e-6

@@ -8,11 +8,12 @@ from ops.calls import Operators, backends, needs_triton
 
 import onepass
 from onepass import FP8Target, FP8Tensor
+from onepass.kernels.scaled_product import scaled_product
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation_reference
 from onepass.ops.norm import fp8 as norm_fp8
 from onepass.ops.norm.norm import layer_norm_reference, rms_norm_reference
-from onepass.runtime.fp8 import E4M3, E5M2, dequantise, quantise, scale_for, scaled_product
+from onepass.runtime.fp8 import E4M3, E5M2, dequantise, quantise, scale_for
 from onepass.runtime.op import OPS
 from onepass.testing.mutants import copy_package, mutate
 

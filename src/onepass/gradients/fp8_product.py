@@ -21,17 +21,17 @@ from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOpe
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
-    add_gradient,
     as_op,
     overwrite_main_grad,
     put_gradient,
 )
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
+from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_sum
 from onepass.runtime.dispatch import registered
-from onepass.runtime.fp8 import E4M3, FP8Target, scaled_product
+from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.op import Registered
 
 if TYPE_CHECKING:
@@ -42,19 +42,15 @@ if TYPE_CHECKING:
 
 
 def _add_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> None:
-    """Add a @ b.T to main_grad. A step's first gradient is written there by the product: cuBLAS adds nothing in eight bits."""
-    if is_first_write(main_grad) and main_grad.dtype is torch.float32:
-        _overwrite_by_product(main_grad, a, a_inverse, b, b_inverse)
+    """Add a @ b.T to main_grad. A step's first gradient overwrites one whose memory comes with it."""
+    first = is_first_write(main_grad)
+    scaled_product(a, a_inverse, b, b_inverse, main_grad.dtype, out=main_grad, add=not first)
+    if first:
         mark_written(main_grad)
-    else:
-        add_gradient(main_grad, scaled_product(a, a_inverse, b, b_inverse, torch.float32), None)
 
 
 def _overwrite_by_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> None:
-    wide = main_grad.dtype is torch.float32
-    product = scaled_product(a, a_inverse, b, b_inverse, torch.float32, out=main_grad if wide else None)
-    if not wide:
-        main_grad.copy_(product)
+    scaled_product(a, a_inverse, b, b_inverse, main_grad.dtype, out=main_grad)
 
 
 def _product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Tensor) -> Tensor:

@@ -40,10 +40,11 @@ from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
+from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout
 from onepass.runtime.dispatch import has_address, under_functorch
-from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8, scaled_product
+from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import FORMULA, Call
 

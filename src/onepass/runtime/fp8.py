@@ -1,4 +1,4 @@
-"""Eight-bit floats as operands of products: scales, rounding by PyTorch, which kernels equal bit for bit, and the products.
+"""Eight-bit floats as operands of products: scales, and rounding by PyTorch, which kernels equal bit for bit.
 
 A tensor is kept as codes and a scale, its own or one a row: x is about codes / scale. Scales are powers of two: only codes round.
 A finite value past the format's largest saturates. NaN and infinities never become numbers: e4m3, which has no infinity, has NaN
@@ -156,21 +156,3 @@ def turn(codes: Tensor) -> Tensor:
     """Return the transpose of codes, with zeros up to a multiple of 16 columns."""
     rows = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1]).view(torch.uint8)
     return F.pad(rows.t(), (0, -len(rows) % MULTIPLE)).contiguous().view(codes.dtype)
-
-
-def scaled_product(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, *,
-    fast: bool = False, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return a @ b.T of codes a [M, K] and b [N, K], over their scales, in `dtype`.
-
-    Args:
-        a_inverse, b_inverse: the inverses of scales, of one element both, or [M, 1] and [N, 1].
-        fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
-        out: where the product is written, of `dtype`.
-    """
-    if not a.is_cuda:
-        product = ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
-        return product if out is None else out.copy_(product)
-    scales = {"scale_a": a_inverse, "scale_b": b_inverse.t() if b_inverse.dim() else b_inverse}
-    return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast, out=out)

@@ -1,0 +1,200 @@
+"""cuBLASLt's product of eight-bit matrices, called directly: PyTorch has loaded the library, and ctypes finds it.
+
+What `torch._scaled_mm` lacks:
+    sums        the product can be added to what `out` holds, in fp32, without another pass over it.
+    CPU         a call takes a tenth of the time (22 us beside 220 on an H100's host): what a shape needs is kept.
+    algorithms  cuBLAS lists several, its best guess first, and PyTorch takes that. For short sums `_choose` knows better.
+All algorithms that it can choose have the same bits, as none splits a sum. So there is no workspace either.
+
+Row-major out [M, N] = a [M, K] @ b [N, K].T is column-major out.T = b @ a.T, so b is cuBLAS's first operand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from ctypes import addressof, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.runtime.fp8 import E4M3, E5M2
+
+_log = logging.getLogger("onepass")
+_lock = threading.Lock()  # a plan's description is changed at each call
+
+# of cublasLt.h: types, and the attributes of products, preferences and algorithms
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
+_SUMS_IN_FP32 = 68
+_TRANSPOSE_A, _SCALE_A, _SCALE_B, _FAST, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 25, 31, 32
+_SCALE_BY_ROW = 3
+_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
+_ALGORITHM_ID, _ALGORITHM_VARIANT = 0, 5
+
+_MAJOR = 13  # the release of cuBLAS that this was tried on
+_HOPPER = 9, 0
+_LISTED = 8  # algorithms that are asked for
+_NVJET, _PING_PONG = 66, 4  # Hopper's kernels; those of variants below this overlap a tile's end with the next tile's sums
+_SHORT = 8192  # of a sum: in longer ones a tile's end doesn't matter
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float), ("reserved", c_int * 4),
+    )  # fmt: skip
+
+
+class _Library:
+    """The functions of cuBLASLt that products take. They keep the interpreter's lock, as they take a few microseconds."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.PyDLL(f"libcublasLt.so.{_MAJOR}")
+        self._library.cublasLtGetStatusString.restype = ctypes.c_char_p
+        self.multiply = self._library.cublasLtMatmul
+        self.multiply.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
+        self.set = self._library.cublasLtMatmulDescSetAttribute
+        self.set.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function that is not in a hurry, and raise where it fails."""
+        self.check(self._library[f"cublasLt{name}"](*args), name)
+
+    def make(self, name: str, *args: Any) -> c_void_p:
+        """Return what a function makes. It is kept for good, with the plan."""
+        made = c_void_p()
+        self.call(f"{name}Create", byref(made), *args)
+        return made
+
+    def check(self, status: int, what: str) -> None:
+        if status:
+            raise RuntimeError(f"cuBLASLt's {what}: {self._library.cublasLtGetStatusString(status).decode()}")
+
+
+@lru_cache(1)
+def _load() -> _Library | str:
+    """Return the library, or why it can't be used."""
+    version = torch.version.cuda or "none"
+    if version.split(".")[0] != str(_MAJOR):
+        return f"PyTorch has CUDA {version}, and cuBLASLt's interface was tried with {_MAJOR}"
+    try:
+        return _Library()
+    except (OSError, AttributeError) as error:
+        return f"cuBLASLt was not found: {error}"
+
+
+@lru_cache(None)
+def unusable(device: torch.device) -> str | None:
+    """Return why `scaled_mm` can't run on a GPU, or None. A reason is logged, once."""
+    reason = None
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        reason = "it was tried on compute capability 9.0 only"
+    elif isinstance(found := _load(), str):
+        reason = found
+    if reason is not None:
+        _log.info("products in eight bits run by torch._scaled_mm: %s", reason)
+    return reason
+
+
+@lru_cache(None)
+def _handle(device: int) -> c_void_p:
+    library = _load()
+    assert isinstance(library, _Library)
+    return library.make("")
+
+
+class _Plan:
+    """What products of one kind share: a description, whose scales are set at each call, matrices and the algorithm."""
+
+    def __init__(
+        self, device: int, M: int, N: int, K: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, row: int, fast: bool,
+        add: bool, by_row: bool, alignment: int,
+    ) -> None:  # fmt: skip
+        library = _load()
+        assert isinstance(library, _Library)
+        self._library, self._handle = library, _handle(device)
+        self._product = library.make("MatmulDesc", _SUMS_IN_FP32, _TYPES[torch.float32])
+        self._scales = c_void_p(alignment), c_void_p(alignment)  # any address of that alignment: the list doesn't follow it
+        of_b, of_a = self._scales
+        options: dict[int, Any] = {_TRANSPOSE_A: c_int(1), _FAST: c_int8(fast), _SCALE_A: of_b, _SCALE_B: of_a}
+        if by_row:
+            options |= dict.fromkeys((_SCALE_MODE_A, _SCALE_MODE_B), c_int(_SCALE_BY_ROW))
+        for option, value in options.items():
+            library.call("MatmulDescSetAttribute", self._product, option, byref(value), c_size_t(sizeof(value)))
+        self._matrices = [self._matrix(b, K, N, K), self._matrix(a, K, M, K), self._matrix(out, N, M, row)]
+        self._algorithm = self._choose(alignment, fast and K <= _SHORT)
+        self._factors = c_float(1), c_float(add)
+
+    def _matrix(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
+        return self._library.make("MatrixLayout", _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride))
+
+    def _choose(self, alignment: int, hides_ends: bool) -> _Algorithm:
+        """Return the first algorithm of cuBLAS's list, or the first that hides the ends of tiles where those matter.
+
+        On an H100 that takes .82 to .99 of the time, and nowhere more (docs/notes/0018).
+        """
+        call, preference = self._library.call, self._library.make("MatmulPreference")
+        for option, value in ((_WORKSPACE, c_uint64(0)), *((each, c_uint32(alignment)) for each in _ALIGNMENTS)):
+            call("MatmulPreferenceSetAttribute", preference, option, byref(value), c_size_t(sizeof(value)))
+        listed, count = (_Algorithm * _LISTED)(), c_int()
+        matrices = *self._matrices, self._matrices[-1]
+        call("MatmulAlgoGetHeuristic", self._handle, self._product, *matrices, preference, _LISTED, listed, byref(count))
+        for each in listed[: count.value] if hides_ends else []:
+            if self._config(each, _ALGORITHM_ID) == _NVJET and self._config(each, _ALGORITHM_VARIANT) < _PING_PONG:
+                return each
+        return listed[0]
+
+    def _config(self, algorithm: _Algorithm, option: int) -> int:
+        value = c_uint32()
+        self._library.call(
+            "MatmulAlgoConfigGetAttribute", byref(algorithm), option, byref(value), c_size_t(sizeof(value)), byref(c_size_t())
+        )
+        return value.value
+
+    def run(self, a: int, a_inverse: int, b: int, b_inverse: int, out: int, stream: int) -> None:
+        """Multiply the matrices at these addresses."""
+        library, product = self._library, self._product
+        of_b, of_a, of_out = self._matrices
+        scale_b, scale_a = self._scales
+        one, beta = self._factors
+        with _lock:
+            scale_b.value, scale_a.value = b_inverse, a_inverse
+            library.set(product, _SCALE_A, addressof(scale_b), sizeof(c_void_p))
+            library.set(product, _SCALE_B, addressof(scale_a), sizeof(c_void_p))
+            status = library.multiply(
+                self._handle, product, addressof(one), b, of_b, a, of_a, addressof(beta), out, of_out, out, of_out,
+                addressof(self._algorithm), None, 0, stream,
+            )  # fmt: skip
+        library.check(status, "Matmul")
+
+
+@lru_cache(4096)
+def _plan(*kind: Any) -> _Plan:
+    return _Plan(*kind)
+
+
+def scaled_mm(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: Tensor, *, fast: bool = False, add: bool = False
+) -> None:  # fmt: skip
+    """Write a @ b.T over their scales to `out`, or add it there.
+
+    Args:
+        a, b: codes [M, K] and [N, K], contiguous; K and N are multiples of 16.
+        a_inverse, b_inverse: fp32, of one element both, or of M and N.
+        out: [M, N] of fp32 or a 16-bit type, with rows of contiguous elements.
+        fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
+        add: in fp32, and rounded once.
+    """
+    device = a.get_device()
+    if device != torch._C._cuda_getDevice():  # cuBLAS launches on the current device
+        with torch.cuda.device(device):
+            return scaled_mm(a, a_inverse, b, b_inverse, out, fast=fast, add=add)
+    (M, K), N = a.shape, b.shape[0]
+    places = a.data_ptr(), a_inverse.data_ptr(), b.data_ptr(), b_inverse.data_ptr(), out.data_ptr()
+    alignment = 256 if not (places[0] | places[2] | places[4]) % 256 else 16
+    plan = _plan(device, M, N, K, a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0, alignment)
+    plan.run(*places, torch._C._cuda_getCurrentRawStream(device))
