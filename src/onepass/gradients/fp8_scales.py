@@ -110,6 +110,10 @@ class FP8Scales:
         self.started = [False] * count
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
+        noted = zip(self.amax, self.saturated, strict=True)
+        self._targets = [
+            FP8Target(dtype, of.scale, *slots) for dtype, of, slots in zip(self._types, self._of, noted, strict=True)
+        ]
         self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,13 +141,9 @@ class FP8Scales:
     def has_started(self, role: str) -> bool:
         return self.started[ROLES.index(role)]
 
-    def row_of(self, role: str) -> Tensor:
-        return self.factors[ROLES.index(role)]
-
     def target(self, role: str) -> FP8Target:
         """Return what a pass needs that writes codes of this tensor and notes magnitudes and what saturates."""
-        place = ROLES.index(role)
-        return FP8Target(self._types[place], self._of[place].scale, self.amax[place], self.saturated[place])
+        return self._targets[ROLES.index(role)]
 
     def start(self, role: str, run: Callable[[FP8Target], object]) -> None:
         """Give a tensor that has no history yet the scale of its own largest magnitude. `run` is the pass that writes codes."""

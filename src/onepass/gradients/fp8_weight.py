@@ -16,7 +16,7 @@ all rows, in half the bytes. What every rank has whole gets the same scale on ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,6 +58,10 @@ class FP8Operand(NamedTuple):
     def part(self, first: int, last: int) -> FP8Operand:
         """Return some of its rows."""
         return FP8Operand(self.codes[first:last], self.inverse[first:last] if self.inverse.dim() else self.inverse)
+
+    def lasting(self) -> FP8Operand:
+        """Return it at this scale for good: the scales of a layer change in place."""
+        return FP8Operand(self.codes, self.inverse.clone())
 
     def turned(self) -> FP8Operand:
         """Return the transpose of rows that share a scale."""
@@ -129,14 +133,14 @@ class FP8Weight:
         if captures:
             self._replayed = True
             refresh_after_steps(self.scales)
-        with torch.inference_mode(False):  # scales serve training too
+        with _outside_inference_mode():  # scales serve training too
             if self.recipe.scaling != "row":
                 if same and self._place != place:
                     self.scales.restart("weight")
                 elif not same and self._version is not None and self.recipe.scaling == "delayed" and not self._replayed:
                     self.scales.refresh()
                 run = partial(cast_tensor, weight.detach(), codes=False)
-                target, inverse = self.target("weight", run, lasting=True)
+                target, inverse = self.target("weight", run)
                 self._target = (_unnoted(target) if self._counted else target), inverse
         self._rows = self._turned = None
         self._shared, self.backwards = self.backwards > 1, 0
@@ -152,7 +156,7 @@ class FP8Weight:
         rows, turned = self._cast_weight(weight, codes=True, turned=shared)
         assert rows is not None
         if shared or (lasting and not self._in_graph):
-            self._rows, self._turned = rows, turned
+            self._rows, self._turned = rows.lasting(), None if turned is None else turned.lasting()
         return rows
 
     def turned(self, weight: Tensor) -> FP8Operand:
@@ -165,7 +169,7 @@ class FP8Weight:
 
     def _cast_weight(self, weight: Tensor, *, codes: bool, turned: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
         weight = weight.detach()
-        with torch.inference_mode(False):  # kept codes serve training too
+        with _outside_inference_mode():  # kept codes serve training too
             if self._target is None:
                 rows = FP8Operand(*cast_rows(weight, E4M3)) if codes else None
                 return rows, FP8Operand(*cast_rows(weight.t(), E4M3)) if turned else None
@@ -221,23 +225,17 @@ class FP8Weight:
         if layout.gathers_x or layout.gathers_dy:
             self.scales.share("input" if layout.gathers_x else "gradient", layout.group)
 
-    def target(self, role: str, run: Callable[[FP8Target], object], *, lasting: bool = False) -> tuple[FP8Target, Tensor]:
+    def target(self, role: str, run: Callable[[FP8Target], object]) -> tuple[FP8Target, Tensor]:
         """Return what a pass writes codes for, by the recipe, and the inverse of the scale that it has.
 
-        Args:
-            run: the pass itself. Where the scale comes from this tensor, it runs once more before.
-            lasting: the scale is kept beyond the next update.
+        `run` is the pass itself. Where the scale comes from this tensor, it runs once more before.
         """
         scales = self.scales
         if self.recipe.scaling == "current":
             scale, inverse = factors_of(scales.measure(role, run))
             return FP8Target(scales.type_of(role), scale), inverse
         scales.start(role, run)
-        target, inverse = scales.target(role), scales.factors_of(role).inverse
-        if lasting:
-            scale, inverse = factors_of(scales.row_of(role).clone())
-            target = target._replace(scale=scale)
-        return target, inverse
+        return scales.target(role), scales.factors_of(role).inverse
 
     def input_operand(self, run: Pass, noted: bool) -> tuple[FP8Operand, Tensor | None]:
         """Return the codes of x that a pass writes, and their scale where rows share one. `noted`: the scales to come see it."""
@@ -262,6 +260,10 @@ class FP8Weight:
 def _operands(found: tuple[Tensor | None, Tensor | None], inverse: Tensor) -> tuple[FP8Operand | None, FP8Operand | None]:
     plain, across = found
     return None if plain is None else FP8Operand(plain, inverse), None if across is None else FP8Operand(across, inverse)
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _unnoted(target: FP8Target) -> FP8Target:
@@ -296,7 +298,7 @@ def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
         or state.scales.factors.device != weight.device
         or (state.shape is not None and state.shape != weight.shape)
     ):
-        with torch.inference_mode(False):
+        with _outside_inference_mode():
             state = owner.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state
 

@@ -36,6 +36,7 @@ _ALGORITHM_ID, _ALGORITHM_VARIANT = 0, 5
 
 _MAJOR = 13  # the release of cuBLAS that this was tried on
 _HOPPER = 9, 0
+_ALIGNMENT = 16  # of addresses, in bytes: more has the same algorithms
 _LISTED = 8  # algorithms that are asked for
 _NVJET, _PING_PONG = 66, 4  # Hopper's kernels; those of variants below this overlap a tile's end with the next tile's sums
 _SHORT = 8192  # of a sum: in longer ones a tile's end doesn't matter
@@ -112,13 +113,13 @@ class _Plan:
 
     def __init__(
         self, device: int, M: int, N: int, K: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, row: int, fast: bool,
-        add: bool, by_row: bool, alignment: int,
+        add: bool, by_row: bool,
     ) -> None:  # fmt: skip
         library = _load()
         assert isinstance(library, _Library)
         self._library, self._handle = library, _handle(device)
         self._product = library.make("MatmulDesc", _SUMS_IN_FP32, _TYPES[torch.float32])
-        self._scales = c_void_p(alignment), c_void_p(alignment)  # any address of that alignment: the list doesn't follow it
+        self._scales = c_void_p(_ALIGNMENT), c_void_p(_ALIGNMENT)  # any address will do for the list of algorithms
         of_b, of_a = self._scales
         options: dict[int, Any] = {_TRANSPOSE_A: c_int(1), _FAST: c_int8(fast), _SCALE_A: of_b, _SCALE_B: of_a}
         if by_row:
@@ -126,19 +127,19 @@ class _Plan:
         for option, value in options.items():
             library.call("MatmulDescSetAttribute", self._product, option, byref(value), c_size_t(sizeof(value)))
         self._matrices = [self._matrix(b, K, N, K), self._matrix(a, K, M, K), self._matrix(out, N, M, row)]
-        self._algorithm = self._choose(alignment, fast and K <= _SHORT)
+        self._algorithm = self._choose(fast and K <= _SHORT)
         self._factors = c_float(1), c_float(add)
 
     def _matrix(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
         return self._library.make("MatrixLayout", _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride))
 
-    def _choose(self, alignment: int, hides_ends: bool) -> _Algorithm:
+    def _choose(self, hides_ends: bool) -> _Algorithm:
         """Return the first algorithm of cuBLAS's list, or the first that hides the ends of tiles where those matter.
 
         On an H100 that takes .82 to .99 of the time, and nowhere more (docs/notes/0018).
         """
         call, preference = self._library.call, self._library.make("MatmulPreference")
-        for option, value in ((_WORKSPACE, c_uint64(0)), *((each, c_uint32(alignment)) for each in _ALIGNMENTS)):
+        for option, value in ((_WORKSPACE, c_uint64(0)), *((each, c_uint32(_ALIGNMENT)) for each in _ALIGNMENTS)):
             call("MatmulPreferenceSetAttribute", preference, option, byref(value), c_size_t(sizeof(value)))
         listed, count = (_Algorithm * _LISTED)(), c_int()
         matrices = *self._matrices, self._matrices[-1]
@@ -187,7 +188,7 @@ def scaled_mm(
         a_inverse, b_inverse: fp32, of one element both, or of M and N.
         out: [M, N] of fp32 or a 16-bit type, with rows of contiguous elements.
         fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
-        add: in fp32, and rounded once.
+        add: in fp32. A 16-bit product is rounded before it is added.
     """
     device = a.get_device()
     if device != torch._C._cuda_getDevice():  # cuBLAS launches on the current device
@@ -195,6 +196,5 @@ def scaled_mm(
             return scaled_mm(a, a_inverse, b, b_inverse, out, fast=fast, add=add)
     (M, K), N = a.shape, b.shape[0]
     places = a.data_ptr(), a_inverse.data_ptr(), b.data_ptr(), b_inverse.data_ptr(), out.data_ptr()
-    alignment = 256 if not (places[0] | places[2] | places[4]) % 256 else 16
-    plan = _plan(device, M, N, K, a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0, alignment)
+    plan = _plan(device, M, N, K, a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0)
     plan.run(*places, torch._C._cuda_getCurrentRawStream(device))

@@ -20,15 +20,18 @@ def scaled_product(
         out: where the product is written, of `dtype`.
         add: to what `out` holds, in fp32, and rounded once.
     """
+    if add and dtype is not torch.float32:  # cuBLAS would round the product as well as the sum
+        assert out is not None
+        return out.add_(scaled_product(a, a_inverse, b, b_inverse, torch.float32, fast=fast))
     if a.is_cuda and a.numel() and (out is None or out.stride(1) == 1) and unusable(a.device) is None:
         into = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device) if out is None else out
         scaled_mm(a, a_inverse, b, b_inverse, into, fast=fast, add=add)
         return into
     if a.is_cuda:
         scales = {"scale_a": a_inverse, "scale_b": b_inverse.t() if b_inverse.dim() else b_inverse}
-        product = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.float32 if add else dtype, use_fast_accum=fast)
+        product = torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
     else:
-        product = (a.float() * a_inverse) @ (b.float() * b_inverse).t()
+        product = ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
     if out is None:
-        return product.to(dtype)
+        return product
     return out.add_(product) if add else out.copy_(product)
