@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from onepass.bench import accuracy, activation_linear, command, fp8, linear, norm_linear, norm_mlp, products, registry, runner
 from onepass.bench.model import BenchCase, Contender, Inputs
+from onepass.gradients.fp8_scales import ROLES
 from onepass.runtime.ceilings import clock_for
 from onepass.runtime.errors import CommandError
 
@@ -152,7 +153,7 @@ def test_each_call_is_a_steps_first_or_none_is(module: ModuleType) -> None:
 
 
 def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
-    """Without them no activation hands its gradient over in eight bits, and Transformer Engine's scales are 1."""
+    """As most of a run's steps. Transformer Engine's scales are 1 before."""
     case, _ = given(norm_mlp)
     known: list[bool] = []
 
@@ -160,7 +161,7 @@ def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
         call = norm_mlp._ours(case, "fp8")
 
         def watched(*tensors: Tensor) -> Any:
-            known.append(hasattr(tensors[2], "fp8") and tensors[2].fp8.scales.has_started("gradient"))
+            known.append(hasattr(tensors[2], "fp8") and tensors[2].fp8.scales.started[ROLES.index("gradient")])
             return call(*tensors)
 
         return watched

@@ -76,4 +76,4 @@ def fp8_taker(x: Tensor) -> FP8Weight | None:
     if torch.compiler.is_compiling():
         return None
     state, version = getattr(x, "takes_fp8_gradient", (None, None))
-    return state if version == x._version else None
+    return state if state is not None and state.takes_codes and version == x._version else None

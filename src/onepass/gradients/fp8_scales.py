@@ -138,9 +138,6 @@ class FP8Scales:
         """Return a tensor's scale and its inverse. They are those of the calls to come: delayed scales change once a step."""
         return self._of[ROLES.index(role)]
 
-    def has_started(self, role: str) -> bool:
-        return self.started[ROLES.index(role)]
-
     def target(self, role: str) -> FP8Target:
         """Return what a pass needs that writes codes of this tensor and notes magnitudes and what saturates."""
         return self._targets[ROLES.index(role)]

@@ -214,11 +214,15 @@ class FP8Weight:
 
     # ---- the other operands ----
 
-    def gradient_target(self) -> tuple[FP8Target, Tensor] | None:
-        """Return what another op's backward writes dy for, and the scale's inverse; None where it can't know the scale."""
-        if self.recipe.scaling != "delayed" or not self.recipe.has_wgrad or not self.scales.has_started("gradient"):
-            return None
-        return self.scales.target("gradient"), self.scales.factors_of("gradient").inverse.clone()
+    @property
+    def takes_codes(self) -> bool:
+        """Whether another op's backward can write dy's codes in both layouts: they have one scale, known before."""
+        return self.recipe.scaling == "delayed" and self.recipe.has_wgrad
+
+    def gradient_target(self, run: Callable[[FP8Target], object]) -> tuple[FP8Target, Tensor]:
+        """Return what that backward writes dy for, and the scale's inverse as it is now. `run`: as `target` has it."""
+        target, inverse = self.target("gradient", run)
+        return target, inverse.clone()
 
     def share(self, layout: TPLayout) -> None:
         """Let the ranks have one scale for the tensor that is divided by rows over them."""

@@ -238,10 +238,10 @@ class _ActivationLinear(torch.autograd.Function):
                 dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, weight, any(needs), need_dweight, later=later)
             backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
             rebuild = ctx.product if need_dweight and operand is None else None
-            if operand is not None and need_dx and ctx.taker is not None and (handed := ctx.taker.gradient_target()) is not None:
+            if operand is not None and need_dx and ctx.taker is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)
                 dx, dactivation_bias, dtoken_weight, y_codes = activation_backward_fp8(
-                    ctx, vectors, dactivated, x, activation_bias, token_weight, needs, *handed
+                    ctx, vectors, dactivated, x, activation_bias, token_weight, needs
                 )
             elif dactivated is not None or rebuild is not None:
                 into, dx, dactivation_bias, dtoken_weight, activated = backward(

@@ -121,15 +121,14 @@ _turned_op = Registered(
 
 def activation_backward_fp8(
     ctx: Any, vectors: VectorGrads | None, dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    needs: Needs, target: FP8Target, inverse: Tensor,
+    needs: Needs,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Return x's gradient in eight bits for the product that made x, those of bias and token_weight, and y's codes, turned."""
     if vectors is not None:
         (bias,) = vectors.wide(bias)
-    found = fp8.activation_backward_codes(
-        dy, x, bias, token_weight, ctx.options, target, FP8Target(E4M3, ctx.fp8.x_scale),
-        need_dbias=needs[1], need_dtoken_weight=needs[2], use_triton=ctx.use_triton,
-    )  # fmt: skip
+    run = partial(fp8.activation_backward_codes, dy, x, bias, token_weight, ctx.options, use_triton=ctx.use_triton)
+    target, inverse = ctx.taker.gradient_target(partial(run, y_target=None, turned=False))
+    found = run(target, FP8Target(E4M3, ctx.fp8.x_scale), need_dbias=needs[1], need_dtoken_weight=needs[2])
     assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
     dx = FP8Gradient(found.dx, found.dx_turned, inverse, x.dtype, ctx.taker)
     return dx, found.dbias, found.dtoken_weight, found.y_turned
