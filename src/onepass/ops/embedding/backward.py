@@ -91,8 +91,8 @@ def _embedding_backward_kernel(
         if ADD:  # read now, with dy
             kept = tl.load(outs, mask=inside, other=0.0).to(tl.float32)
         end = tl.minimum((at // PIECE + 1) * PIECE, M)
-        ahead = at + tl.arange(0, PIECE)
-        count = tl.sum((_rows_of(order_ptr, ahead, ahead < end) == row).to(tl.int32), 0)
+        places = at + tl.arange(0, PIECE)
+        count = tl.sum((_rows_of(order_ptr, places, places < end) == row).to(tl.int32), 0)
         after = _rows_of(order_ptr, end, end < M)
         if count > 1:
             rest = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
@@ -125,10 +125,11 @@ def _embedding_backward_kernel(
 @lru_cache(4096)
 def _plan(H: int, dy_row: int, strides: tuple[int, int], add: bool) -> tuple[int, Bound]:
     """Tiles of columns, and the kernel."""
-    block_h = min(_BLOCK_H, power_of_two(H))
+    block_h, align = min(_BLOCK_H, power_of_two(H)), known_align(H, dy_row, strides[0])
+    num_warps = max(1, block_h // 256)
     bound: Bound = _embedding_backward_kernel.bind(
-        H, dy_row, *strides, add, H % block_h == 0, known_align(H, dy_row, strides[0]),
-        _PIECE, _ROWS_AT_ONCE, block_h, _BOUNDARIES, num_warps=max(1, block_h // 256),
+        H, dy_row, *strides, add, H % block_h == 0, align,
+        _PIECE, _ROWS_AT_ONCE, block_h, _BOUNDARIES, num_warps=num_warps, resident=(24 if align > 1 else 16) // num_warps,
     )  # fmt: skip
     return ceil_div(H, block_h), bound
 

@@ -43,18 +43,19 @@ def _options(weight: Tensor, padding_idx: int | None, vocab_start: int, vocab_si
 
 
 def _formula(ids: Tensor, weight: Tensor, options: EmbeddingOptions, sound: bool) -> Tensor:
-    """`sound`: all ids are known to be in the vocabulary."""
+    """`sound`: all ids are known to be in the vocabulary, and nobody differentiates this."""
     rows = weight.shape[0]
-    padding = options.padding_idx - options.vocab_start
-    padding_idx = padding if options.padding_idx >= 0 and 0 <= padding < rows else None
     if sound and rows == options.vocab_size:
-        return F.embedding(ids, weight, padding_idx)
+        return F.embedding(ids, weight)
     local = ids.long() - options.vocab_start
     here = (local >= 0) & (local < rows)
     fill = torch.where((ids >= 0) & (ids < options.vocab_size), 0.0, torch.nan).to(weight.dtype).unsqueeze(-1)
     if rows == 0:
         return fill.expand(*ids.shape, weight.shape[1]).contiguous()
-    return torch.where(here.unsqueeze(-1), F.embedding(torch.where(here, local, 0), weight, padding_idx), fill)
+    y = F.embedding(torch.where(here, local, 0), weight)
+    if options.padding_idx >= 0:  # F.embedding's padding_idx is not for forward mode
+        y = torch.where((ids == options.padding_idx).unsqueeze(-1), y.detach(), y)
+    return torch.where(here.unsqueeze(-1), y, fill)
 
 
 # ---- registered ops ----
@@ -143,7 +144,7 @@ def variant(ids: Tensor, weight: Tensor, **options: Any) -> str:
     said = f"{tiles.block_m} tokens a program"
     if not needs_grad(weight):
         return f"forward with {said}; no gradient is asked for"
-    who = "the same kernel" if orders_in_kernel(ids.numel(), weight.shape[0]) else "PyTorch"
+    who = "the same kernel" if orders_in_kernel(ids.numel(), *weight.shape) else "PyTorch"
     return f"forward with {said}, while {who} orders the tokens by row; backward with a program a token; keeps the order"
 
 
@@ -226,7 +227,7 @@ def embedding(
     options = _options(weight, padding_idx, vocab_start, vocab_size)
     use_triton = chosen == "triton" and ids.numel() > 0 and weight.numel() > 0
     if under_functorch():
-        return _formula(ids, weight, options, sound)
+        return _formula(ids, weight, options, False)
     if needs_grad(weight):
         return _apply(weight, ids, options, sound, use_triton)  # type: ignore[no-any-return]
     if use_triton:

@@ -1,9 +1,9 @@
 """embedding's kernel forward: it looks the rows up, and orders the tokens by row for backward meanwhile.
 
-The order is a radix sort of two digits. A digit's place among all takes no counters: one program a digit reads all tokens, counts
-those of lesser digits, and stores its own behind them, in their order. Copying rows takes longer, so the sort costs next to
-nothing beside it. Programs of the second digit wait for those of the first, which have started before and wait for nobody: a
-program's number is the order in which it started.
+The order is a radix sort of two digits. A program takes four values of a digit and reads all tokens: it counts those of lesser
+values, and stores its own behind them, in their order. So programs of one digit need not know of each other. They take as long as
+the rows of wide tables do, which most programs copy in the meantime. Programs of the second digit wait for those of the first,
+which have started before and wait for nobody: a program's number is the order in which it started.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from onepass.kernels.rows import aligned, inside_row, known_align
 from onepass.kernels.scratch import stream_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two
 
-_MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders: a digit has at most 1024 values
-_MOST_READS = 1 << 28  # ids that all digits read together: more take longer than PyTorch's sort
+_MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders
+_FEW_TOKENS, _WIDE = 1 << 16, 2048  # PyTorch's sort is faster for more tokens of narrower rows
 _TILE = 8192  # numbers of the rows that a program looks up at a time
-_BLOCK_T = 4096  # tokens that are ordered at a time
+_BLOCK_T = 2048  # tokens that are ordered at a time
 _WARPS = 8
 
 
@@ -38,90 +38,118 @@ class EmbeddingOptions(NamedTuple):
 
 
 @device_function
-def _words(ids_ptr, tokens, M, ROWS, FIRST, PADDING):
-    """Return words of these tokens: the row that gets a token's gradient, or ROWS for nobody's, above the token's number."""
-    ids = tl.load(ids_ptr + tokens, mask=tokens < M, other=0).to(tl.int64)
-    rows = ids - FIRST
-    trained = (rows >= 0) & (rows < ROWS) & (ids != PADDING)
-    return (tl.where(trained, rows, ROWS) << 32) | tokens
+def _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING):
+    """Return the row that gets each token's gradient, or ROWS where none does."""
+    ids = tl.load(ids_ptr + tokens, mask=tokens < M, other=0)
+    rows = ids.to(tl.int64) - FIRST
+    return tl.where((rows >= 0) & (rows < ROWS) & (ids != PADDING), rows, ROWS).to(tl.int32)
 
 
 @device_function
-def _digits(words, tokens, M, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    return tl.where(tokens < M, (words >> SHIFT).to(tl.int32) & MASK, MASK + 1)
+def _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the low bits of tokens' rows, and the tokens' words. Tokens past the last one have a digit above all others."""
+    tokens = start + tl.arange(0, BLOCK_T)
+    rows = _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING)
+    digits = tl.where(tokens < M, rows & ((1 << LOW_BITS) - 1), 1 << LOW_BITS)
+    return digits, (rows.to(tl.int64) << 32) | tokens
 
 
 @device_function
-def _place_first_digit(
-    ids_ptr, halfway_ptr, M, ROWS, FIRST, digit, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr
+def _second_digits(words_ptr, start, M, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the high bits of words' rows, and the words. Other programs wrote them: not from this multiprocessor's L1."""
+    at = start + tl.arange(0, BLOCK_T)
+    words = tl.load(words_ptr + at, mask=at < M, other=0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
+    return (words >> (32 + LOW_BITS)).to(tl.int32), words
+
+
+@device_function
+def _count_lesser(digits, least):
+    """Return how many of each element's four comparisons hold, digit < least + 0, 1, 2, 3, in 16 bits each."""
+    equal = digits - least + 1
+    ones = tl.full(digits.shape, 0x0001000100010001, tl.int64)
+    return tl.where(equal >= 4, 0, ones << (16 * tl.maximum(equal, 0)).to(tl.int64))
+
+
+@device_function
+def _sum_field(packed, FIELD: tl.constexpr):
+    return tl.sum(((packed >> (16 * FIELD)) & 0xFFFF).to(tl.int32), 0)
+
+
+@device_function
+def _place(out_ptr, digits, words, least, place0, place1, place2, place3):
+    """Store the words of the four digits from their places on, and return the places after them."""
+    field = digits - least
+    mine = (field >= 0) & (field < 4)
+    shift = (16 * tl.where(mine, field, 0)).to(tl.int64)
+    one = mine.to(tl.int64) << shift
+    rank = ((tl.cumsum(one, 0) >> shift) & 0xFFFF).to(tl.int32) - 1
+    place = tl.where(field < 2, tl.where(field == 0, place0, place1), tl.where(field == 2, place2, place3))
+    tl.store(out_ptr + place + rank, words, mask=mine)
+    count = tl.sum(one, 0)
+    place0 += (count & 0xFFFF).to(tl.int32)
+    place1 += ((count >> 16) & 0xFFFF).to(tl.int32)
+    place2 += ((count >> 32) & 0xFFFF).to(tl.int32)
+    place3 += ((count >> 48) & 0xFFFF).to(tl.int32)
+    return place0, place1, place2, place3
+
+
+@device_function
+def _place_first_digits(
+    ids_ptr, halfway_ptr, M, ROWS, FIRST, least, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """Store the words of rows whose low bits are `digit` behind those of lesser ones, in the order of tokens."""
-    MASK: tl.constexpr = (1 << LOW_BITS) - 1
-    lesser = tl.zeros([BLOCK_T], tl.int32)
+    """Store words by the first digit, of which this program has the values from `least` on."""
+    lesser = tl.zeros([BLOCK_T], tl.int64)
     for start in range(0, M, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
-        lesser += (_digits(_words(ids_ptr, tokens, M, ROWS, FIRST, PADDING), tokens, M, 32, MASK) < digit).to(tl.int32)
-    place = tl.sum(lesser, 0)
+        digits, _ = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
+        lesser += _count_lesser(digits, least)
+    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
     for start in range(0, M, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
-        words = _words(ids_ptr, tokens, M, ROWS, FIRST, PADDING)
-        mine = _digits(words, tokens, M, 32, MASK) == digit
-        place = _place(halfway_ptr, words, mine, place)
+        digits, words = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
+        place0, place1, place2, place3 = _place(halfway_ptr, digits, words, least, place0, place1, place2, place3)
 
 
 @device_function
-def _place_second_digit(
-    halfway_ptr, order_ptr, M, digit, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr
-):  # fmt: skip
-    """Store the words of rows whose high bits are `digit` behind those of lesser ones, in the order of the first digits."""
-    MASK: tl.constexpr = (1 << (31 - LOW_BITS)) - 1
-    lesser = tl.zeros([BLOCK_T], tl.int32)
+def _place_second_digits(halfway_ptr, order_ptr, M, least, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Store words by the second digit, of which this program has the values from `least` on, in the order of the first."""
+    lesser = tl.zeros([BLOCK_T], tl.int64)
     for start in range(0, M, BLOCK_T):
-        at = start + tl.arange(0, BLOCK_T)
-        # others wrote it: not from this multiprocessor's L1
-        words = tl.load(halfway_ptr + at, mask=at < M, other=0, cache_modifier=".cg")
-        lesser += (_digits(words, at, M, 32 + LOW_BITS, MASK) < digit).to(tl.int32)
-    place = tl.sum(lesser, 0)
+        digits, _ = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
+        lesser += _count_lesser(digits, least)
+    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
     for start in range(0, M, BLOCK_T):
-        at = start + tl.arange(0, BLOCK_T)
-        words = tl.load(halfway_ptr + at, mask=at < M, other=0, cache_modifier=".cg")
-        place = _place(order_ptr, words, _digits(words, at, M, 32 + LOW_BITS, MASK) == digit, place)
-
-
-@device_function
-def _place(out_ptr, words, mine, place):
-    """Store my words from `place` on, and return the place after them."""
-    count = mine.to(tl.int32)
-    tl.store(out_ptr + place + tl.cumsum(count, 0) - 1, words, mask=mine)
-    return place + tl.sum(count, 0)
+        digits, words = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
+        place0, place1, place2, place3 = _place(order_ptr, digits, words, least, place0, place1, place2, place3)
 
 
 @device_function
 def _order_tokens(
     ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
-    LOW_BITS: tl.constexpr, SECOND: tl.constexpr, BLOCK_T: tl.constexpr,
+    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Do this program's part of the sort, and return the program's number, by which it started.
 
-    The first programs have a value of the first digit each, the last ones of the second digit. At least as many programs run.
+    The first programs have the first digit, and SECONDS programs after them the second. At least as many run.
     Counters: programs that have started, and those that are done with their digit, of the first and of the second.
     """
-    FIRSTS: tl.constexpr = 1 << LOW_BITS
+    FIRSTS: tl.constexpr = (1 << LOW_BITS) // 4
     program = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
-    digit = program - (tl.num_programs(0) - SECOND)
     if program < FIRSTS:
-        _place_first_digit(ids_ptr, halfway_ptr, M, ROWS, FIRST, program, PADDING, LOW_BITS, BLOCK_T)
+        _place_first_digits(ids_ptr, halfway_ptr, M, ROWS, FIRST, program * 4, PADDING, LOW_BITS, BLOCK_T)
         tl.debug_barrier()  # all of this program's words are written before it counts itself in
         tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel")
-    if digit >= 0:
+    second = program - tl.maximum(FIRSTS, (tl.num_programs(0) - SECONDS) // 2)  # halfway: few wait
+    if (second >= 0) & (second < SECONDS):
         while tl.atomic_add(arrived_ptr + 1, 0, sem="acquire") < FIRSTS:
             grid_sync.yield_to_programs()
-        _place_second_digit(halfway_ptr, order_ptr, M, digit, LOW_BITS, BLOCK_T)
+        _place_second_digits(halfway_ptr, order_ptr, M, second * 4, LOW_BITS, BLOCK_T)
         tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel") == SECOND - 1:  # all have started: zeros for the next launch
-            tl.store(arrived_ptr, 0)
-            tl.store(arrived_ptr + 1, 0)
-            tl.store(arrived_ptr + 2, 0)
+        tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel")
+    if program == tl.num_programs(0) - 1:  # all have started: zeros for the next launch, after the last that looks at them
+        while tl.atomic_add(arrived_ptr + 2, 0, sem="acquire") < SECONDS:
+            grid_sync.yield_to_programs()
+        tl.store(arrived_ptr, 0)
+        tl.store(arrived_ptr + 1, 0)
+        tl.store(arrived_ptr + 2, 0)
     return program
 
 
@@ -131,14 +159,14 @@ def _embedding_kernel(
     halfway_ptr, order_ptr, arrived_ptr,  # None where no gradient is asked for
     M, ROWS, FIRST,  # FIRST: the id of the first row
     VOCABULARY, PADDING, H, W_ROW, W_COLUMN,
-    LOW_BITS: tl.constexpr, SECOND: tl.constexpr,  # bits of the first digit, values of the second
+    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr,  # bits of the first digit, programs of the second
     WHOLE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     H, W_ROW = aligned(H, ALIGN), aligned(W_ROW, ALIGN)
     program = tl.program_id(0)
     if order_ptr is not None:
         program = _order_tokens(
-            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING, LOW_BITS, SECOND, BLOCK_T
+            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING, LOW_BITS, SECONDS, BLOCK_T
         )  # fmt: skip
     tokens = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = tokens < M
@@ -164,31 +192,30 @@ class LookUpTiles(NamedTuple):
 
 def look_up_tiles(H: int) -> LookUpTiles:
     block_h = min(2048, power_of_two(H))
-    return LookUpTiles(max(1, _TILE // block_h), block_h)
+    return LookUpTiles(max(1, _TILE // max(8, block_h)), block_h)
 
 
-def digits_of(rows: int) -> tuple[int, int]:
-    """Return the bits of the first digit, and how many values the second has: both digits have about as many."""
-    low = ceil_div(rows.bit_length(), 2)
-    return low, (rows >> low) + 1
+def order_programs(rows: int) -> tuple[int, int]:
+    """Return the bits of the first digit, and the programs of the second: both digits have about as many values."""
+    low = max(2, ceil_div(rows.bit_length(), 2))
+    return low, ceil_div((rows >> low) + 1, 4)
 
 
-def orders_in_kernel(tokens: int, rows: int) -> bool:
-    """Whether the kernel orders the tokens. PyTorch's sort does where that is faster: of millions of rows or tokens."""
-    low, second = digits_of(rows)
-    return rows <= _MOST_ROWS and tokens * ((1 << low) + second) <= _MOST_READS
+def orders_in_kernel(tokens: int, rows: int, H: int) -> bool:
+    """Whether the kernel orders the tokens, which it does in the time that rows of 2048 columns take. Else PyTorch's sort does."""
+    return rows <= _MOST_ROWS and (tokens <= _FEW_TOKENS or H >= _WIDE)
 
 
 @lru_cache(4096)
 def _plan(H: int, strides: tuple[int, int], rows: int, vocab_size: int, padding_idx: int, sorts: bool) -> tuple[int, int, Bound]:
     """Tokens a program, the least number of programs, and the kernel."""
     tiles = look_up_tiles(H)
-    low, second = digits_of(rows) if sorts else (0, 0)
+    low, seconds = order_programs(rows) if sorts else (0, 0)
     bound: Bound = _embedding_kernel.bind(
-        vocab_size, padding_idx, H, *strides, low, second, H % tiles.block_h == 0, known_align(H, strides[0]),
-        *tiles, _BLOCK_T, num_warps=_WARPS,
+        vocab_size, padding_idx, H, *strides, low, seconds, H % tiles.block_h == 0, known_align(H, strides[0]),
+        *tiles, _BLOCK_T, num_warps=_WARPS, resident=2,
     )  # fmt: skip
-    return tiles.block_m, (1 << low) + second if sorts else 1, bound
+    return tiles.block_m, (1 << low) // 4 + seconds if sorts else 1, bound
 
 
 # ---- calls ----
@@ -202,9 +229,9 @@ def look_up(ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordered: boo
     """
     rows, H = weight.shape
     y = weight.new_empty(*ids.shape, H)
-    ids = ids.reshape(-1)
+    ids = ids.contiguous().view(-1)
     M, device = ids.shape[0], weight.device
-    sorts = ordered and orders_in_kernel(M, rows)
+    sorts = ordered and orders_in_kernel(M, rows, H)
     halfway = order = arrived = None
     if sorts:
         halfway, order = ids.new_empty(M, dtype=torch.int64), ids.new_empty(M, dtype=torch.int64)
