@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepass.testing.budget import Finding, compare
+from onepass.testing.budget import BudgetReport, Finding, compare
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,15 +126,20 @@ def replaced(names, **changes):
 
 @contextlib.contextmanager
 def small_tiles(module, case):
-    """In the block the kernels of `module` have the case's tiles."""
+    """In the block the kernels of `module` have the case's tiles, and on a CPU the counters of all calls are the same, as on a GPU.
+
+    Yield the counters.
+    """
     forward, backward = module.look_up.__globals__, module.rows_gradient.__globals__["sum_rows"].__globals__
     block_t, block_h = (forward["_BLOCK_T"], backward["_BLOCK_H"]) if case.tiles is None else case.tiles
     rows = forward["_MOST_ROWS"] if case.sorts else 0
     plans = forward["_plan"], backward["_plan"]
     for plan in plans:
         plan.cache_clear()
-    with replaced(forward, _BLOCK_T=block_t, _MOST_ROWS=rows), replaced(backward, _BLOCK_H=block_h):
-        yield
+    counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    kept = {} if DEVICE == "cuda" else {"stream_scratch": lambda *_: (None, counters)}
+    with replaced(forward, _BLOCK_T=block_t, _MOST_ROWS=rows, **kept), replaced(backward, _BLOCK_H=block_h, **kept):
+        yield counters
     for plan in plans:
         plan.cache_clear()
 
@@ -158,10 +163,10 @@ def judge_case(module, case, seed=0, backend="triton"):
     """Judge `module.embedding` on a case. Tensors and memory that it must not write are checked too."""
     ids, weight, dy, before = draw(case, seed)
     try:
-        with small_tiles(module, case), poisoned(), unchanged(ids=ids, weight=weight, dy=dy, before=before):
+        with small_tiles(module, case) as counters, poisoned(), unchanged(ids=ids, weight=weight, dy=dy, before=before):
             (y, grad), (y_again, grad_again) = results(module, case, ids, weight, dy, before, backend)
     except AssertionError as error:
-        return _failed(str(error))
+        return BudgetReport([Finding("memory", str(error), float("nan"), 0, 0)])
     target = None if case.main is None else before
     base, exact = (expected_gradient(case, ids, dy, target, dtype) for dtype in (FP32, FP64))
     kind = case.main or case.dtype
@@ -177,14 +182,9 @@ def judge_case(module, case, seed=0, backend="triton"):
         Finding("types", "differ", float(y.dtype is not case.dtype or grad.dtype is not kind), 0, 0),
         Finding("rows nobody looked up", "differ", float((grad[untouched] != left[untouched]).sum()), 0, 0),
         Finding("calls", "differ", float(not same), 0, 0),
+        Finding("counters", "left", float(counters.count_nonzero()), 0, 0),
         Finding("memory between rows", "written", 0.0 if around is None else float((~around.isnan()).sum() - grad.numel()), 0, 0),
     ]
-    return report
-
-
-def _failed(what):
-    report = compare([], FP32)
-    report.findings.append(Finding("memory", what, float("nan"), 0, 0))
     return report
 
 

