@@ -227,10 +227,14 @@ def _call(args: argparse.Namespace, op: Op, dtype: torch.dtype, device: torch.de
     """Return the first tensor of the call that the command line describes, and its other arguments."""
     import torch
 
-    types = getattr(op.samples, "TYPES_OF", {})
-    x = torch.empty(args.shape, dtype=types.get(next(iter(signature(op.function).parameters)), dtype), device=device)
+    first, types = next(iter(signature(op.function).parameters)), getattr(op.samples, "TYPES_OF", {})
+    x = torch.empty(args.shape, dtype=types.get(first, dtype), device=device)
+
+    def fake(name: str, value: bool | tuple[int, ...]) -> Tensor | None:
+        return _fake(x, op, name, value, vars(args), types.get(name, dtype))
+
     options = {
-        parameter.name: _fake(x, op, parameter.name, value, vars(args), types.get(parameter.name, dtype)) if _is_tensor(kind) else value
+        parameter.name: fake(parameter.name, value) if _is_tensor(kind) else value
         for parameter, kind in _options(op.function)
         for value in [getattr(args, parameter.name)]
     }

@@ -29,7 +29,8 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("words")
     assert wrong(embedding, case, inputs, lambda ids, weight: embedding._ours(case)(ids.flip(0), weight))
-    assert "dweight" in wrong(embedding, case, inputs, lambda ids, weight: embedding.embedding(ids, weight, padding_idx=int(ids[0])))
+    padded = int(inputs.tensors["ids"][0])
+    assert "dweight" in wrong(embedding, case, inputs, lambda *given: embedding.embedding(*given, padding_idx=padded))
 
 
 def test_as_many_rows_are_looked_up_as_expected() -> None:

@@ -1,7 +1,7 @@
 """The oracle of embedding: `judge_case` decides whether a module computes a case within the error budget.
 
-The real module must pass every case, and each mutant must fail one. y must be exact. The gradient is judged returned, and added to
-main_grad.
+The real module must pass every case, and each mutant must fail one. y must be exact. The gradient is judged returned, and added
+to main_grad.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def local_rows(case, ids):
 
 
 def expected_y(case, ids, weight):
-    rows, known = local_rows(case, ids)
+    _, known = local_rows(case, ids)
     local = ids.long() - case.start
     here = known & (local >= 0) & (local < case.rows)
     y = torch.where(here.unsqueeze(-1), weight[torch.where(here, local, 0)], 0.0)
@@ -126,10 +126,7 @@ def replaced(names, **changes):
 
 @contextlib.contextmanager
 def small_tiles(module, case):
-    """In the block the kernels of `module` have the case's tiles, and on a CPU the counters of all calls are the same, as on a GPU.
-
-    Yield the counters.
-    """
+    """In the block the kernels of `module` have the case's tiles. Yield the counters, on a CPU those of all calls, as on a GPU."""
     forward, backward = module.look_up.__globals__, module.rows_gradient.__globals__["sum_rows"].__globals__
     block_t, block_h = (forward["_BLOCK_T"], backward["_BLOCK_H"]) if case.tiles is None else case.tiles
     rows = forward["_MOST_ROWS"] if case.sorts else 0

@@ -130,7 +130,7 @@ def test_nan_and_infinities_stay_in_their_rows(backend):
 def test_fp64(backend):
     weight, ids = table(dtype=FP64), drawn(30)
     if backend == "triton":
-        with pytest.raises(RuntimeError, match="weight is torch.float64"):
+        with pytest.raises(RuntimeError, match=r"weight is torch\.float64"):
             onepass.embedding(ids, weight, backend=backend)
         return
     assert torch.autograd.gradcheck(lambda w: module.embedding_reference(ids, w), weight)
@@ -220,7 +220,7 @@ def test_explain():
     ("call", "error", "words"),
     [
         (lambda w: onepass.embedding([1], w), TypeError, "ids must be an int32 or int64 tensor, but is a list"),
-        (lambda w: onepass.embedding(torch.ones(3, device=DEVICE), w), TypeError, "ids must be an int32 or int64 tensor, but is of"),
+        (lambda w: onepass.embedding(torch.ones(3, device=DEVICE), w), TypeError, "ids must be an int32 or int64"),
         (lambda w: onepass.embedding(drawn(3), [1.0]), TypeError, "weight must be a floating-point tensor"),
         (lambda w: onepass.embedding(drawn(3), w[0]), ValueError, "weight must have shape (rows, features), but has (6,)"),
         (lambda w: onepass.embedding(drawn(3).to("meta"), w), ValueError, "ids must be on"),
@@ -242,7 +242,7 @@ def test_bad_input(call, error, words):
 @pytest.mark.parametrize("strange", (-1, 40, 1 << 40))
 def test_ids_of_no_vocabulary_raise_where_they_are_read(strange, backend):
     ids = torch.tensor([1, strange, 3], device=DEVICE)
-    with onepass.validate(), pytest.raises(IndexError, match="ids must be from 0 to 39, the rows of the vocabulary, but are from"):
+    with onepass.validate(), pytest.raises(IndexError, match="ids must be from 0 to 39, the rows of the vocabulary"):
         onepass.embedding(ids, table(), backend=backend)
 
 

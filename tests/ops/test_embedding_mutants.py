@@ -28,7 +28,6 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     # ---- the order ----
     "padding is trained": (forward, "_trained_rows", " & (ids != PADDING)", ""),
     "strange ids go to the last row": (forward, "_trained_rows", "rows, ROWS)", "rows, ROWS - 1)"),
-    "another rank's rows are the first": (forward, "_trained_rows", "(rows >= 0) & ", ""),
     "tokens past the last are ordered": (forward, "_first_digits", "tokens < M", "tokens <= M"),
     "the first digit is a bit short": (forward, "_first_digits", "(1 << LOW_BITS) - 1", "(1 << LOW_BITS - 1) - 1"),
     "the second digit begins a bit late": (forward, "_second_digits", "32 + LOW_BITS", "33 + LOW_BITS"),

@@ -142,7 +142,7 @@ def sum_rows(dy: Tensor, order: Tensor, out: Tensor, add: bool) -> None:
     M, H = dy.shape
     dy, dy_row = as_rows(dy)
     pieces = ceil_div(M, _PIECE)
-    tiles, launch = _plan(H, dy_row, out.stride(), add)  # type: ignore[arg-type]
+    tiles, launch = _plan(H, dy_row, out.stride(), add)
     partial = dy.new_empty(2 * pieces * H, dtype=torch.float32)
     arrived = stream_scratch(0, pieces * tiles, dy.device)[1]
     launch(grid_of(tiles, M), dy, order, out, partial, arrived, M, out.shape[0])

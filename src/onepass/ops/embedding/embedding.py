@@ -4,8 +4,8 @@ Formula  y[i] = weight[ids[i] - vocab_start] where weight has that row; zeros fo
          has; NaN for ids outside of the vocabulary. dweight[r] is the sum of dy's rows whose id is r's, in fp32, rounded once.
 Shapes   ids [...], weight [ROWS, H], y [..., H]. M ids in all.
 Saves    the ids in the order of their rows, 8 bytes each. By PyTorch the ids themselves.
-Bytes    forward reads M rows of weight and writes y. Backward reads dy, and reads and writes main_grad's rows that were looked up;
-         without main_grad it writes dweight, zeros and those rows.
+Bytes    forward reads M rows of weight and writes y. Backward reads dy, and reads and writes main_grad's rows that were looked
+         up; without main_grad it writes dweight, zeros and those rows.
 Kernels  ops/embedding/forward.py, ops/embedding/backward.py: one each way.
 """
 
@@ -216,8 +216,8 @@ def embedding(
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        y ``[..., H]``, of weight's type, also under autocast. An id outside of the vocabulary raises IndexError on a CPU and under
-        `onepass.validate()`. On a GPU and in a compiled graph its row is NaN, and no row gets a gradient from it.
+        y ``[..., H]``, of weight's type, also under autocast. An id outside of the vocabulary raises IndexError on a CPU and
+        under `onepass.validate()`. On a GPU and in a compiled graph its row is NaN, and no row gets a gradient from it.
     """
     sound = _check(ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size)
     chosen = choose("embedding", backend, unsupported(weight))

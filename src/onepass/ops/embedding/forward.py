@@ -202,7 +202,7 @@ def order_programs(rows: int) -> tuple[int, int]:
 
 
 def orders_in_kernel(tokens: int, rows: int, H: int) -> bool:
-    """Whether the kernel orders the tokens, which it does in the time that rows of 2048 columns take. Else PyTorch's sort does."""
+    """Whether the kernel orders the tokens, in the time that rows of 2048 columns take. Otherwise PyTorch's sort does."""
     return rows <= _MOST_ROWS and (tokens <= _FEW_TOKENS or H >= _WIDE)
 
 

@@ -62,20 +62,21 @@ def _add_in_order(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_add_(0, rows, values)
 
 
-def _write(zeros: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None) -> Tensor:
+def _write(zeros: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None) -> None:
     """Write the gradient over zeros."""
     if order is None:
         add_rows(zeros, dy, rows)
     elif order.shape[0]:
         sum_rows(dy, order, zeros, add=False)
-    return zeros
 
 
 # ---- registered ops ----
 
 
 def _returned(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    return _write(torch.zeros_like(weight), dy, rows, order)
+    dweight = torch.zeros_like(weight)
+    _write(dweight, dy, rows, order)
+    return dweight
 
 
 def _overwrite_rows(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Any) -> Tensor:

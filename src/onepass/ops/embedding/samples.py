@@ -46,7 +46,7 @@ def _random_embedding(draw: Draw) -> RandomCall:
         # a fifth of the ids are alike
         "ids": RandomTensor(lead, draw.choose((torch.int64, torch.int32)), "labels", top=vocabulary, ignore_index=start),
     }
-    options = {"padding_idx": draw.choose((None, 0, -1)), "vocab_start": start, "vocab_size": vocabulary}
+    options: dict[str, Any] = {"padding_idx": draw.choose((None, 0, -1)), "vocab_start": start, "vocab_size": vocabulary}
     return RandomCall(tensors, options, partial(embedding_reference, **options))
 
 
