@@ -47,9 +47,16 @@ def test_real_sizes(M, rows, H, kind):
     assert report, report
 
 
-@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize("H", (1, 7, 16, 64, 100, 777, 1024, 1025, 2048, 3001, 8192))
-def test_every_width(H, dtype):
+def test_every_width(H):
+    for main in (None, FP32):
+        report = judge_case(module, Case(700, 90, H, BF16, main, "zipf"))
+        assert report, report
+
+
+@pytest.mark.parametrize("H", (64, 777, 2048))
+@pytest.mark.parametrize("dtype", (FP16, FP32), ids=str)
+def test_other_types(H, dtype):
     for main in (None, dtype):
         report = judge_case(module, Case(700, 90, H, dtype, main, "zipf"))
         assert report, report

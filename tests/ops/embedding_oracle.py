@@ -126,7 +126,7 @@ def replaced(names, **changes):
 
 @contextlib.contextmanager
 def small_tiles(module, case):
-    """In the block the kernels of `module` have the case's tiles. Yield the counters, on a CPU those of all calls, as on a GPU."""
+    """In the block the kernels of `module` have the case's tiles. Yield the counters, which all calls share, as on a GPU."""
     forward, backward = module.look_up.__globals__, module.rows_gradient.__globals__["sum_rows"].__globals__
     block_t, block_h = (forward["_BLOCK_T"], backward["_BLOCK_H"]) if case.tiles is None else case.tiles
     rows = forward["_MOST_ROWS"] if case.sorts else 0

@@ -64,7 +64,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "out's columns lie together": (*SUM, "columns.to(tl.int64) * OUT_COLUMN", "columns.to(tl.int64)"),
     # ---- the op ----
     "zeros are not made": (gradient, "_returned", "torch.zeros_like", "torch.empty_like"),
-    "main_grad taken for new": (gradient, "add_rows", "add=not first", "add=first"),
+    "main_grad taken for new": (gradient, "add_rows", "not first, keep", "first, keep"),
     "negative padding is none": (module, "_options", "padding_idx % vocab_size", "padding_idx"),
 }  # fmt: skip
 

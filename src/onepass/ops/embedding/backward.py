@@ -16,7 +16,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
-from onepass.kernels.scratch import stream_scratch
+from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 _PIECE = 64  # tokens of the order in which a run is not cut
@@ -137,12 +137,14 @@ def _plan(H: int, dy_row: int, strides: tuple[int, int], add: bool) -> tuple[int
 # ---- the call ----
 
 
-def sum_rows(dy: Tensor, order: Tensor, out: Tensor, add: bool) -> None:
+def sum_rows(dy: Tensor, order: Tensor, out: Tensor, add: bool, keep_scratch: bool = True) -> None:
     """Add to out [ROWS, H], or write over, the rows that dy [M, H] has gradients of, in the order that `look_up` returned."""
     M, H = dy.shape
+    if not M:
+        return
     dy, dy_row = as_rows(dy)
     pieces = ceil_div(M, _PIECE)
     tiles, launch = _plan(H, dy_row, out.stride(), add)
     partial = dy.new_empty(2 * pieces * H, dtype=torch.float32)
-    arrived = stream_scratch(0, pieces * tiles, dy.device)[1]
+    arrived = (stream_scratch if keep_scratch else new_scratch)(0, pieces * tiles, dy.device)[1]
     launch(grid_of(tiles, M), dy, order, out, partial, arrived, M, out.shape[0])

@@ -11,6 +11,7 @@ Kernels  ops/embedding/forward.py, ops/embedding/backward.py: one each way.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _look_up_fake(ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordere
 
 _look_up = Registered(
     "embedding(Tensor ids, Tensor weight, EmbeddingOptions options, bool ordered) -> (Tensor, Tensor?)",
-    look_up, _look_up_fake, EmbeddingOptions,
+    look_up, _look_up_fake, EmbeddingOptions, dispatched=partial(look_up, keep_scratch=False),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from onepass.kernels import grid_sync
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned, inside_row, known_align
-from onepass.kernels.scratch import stream_scratch
+from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 _MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders
@@ -129,10 +129,12 @@ def _order_tokens(
     """Do this program's part of the sort, and return the program's number, by which it started.
 
     The first programs have the first digit, and SECONDS programs after them the second. At least as many run.
-    Counters: programs that have started, and those that are done with their digit, of the first and of the second.
+    Counters: programs that have started, and those that are done with the first digit, and past waiting. They end as zeros.
     """
     FIRSTS: tl.constexpr = (1 << LOW_BITS) // 4
     program = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
+    if program == tl.num_programs(0) - 1:  # all have started
+        tl.store(arrived_ptr, 0)
     if program < FIRSTS:
         _place_first_digits(ids_ptr, halfway_ptr, M, ROWS, FIRST, program * 4, PADDING, LOW_BITS, BLOCK_T)
         tl.debug_barrier()  # all of this program's words are written before it counts itself in
@@ -142,14 +144,9 @@ def _order_tokens(
         while tl.atomic_add(arrived_ptr + 1, 0, sem="acquire") < FIRSTS:
             grid_sync.yield_to_programs()
         _place_second_digits(halfway_ptr, order_ptr, M, second * 4, LOW_BITS, BLOCK_T)
-        tl.debug_barrier()
-        tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel")
-    if program == tl.num_programs(0) - 1:  # all have started: zeros for the next launch, after the last that looks at them
-        while tl.atomic_add(arrived_ptr + 2, 0, sem="acquire") < SECONDS:
-            grid_sync.yield_to_programs()
-        tl.store(arrived_ptr, 0)
-        tl.store(arrived_ptr + 1, 0)
-        tl.store(arrived_ptr + 2, 0)
+        if tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel") == SECONDS - 1:  # nobody waits any more
+            tl.store(arrived_ptr + 1, 0)
+            tl.store(arrived_ptr + 2, 0)
     return program
 
 
@@ -221,7 +218,9 @@ def _plan(H: int, strides: tuple[int, int], rows: int, vocab_size: int, padding_
 # ---- calls ----
 
 
-def look_up(ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordered: bool) -> tuple[Tensor, Tensor | None]:
+def look_up(
+    ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordered: bool, *, keep_scratch: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Return y, and where `ordered` the words [M] of all tokens in the order of their rows.
 
     A word has the row in its upper 32 bits and the token's number in its lower. The rows of tokens that have no gradient to give
@@ -230,12 +229,12 @@ def look_up(ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordered: boo
     rows, H = weight.shape
     y = weight.new_empty(*ids.shape, H)
     ids = ids.contiguous().view(-1)
-    M, device = ids.shape[0], weight.device
+    M = ids.shape[0]
     sorts = ordered and orders_in_kernel(M, rows, H)
     halfway = order = arrived = None
     if sorts:
         halfway, order = ids.new_empty(M, dtype=torch.int64), ids.new_empty(M, dtype=torch.int64)
-        arrived = stream_scratch(0, 3, device)[1]
+        arrived = (stream_scratch if keep_scratch else new_scratch)(0, 3, weight.device)[1]
     block_m, least, launch = _plan(H, weight.stride(), rows, options.vocab_size, options.padding_idx, sorts)
     programs = max(ceil_div(M, block_m), least)
     launch((programs, 1, 1), ids, weight, y, halfway, order, arrived, M, rows, options.vocab_start)

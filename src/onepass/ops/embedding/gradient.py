@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ def rows_gradient(
     return put_gradient(_ROWS, (dy, rows, order), weight, main_grad, request)
 
 
-def add_rows(main_grad: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None = None) -> None:
+def add_rows(
+    main_grad: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None = None, *, keep_scratch: bool = True
+) -> None:
     """Add dy to main_grad[rows], with fp32 sums, without atomics on floats and without waiting for a GPU."""
     if order is not None:
         first = is_first_write(main_grad)
         if first:
             main_grad.zero_()
-        if order.shape[0]:
-            sum_rows(dy, order, main_grad, add=not first)
+        sum_rows(dy, order, main_grad, not first, keep_scratch)
         if first:
             mark_written(main_grad)
     elif rows is not None:
@@ -62,25 +64,27 @@ def _add_in_order(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_add_(0, rows, values)
 
 
-def _write(zeros: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None) -> None:
+def _write(zeros: Tensor, dy: Tensor, rows: Tensor | None, order: Tensor | None, keep_scratch: bool) -> None:
     """Write the gradient over zeros."""
     if order is None:
         add_rows(zeros, dy, rows)
-    elif order.shape[0]:
-        sum_rows(dy, order, zeros, add=False)
+    else:
+        sum_rows(dy, order, zeros, False, keep_scratch)
 
 
 # ---- registered ops ----
 
 
-def _returned(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
+def _returned(
+    dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Tensor, *, keep_scratch: bool = True
+) -> Tensor:
     dweight = torch.zeros_like(weight)
-    _write(dweight, dy, rows, order)
+    _write(dweight, dy, rows, order, keep_scratch)
     return dweight
 
 
-def _overwrite_rows(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Any) -> Tensor:
-    return overwrite_main_grad(weight, lambda main_grad: _write(main_grad.zero_(), dy, rows, order))
+def _overwrite(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Any, *, keep_scratch: bool = True) -> Tensor:
+    return overwrite_main_grad(weight, lambda main_grad: _write(main_grad.zero_(), dy, rows, order, keep_scratch))
 
 
 def _like_weight(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
@@ -88,7 +92,15 @@ def _like_weight(dy: Tensor, rows: Tensor | None, order: Tensor | None, weight: 
 
 
 _OPERANDS = "Tensor dy, Tensor? rows, Tensor? order, Tensor weight"
-_returned_op = Registered(f"embedding_gradient({_OPERANDS}) -> Tensor", _returned, _like_weight)
-_add_rows_op = registered(f"add_rows_gradient(Tensor(a!) main_grad, {_OPERANDS}) -> ()", as_op(add_rows), lambda *_: None)
-_overwrite_rows_op = registered(f"overwrite_rows_gradient({_OPERANDS}) -> Tensor", _overwrite_rows, _like_weight)
-_ROWS = GradientKind(_returned_op, _overwrite_rows, _overwrite_rows_op, add_rows, _add_rows_op)
+_returned_op = Registered(
+    f"embedding_gradient({_OPERANDS}) -> Tensor", _returned, _like_weight, dispatched=partial(_returned, keep_scratch=False)
+)
+_add_op = registered(
+    f"add_rows_gradient(Tensor(a!) main_grad, {_OPERANDS}) -> ()",
+    as_op(partial(add_rows, keep_scratch=False)),
+    lambda *_: None,
+)
+_overwrite_op = registered(
+    f"overwrite_rows_gradient({_OPERANDS}) -> Tensor", partial(_overwrite, keep_scratch=False), _like_weight
+)
+_ROWS = GradientKind(_returned_op, _overwrite, _overwrite_op, add_rows, _add_op)
