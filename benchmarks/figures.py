@@ -584,6 +584,11 @@ OPS_ROWS = [
         "attention",
     ),
     ("[`rope`](docs/guide.md#rotary-positions)", "rotary positions of q and k in one launch; saves only the tables", "rope"),
+    (
+        "[`embedding`](docs/guide.md#the-embedding)",
+        "rows of a table by their ids; the gradient goes to the rows of `main_grad` that were looked up, in a fixed order",
+        "embedding",
+    ),
     ("[`softmax`](docs/guide.md#softmax)", "scaled, masked or causal softmax of attention scores", "softmax"),
     (
         "[`dropout_add`](docs/guide.md#dropout)",

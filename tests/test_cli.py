@@ -131,6 +131,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "bias_activation": "--shape 16,32 --bias --dropout 0.1",
         "cross_entropy": "--shape 32,1000 --labels 32",
         "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
+        "embedding": "--shape 4,512 --weight 1000,64",
         "layer_norm": "--shape 16,32 --weight --bias",
         "linear": "--shape 16,32 --weight 8,32",
         "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192",

@@ -13,6 +13,7 @@ from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, 
 from onepass.ops.attention.attention import attention
 from onepass.ops.attention.rope import rope
 from onepass.ops.dropout.dropout_add import dropout_add
+from onepass.ops.embedding.embedding import embedding
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -49,6 +50,7 @@ __all__ = [
     "compare",
     "cross_entropy",
     "dropout_add",
+    "embedding",
     "explain",
     "fuse",
     "gpt",

@@ -227,18 +227,24 @@ def _call(args: argparse.Namespace, op: Op, dtype: torch.dtype, device: torch.de
     """Return the first tensor of the call that the command line describes, and its other arguments."""
     import torch
 
-    x = torch.empty(args.shape, dtype=dtype, device=device)
+    first, types = next(iter(signature(op.function).parameters)), getattr(op.samples, "TYPES_OF", {})
+    x = torch.empty(args.shape, dtype=types.get(first, dtype), device=device)
+
+    def fake(name: str, value: bool | tuple[int, ...]) -> Tensor | None:
+        return _fake(x, op, name, value, vars(args), types.get(name, dtype))
+
     options = {
-        parameter.name: _fake(x, op, parameter.name, value, vars(args)) if _is_tensor(kind) else value
+        parameter.name: fake(parameter.name, value) if _is_tensor(kind) else value
         for parameter, kind in _options(op.function)
         for value in [getattr(args, parameter.name)]
     }
     return x, options
 
 
-def _fake(x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return a tensor, or None. The op's samples give its dtype, by default x's, and a shape, by default x's last dimension."""
-    dtype = getattr(op.samples, "TYPES_OF", {}).get(name, x.dtype)
+def _fake(
+    x: Tensor, op: Op, name: str, value: bool | tuple[int, ...], given: dict[str, Any], dtype: torch.dtype
+) -> Tensor | None:
+    """Return a tensor, or None. The op's samples give its shape, by default x's last dimension."""
     if isinstance(value, tuple):
         return x.new_empty(value, dtype=dtype)
     if not value:

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import onepass
-from onepass.gradients.embedding_gradient import add_rows
 from onepass.nn import ColumnParallelLinear, Linear, RowParallelLinear, VocabParallelEmbedding, sharded_state_dict
+from onepass.ops.embedding import embedding as embedding_op
+from onepass.ops.embedding.gradient import add_rows
 from onepass.testing.poison import unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,7 +239,7 @@ def tokens(*shape, rows=11):
 
 def as_on_a_gpu():
     """Ids are not looked at."""
-    return mock.patch.object(VocabParallelEmbedding, "_look", return_value=False)
+    return mock.patch.object(embedding_op, "_ids_are_sound", return_value=False)
 
 
 @pytest.mark.parametrize("looked", (True, False))

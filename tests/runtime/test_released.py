@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from parallel.poisoned import poisoned
 
 from onepass.gradients import packed_params as joined
-from onepass.gradients.embedding_gradient import add_rows
 from onepass.gradients.main_grad import add_gradient
 from onepass.gradients.releasable_storage import ReleasableBuffer, buffer_of, ensure_written, is_first_write, mark_written
+from onepass.ops.embedding.gradient import add_rows
 
 ROWS, COLUMNS, GAP = (4, 3, 6, 1), 8, 5  # of the parameters, and what lies between some of them
 

@@ -1,0 +1,140 @@
+"""embedding against its peers: rows of a table by their ids, and their gradient.
+
+Bytes     forward reads the rows and writes y; backward reads dy, and reads and writes the rows of main_grad in fp32, each once
+          however often it was looked up. Without main_grad it writes the table's gradient instead.
+Shapes    tokens x features x rows of the table. Ids are drawn as words are: the k-th most frequent row with a weight of 1 / k,
+          rows in random order; "uniform" draws all rows alike, and "alike" one row alone.
+Peers     eager: F.embedding, whose gradient PyTorch sorts and returns; with main_grad it is then added, as a training loop does.
+          torch.compile: the same, compiled.
+          Megatron: weight[ids], as its VocabParallelEmbedding has it in deterministic mode: index_put_ sorts. Without that mode
+          it is F.embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
+from onepass.bench.peers import compiled
+from onepass.ops.embedding.embedding import embedding, embedding_reference
+from onepass.runtime.backend import explain
+
+OP = "embedding"
+_VARIANTS = ("words", "uniform", "alike", "returned")  # returned: words, without main_grad
+_SHAPES = [(16384, 2048, 128256), (16384, 2048, 32000), (8192, 4096, 151936), (65536, 64, 1000000)]
+_CPU = [(2048, 256, 32000)]
+
+
+def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
+    tokens, features, rows = shape
+    looked_up = tokens * features * dtype.itemsize
+    in_main_grad = 8 * features * _expected_rows(variant, tokens, rows)
+    added = rows * features * dtype.itemsize if variant == "returned" else in_main_grad
+    return BenchCase(OP, variant, shape, dtype, 2 * looked_up + 8 * tokens, looked_up + 8 * tokens + added)
+
+
+def _expected_rows(variant: str, tokens: int, rows: int) -> int:
+    """Return how many rows are looked up on average."""
+    if variant == "alike":
+        return 1
+    if variant == "uniform":
+        return round(rows * -math.expm1(tokens * math.log1p(-1 / rows))) if rows > 1 else 1
+    rank = torch.arange(1, rows + 1, dtype=torch.float64)
+    share = 1 / rank / (1 / rank).sum()
+    return round(float((1 - (1 - share) ** tokens).sum()))
+
+
+def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
+    shapes = (_SHAPES[:1] if quick else _SHAPES) if device.type == "cuda" else _CPU
+    return [_case(variant, shape, dtype) for variant in _VARIANTS for shape in shapes]
+
+
+def _tiny(case: BenchCase) -> BenchCase:
+    return _case(case.variant, (64, 64, 128), case.dtype)
+
+
+def _ids(case: BenchCase, device: torch.device, generator: torch.Generator) -> Tensor:
+    tokens, _, rows = case.shape
+    if case.variant == "alike":
+        return torch.full((tokens,), rows // 2, device=device)
+    if case.variant == "uniform":
+        return torch.randint(rows, (tokens,), generator=generator, device=device)
+    total = (1 / torch.arange(1, rows + 1, dtype=torch.float64, device=device)).cumsum(0)
+    drawn = torch.rand(tokens, generator=generator, device=device, dtype=torch.float64) * total[-1]
+    rank = torch.searchsorted(total, drawn).clamp_max(rows - 1)
+    return torch.randperm(rows, generator=generator, device=device)[rank]
+
+
+def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+    tokens, features, rows = case.shape
+    weight: Any = torch.randn(rows, features, generator=generator, device=device, dtype=case.dtype).requires_grad_()
+    trained = case.variant != "returned"
+    if trained:
+        weight.main_grad = torch.zeros(rows, features, device=device)
+    dy = torch.randn(tokens, features, generator=generator, device=device, dtype=case.dtype)
+    return Inputs({"ids": _ids(case, device, generator), "weight": weight}, frozenset({"ids"}), {"y": dy}, trained)
+
+
+def _formula(case: BenchCase) -> Call:
+    return embedding_reference
+
+
+# ---- onepass and others ----
+
+
+def _ours(case: BenchCase) -> Call:
+    return embedding
+
+
+class _MainGrad(torch.autograd.Function):
+    """Pass a weight on, and add its gradient to main_grad, as a training loop does after PyTorch has made it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.weight.main_grad.add_(grad)
+
+
+def _gathering(case: BenchCase, function: Any) -> Call:
+    def call(ids: Tensor, weight: Tensor) -> Result:
+        given: Tensor = _MainGrad.apply(weight) if hasattr(weight, "main_grad") else weight  # type: ignore[no-untyped-call]
+        y: Tensor = function(ids, given)
+        return y
+
+    return call
+
+
+def _indexed(ids: Tensor, weight: Tensor) -> Tensor:
+    return weight[ids]
+
+
+def _contenders(case: BenchCase) -> list[Contender]:
+    return [
+        Contender("onepass", _ours, ours=True),
+        Contender("eager", lambda case: _gathering(case, F.embedding)),
+        Contender("torch.compile", lambda case: _gathering(case, compiled(F.embedding)), compiles=True),
+        Contender("Megatron", lambda case: _gathering(case, _indexed)),
+    ]
+
+
+def _backend(case: BenchCase, inputs: Inputs) -> str:
+    return explain(OP, *inputs.tensors.values()).backend
+
+
+_NONE = "has no embedding of its own"
+BENCH = OpBench(
+    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+    without={
+        "Liger": "its embedding adds to the gradient with atomics, in the storage type", "QuACK": _NONE, "Apex": _NONE,
+        "Transformer Engine": _NONE,
+    },
+)  # fmt: skip

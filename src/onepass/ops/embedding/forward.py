@@ -1,0 +1,251 @@
+"""embedding's kernel forward: it looks the rows up, and orders the tokens by row for backward meanwhile.
+
+The order is a radix sort of two digits. A program takes four values of a digit and reads all tokens: it counts those of lesser
+values, and stores its own behind them, in their order. So programs of one digit need not know of each other. They take as long as
+the rows of wide tables do, which most programs copy in the meantime. Programs of the second digit wait for those of the first,
+which have started before and wait for nobody: a program's number is the order in which it started.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.kernels import grid_sync
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.rows import aligned, inside_row, known_align
+from onepass.kernels.scratch import new_scratch, stream_scratch
+from onepass.runtime.sizes import ceil_div, power_of_two
+
+_MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders
+_FEW_TOKENS, _WIDE = 1 << 16, 2048  # PyTorch's sort is faster for more tokens of narrower rows
+_TILE = 8192  # numbers of the rows that a program looks up at a time
+_BLOCK_T = 2048  # tokens that are ordered at a time
+_WARPS = 8
+
+
+class EmbeddingOptions(NamedTuple):
+    padding_idx: int  # -1: none
+    vocab_start: int  # the id of weight's first row
+    vocab_size: int
+
+
+# ---- kernels ----
+
+
+@device_function
+def _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING):
+    """Return the row that gets each token's gradient, or ROWS where none does."""
+    ids = tl.load(ids_ptr + tokens, mask=tokens < M, other=0)
+    rows = ids.to(tl.int64) - FIRST
+    return tl.where((rows >= 0) & (rows < ROWS) & (ids != PADDING), rows, ROWS).to(tl.int32)
+
+
+@device_function
+def _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the low bits of tokens' rows, and the tokens' words. Tokens past the last one have a digit above all others."""
+    tokens = start + tl.arange(0, BLOCK_T)
+    rows = _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING)
+    digits = tl.where(tokens < M, rows & ((1 << LOW_BITS) - 1), 1 << LOW_BITS)
+    return digits, (rows.to(tl.int64) << 32) | tokens
+
+
+@device_function
+def _second_digits(words_ptr, start, M, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the high bits of words' rows, and the words. Other programs wrote them: not from this multiprocessor's L1."""
+    at = start + tl.arange(0, BLOCK_T)
+    words = tl.load(words_ptr + at, mask=at < M, other=0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
+    return (words >> (32 + LOW_BITS)).to(tl.int32), words
+
+
+@device_function
+def _count_lesser(digits, least):
+    """Return how many of each element's four comparisons hold, digit < least + 0, 1, 2, 3, in 16 bits each."""
+    equal = digits - least + 1
+    ones = tl.full(digits.shape, 0x0001000100010001, tl.int64)
+    return tl.where(equal >= 4, 0, ones << (16 * tl.maximum(equal, 0)).to(tl.int64))
+
+
+@device_function
+def _sum_field(packed, FIELD: tl.constexpr):
+    return tl.sum(((packed >> (16 * FIELD)) & 0xFFFF).to(tl.int32), 0)
+
+
+@device_function
+def _place(out_ptr, digits, words, least, place0, place1, place2, place3):
+    """Store the words of the four digits from their places on, and return the places after them."""
+    field = digits - least
+    mine = (field >= 0) & (field < 4)
+    shift = (16 * tl.where(mine, field, 0)).to(tl.int64)
+    one = mine.to(tl.int64) << shift
+    rank = ((tl.cumsum(one, 0) >> shift) & 0xFFFF).to(tl.int32) - 1
+    place = tl.where(field < 2, tl.where(field == 0, place0, place1), tl.where(field == 2, place2, place3))
+    tl.store(out_ptr + place + rank, words, mask=mine)
+    count = tl.sum(one, 0)
+    place0 += (count & 0xFFFF).to(tl.int32)
+    place1 += ((count >> 16) & 0xFFFF).to(tl.int32)
+    place2 += ((count >> 32) & 0xFFFF).to(tl.int32)
+    place3 += ((count >> 48) & 0xFFFF).to(tl.int32)
+    return place0, place1, place2, place3
+
+
+@device_function
+def _place_first_digits(
+    ids_ptr, halfway_ptr, M, ROWS, FIRST, least, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """Store words by the first digit, of which this program has the values from `least` on."""
+    lesser = tl.zeros([BLOCK_T], tl.int64)
+    for start in range(0, M, BLOCK_T):
+        digits, _ = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
+        lesser += _count_lesser(digits, least)
+    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
+    for start in range(0, M, BLOCK_T):
+        digits, words = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
+        place0, place1, place2, place3 = _place(halfway_ptr, digits, words, least, place0, place1, place2, place3)
+
+
+@device_function
+def _place_second_digits(halfway_ptr, order_ptr, M, least, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Store words by the second digit, of which this program has the values from `least` on, in the order of the first."""
+    lesser = tl.zeros([BLOCK_T], tl.int64)
+    for start in range(0, M, BLOCK_T):
+        digits, _ = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
+        lesser += _count_lesser(digits, least)
+    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
+    for start in range(0, M, BLOCK_T):
+        digits, words = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
+        place0, place1, place2, place3 = _place(order_ptr, digits, words, least, place0, place1, place2, place3)
+
+
+@device_function
+def _order_tokens(
+    ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
+    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Do this program's part of the sort, and return the program's number, by which it started.
+
+    The first programs have the first digit, and SECONDS programs after them the second. At least as many run.
+    Counters: programs that have started, and those that are done with the first digit, and past waiting. They end as zeros.
+    """
+    FIRSTS: tl.constexpr = (1 << LOW_BITS) // 4
+    program = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
+    if program == tl.num_programs(0) - 1:  # all have started
+        tl.store(arrived_ptr, 0)
+    if program < FIRSTS:
+        _place_first_digits(ids_ptr, halfway_ptr, M, ROWS, FIRST, program * 4, PADDING, LOW_BITS, BLOCK_T)
+        tl.debug_barrier()  # all of this program's words are written before it counts itself in
+        tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel")
+    second = program - tl.maximum(FIRSTS, (tl.num_programs(0) - SECONDS) // 2)  # halfway: few wait
+    if (second >= 0) & (second < SECONDS):
+        while tl.atomic_add(arrived_ptr + 1, 0, sem="acquire") < FIRSTS:
+            grid_sync.yield_to_programs()
+        _place_second_digits(halfway_ptr, order_ptr, M, second * 4, LOW_BITS, BLOCK_T)
+        if tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel") == SECONDS - 1:  # nobody waits any more
+            tl.store(arrived_ptr + 1, 0)
+            tl.store(arrived_ptr + 2, 0)
+    return program
+
+
+@kernel
+def _embedding_kernel(
+    ids_ptr, weight_ptr, y_ptr,  # [M], [ROWS, H], [M, H]
+    halfway_ptr, order_ptr, arrived_ptr,  # None where no gradient is asked for
+    M, ROWS, FIRST,  # FIRST: the id of the first row
+    VOCABULARY, PADDING, H, W_ROW, W_COLUMN,
+    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr,  # bits of the first digit, programs of the second
+    WHOLE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    H, W_ROW = aligned(H, ALIGN), aligned(W_ROW, ALIGN)
+    program = tl.program_id(0)
+    if order_ptr is not None:
+        program = _order_tokens(
+            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING, LOW_BITS, SECONDS, BLOCK_T
+        )  # fmt: skip
+    tokens = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = tokens < M
+    ids = tl.load(ids_ptr + tokens, mask=real, other=0).to(tl.int64)
+    rows = ids - FIRST
+    here = real & (rows >= 0) & (rows < ROWS)
+    fill = tl.where((ids >= 0) & (ids < VOCABULARY), 0.0, float("nan"))
+    for start in range(0, H, BLOCK_H):
+        columns = start + tl.arange(0, BLOCK_H)
+        inside = inside_row(columns, H, WHOLE)[None, :]
+        at = weight_ptr + rows[:, None] * W_ROW + columns[None, :].to(tl.int64) * W_COLUMN
+        y = tl.load(at, mask=here[:, None] & inside, other=fill[:, None])
+        tl.store(y_ptr + tokens[:, None] * H + columns[None, :], y, mask=real[:, None] & inside)
+
+
+# ---- plans: from the shape, never by trial ----
+
+
+class LookUpTiles(NamedTuple):
+    block_m: int  # tokens a program
+    block_h: int
+
+
+def look_up_tiles(H: int) -> LookUpTiles:
+    block_h = min(2048, power_of_two(H))
+    return LookUpTiles(max(1, _TILE // max(8, block_h)), block_h)
+
+
+def order_programs(rows: int) -> tuple[int, int]:
+    """Return the bits of the first digit, and the programs of the second: both digits have about as many values."""
+    low = max(2, ceil_div(rows.bit_length(), 2))
+    return low, ceil_div((rows >> low) + 1, 4)
+
+
+def orders_in_kernel(tokens: int, rows: int, H: int) -> bool:
+    """Whether the kernel orders the tokens, in the time that rows of 2048 columns take. Otherwise PyTorch's sort does."""
+    return rows <= _MOST_ROWS and (tokens <= _FEW_TOKENS or H >= _WIDE)
+
+
+@lru_cache(4096)
+def _plan(H: int, strides: tuple[int, int], rows: int, vocab_size: int, padding_idx: int, sorts: bool) -> tuple[int, int, Bound]:
+    """Tokens a program, the least number of programs, and the kernel."""
+    tiles = look_up_tiles(H)
+    low, seconds = order_programs(rows) if sorts else (0, 0)
+    bound: Bound = _embedding_kernel.bind(
+        vocab_size, padding_idx, H, *strides, low, seconds, H % tiles.block_h == 0, known_align(H, strides[0]),
+        *tiles, _BLOCK_T, num_warps=_WARPS, resident=2,
+    )  # fmt: skip
+    return tiles.block_m, (1 << low) // 4 + seconds if sorts else 1, bound
+
+
+# ---- calls ----
+
+
+def look_up(
+    ids: Tensor, weight: Tensor, options: EmbeddingOptions, ordered: bool, *, keep_scratch: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return y, and where `ordered` the words [M] of all tokens in the order of their rows.
+
+    A word has the row in its upper 32 bits and the token's number in its lower. The rows of tokens that have no gradient to give
+    are weight's number of rows.
+    """
+    rows, H = weight.shape
+    y = weight.new_empty(*ids.shape, H)
+    ids = ids.contiguous().view(-1)
+    M = ids.shape[0]
+    sorts = ordered and orders_in_kernel(M, rows, H)
+    halfway = order = arrived = None
+    if sorts:
+        halfway, order = ids.new_empty(M, dtype=torch.int64), ids.new_empty(M, dtype=torch.int64)
+        arrived = (stream_scratch if keep_scratch else new_scratch)(0, 3, weight.device)[1]
+    block_m, least, launch = _plan(H, weight.stride(), rows, options.vocab_size, options.padding_idx, sorts)
+    programs = max(ceil_div(M, block_m), least)
+    launch((programs, 1, 1), ids, weight, y, halfway, order, arrived, M, rows, options.vocab_start)
+    if ordered and not sorts:
+        order = _sort(ids, rows, options)
+    return y, order
+
+
+def _sort(ids: Tensor, rows: int, options: EmbeddingOptions) -> Tensor:
+    """The order by PyTorch. No two words are equal, so the sort need not be stable."""
+    local = ids.long() - options.vocab_start
+    trained = (local >= 0) & (local < rows) & (ids != options.padding_idx)
+    words = torch.where(trained, local, rows) << 32 | torch.arange(ids.shape[0], device=ids.device)
+    return words.sort().values

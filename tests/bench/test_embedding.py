@@ -1,0 +1,51 @@
+"""The case file of embedding: every contender is called rightly, and the bytes are those nobody can do without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bench.benching import bench, only, wrong
+
+from onepass.bench import embedding
+from onepass.bench.model import BenchCase, Inputs
+
+
+def given(variant: str) -> tuple[BenchCase, Inputs]:
+    case = embedding._case(variant, (400, 24, 90), torch.bfloat16)
+    return case, embedding._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+@pytest.mark.parametrize("variant", embedding._VARIANTS)
+def test_every_contender_is_called_rightly(variant: str) -> None:
+    case, inputs = given(variant)
+    for contender in embedding.BENCH.contenders(case):
+        if not contender.compiles:
+            assert not wrong(embedding, case, inputs, contender.make(case), contender.ours), contender.name
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("words")
+    assert wrong(embedding, case, inputs, lambda ids, weight: embedding._ours(case)(ids.flip(0), weight))
+    padded = int(inputs.tensors["ids"][0])
+    assert "dweight" in wrong(embedding, case, inputs, lambda *given: embedding.embedding(*given, padding_idx=padded))
+
+
+def test_as_many_rows_are_looked_up_as_expected() -> None:
+    for variant in ("words", "uniform", "alike"):
+        case = embedding._case(variant, (4000, 1, 3000), torch.bfloat16)
+        ids = embedding._ids(case, torch.device("cpu"), torch.Generator().manual_seed(0))
+        expected = embedding._expected_rows(variant, 4000, 3000)
+        assert abs(ids.unique().numel() - expected) <= 0.03 * expected
+        assert case.backward_bytes == 2 * 4000 + 8 * 4000 + 8 * expected
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, embedding, given("words")[0])
+    assert bench("embedding", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "eager", "Megatron"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]

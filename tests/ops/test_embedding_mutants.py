@@ -1,0 +1,86 @@
+"""Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
+
+import pytest
+from ops.calls import caught
+from ops.embedding_oracle import judge_case, main_cases
+
+import onepass.ops.embedding.embedding as module
+
+pytest.importorskip("triton")
+from triton.runtime.errors import InterpreterError
+
+from onepass.ops.embedding import backward, forward, gradient
+from onepass.testing.mutants import copy_package, mutate
+
+CASES = sorted(main_cases(), key=lambda case: case.M)
+LOOK_UP, SUM = (forward, "_embedding_kernel"), (backward, "_embedding_backward_kernel")
+MUTANTS = {  # name: module, function, what is there, what stands there instead
+    # ---- the look-up ----
+    "a store one token too far": (*LOOK_UP, "tokens < M", "tokens <= M"),
+    "the part's first row forgotten": (*LOOK_UP, "ids - FIRST", "ids"),
+    "the row after the last is there": (*LOOK_UP, "rows < ROWS", "rows <= ROWS"),
+    "strange ids are zeros": (*LOOK_UP, 'float("nan")', "0.0"),
+    "the vocabulary's end is in it": (*LOOK_UP, "ids < VOCABULARY", "ids <= VOCABULARY"),
+    "ids below 0 are another rank's": (*LOOK_UP, "(ids >= 0) & ", ""),
+    "weight read without its stride": (*LOOK_UP, "rows[:, None] * W_ROW", "rows[:, None] * H"),
+    "weight's columns lie together": (*LOOK_UP, ".to(tl.int64) * W_COLUMN", ".to(tl.int64)"),
+    "a store past the row's end": (*LOOK_UP, "real[:, None] & inside", "real[:, None]"),
+    # ---- the order ----
+    "padding is trained": (forward, "_trained_rows", " & (ids != PADDING)", ""),
+    "strange ids go to the last row": (forward, "_trained_rows", "rows, ROWS)", "rows, ROWS - 1)"),
+    "tokens past the last are ordered": (forward, "_first_digits", "tokens < M", "tokens <= M"),
+    "the first digit is a bit short": (forward, "_first_digits", "(1 << LOW_BITS) - 1", "(1 << LOW_BITS - 1) - 1"),
+    "the second digit begins a bit late": (forward, "_second_digits", "32 + LOW_BITS", "33 + LOW_BITS"),
+    "words past the last are the first": (forward, "_second_digits", "0x7FFFFFFFFFFFFFFF", "0"),
+    "equal digits are lesser": (forward, "_count_lesser", "least + 1", "least"),
+    "a field of another width": (forward, "_sum_field", "16 * FIELD", "15 * FIELD"),
+    "ranks begin at 1": (forward, "_place", " & 0xFFFF).to(tl.int32) - 1", " & 0xFFFF).to(tl.int32)"),
+    "the third digit's place is the fourth's": (forward, "_place", "field == 2, place2, place3", "field == 2, place3, place2"),
+    "the second place does not move": (forward, "_place", "(count >> 16)", "(count >> 17)"),
+    "the last place moves as the third": (forward, "_place", "count >> 48", "count >> 32"),
+    "a digit's four are three": (forward, "_order_tokens", "second * 4", "second * 3"),
+    "counters are left": (forward, "_order_tokens", "tl.store(arrived_ptr, 0)", "tl.store(arrived_ptr, 1)"),
+    "by PyTorch: padding is trained": (forward, "_sort", " & (ids != options.padding_idx)", ""),
+    "by PyTorch: the part's first row forgotten": (forward, "_sort", " - options.vocab_start", ""),
+    # ---- the sums ----
+    "rows of nobody are a row": (*SUM, "row < ROWS", "row <= ROWS"),
+    "a run begins with a piece alone": (*SUM, "(row != before) | ", ""),
+    "a run is not cut": (*SUM, " | (at % PIECE == 0)", ""),
+    "main_grad overwritten": (*SUM, "total += kept", "total = total"),
+    "main_grad rounded first": (*SUM, "total += kept", "total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + kept"),
+    "the run's second token forgotten": (*SUM, "range(1, count", "range(2, count"),
+    "the first token twice": (*SUM, "range(1, count", "range(0, count"),
+    "dy without its stride": (*SUM, "tokens[:, None] * DY_ROW", "tokens[:, None] * H"),
+    "a piece ends one late": (*SUM, "(at // PIECE + 1) * PIECE, M", "(at // PIECE + 1) * PIECE + 1, M"),
+    "runs end with their piece": (*SUM, "(row == before) | ((at + count == end) & (row == after))", "row == before"),
+    "what came from the left is whole": (*SUM, "(row == before) | (", "("),
+    "parts of a piece share a slot": (*SUM, "tl.where(at % PIECE == 0, 0, 1)", "0"),
+    "the first to arrive writes": (*SUM, "== parts - 1", "== 0"),
+    "a run's counter is left": (*SUM, "tl.store(counter, 0)", "tl.store(counter, 1)"),
+    "the last part forgotten": (backward, "_find_parts", "tl.sum(cut, 0) + 1", "tl.sum(cut, 0)"),
+    "the run begins a piece later": (backward, "_find_parts", "tl.min(first, 0) - 1", "tl.min(first, 0)"),
+    "all parts begin inside": (backward, "_sum_parts", "tl.where(part == 0, begins_inside, 0)", "begins_inside"),
+    "no part begins inside": (backward, "_sum_parts", "== row, 0, 1)", "== row, 0, 0)"),
+    "out's columns lie together": (*SUM, "columns.to(tl.int64) * OUT_COLUMN", "columns.to(tl.int64)"),
+    # ---- the op ----
+    "zeros are not made": (gradient, "_returned", "torch.zeros_like", "torch.empty_like"),
+    "main_grad taken for new": (gradient, "add_rows", "not first, keep", "first, keep"),
+    "negative padding is none": (module, "_options", "padding_idx % vocab_size", "padding_idx"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    try:
+        found = caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case)
+    except InterpreterError as error:
+        found = "programs wait" in str(error)  # for counters that another launch has left
+    assert found, "no case catches it"
+
+
+def test_a_copy_without_a_change_passes():
+    copy = copy_package(module)
+    assert copy is not module and copy.embedding is not module.embedding
+    for case in CASES[:8]:
+        report = judge_case(copy, case)
+        assert report, report
