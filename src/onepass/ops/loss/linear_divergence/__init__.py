@@ -3,13 +3,14 @@
 Formula  logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature, of each head; s and t their softmax. A row's
          divergence is KL(t || s), KL(s || t), or beta KL(t || M) + (1 - beta) KL(s || M) with M = beta t + (1 - beta) s; their
          mean over the rows that are kept, their sum, or the rows' own.
-         Gradients of the student's logits over the temperature: s - t; s (log s/t - KL(s || t)); (1 - beta) s (log s/M - KL(s || M)).
+         The gradient by the student's logits, times the temperature, is s - t; s (log s/t - KL(s || t)); or
+         (1 - beta) s (log s/M - KL(s || M)).
 Shapes   student [..., D], student_weight [V, D], teacher [..., E], teacher_weight [V, E], biases [V], labels [...]. N tokens.
 Saves    these and five numbers a token; beside them, as plan.py decides, finished gradients or logits.
 Bytes    2 N V elements of logits are written by two products, and read twice, for jsd three times; N V are written as the
          student's gradient and read by two products. The weight's gradient is read and written once more a chunk.
-Files    formula.py has the formula and the options, plan.py divides a call, passes.py runs its chunks, steps.py has the registered
-         ops, autograd.py the gradients, kernels.py (rows.py without kernels) what is done to rows of logits.
+Files    formula.py has the formula and the options, plan.py divides a call, passes.py runs its chunks, steps.py has the
+         registered ops, autograd.py the gradients, kernels.py (rows.py without kernels) what is done to rows of logits.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def _variant(call: Call) -> str:
 
 
 def _checked(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None, kind: str, beta: float,
-    temperature: float, softcap: float | None, teacher_softcap: float | None, reduction: str, ignore_index: int,
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None, kind: str,
+    beta: float, temperature: float, softcap: float | None, teacher_softcap: float | None, reduction: str, ignore_index: int,
     student_bias: Tensor | None, teacher_bias: Tensor | None, tp_group: dist.ProcessGroup | None,
     logits_dtype: torch.dtype | None, chunk_bytes: int | None,
 ) -> tuple[DivergenceOptions, dist.ProcessGroup | None]:  # fmt: skip
@@ -189,8 +190,8 @@ def linear_divergence(
         student_weight: ``[V, D]``, of student's type. With a tp_group, this rank's rows, any number of them.
         teacher: ``[..., E]``, hidden states of the same tokens.
         teacher_weight: ``[V, E]``, of teacher's type, with as many rows as student_weight.
-        labels: ``[...]``, int32 or int64, or None. Rows whose label is `ignore_index` have no divergence and a gradient of exactly
-            0; the labels' other values don't matter.
+        labels: ``[...]``, int32 or int64, or None. Rows whose label is `ignore_index` have no divergence and a gradient of
+            exactly 0; the labels' other values don't matter.
         kind: ``forward_kl`` is KL(teacher || student), ``reverse_kl`` KL(student || teacher), ``jsd`` the generalised
             Jensen-Shannon divergence: beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
         beta: above 0 and below 1; only jsd reads it. TRL's 0 is ``forward_kl``, its 1 ``reverse_kl``.

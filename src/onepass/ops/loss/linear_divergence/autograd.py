@@ -66,7 +66,7 @@ class _LinearDivergence(torch.autograd.Function):
         weight = saved.student_weight if weight is None else weight
         bias = saved.student_bias if bias is None else bias
         put = [
-            None if sums is None else (sums, parameter, main_grad, request)
+            None if sums is None or parameter is None else (sums, parameter, main_grad, request)
             for sums, parameter, main_grad, request in zip(found[1:], (weight, bias), ctx.main_grads, requests[1:], strict=True)
         ]
         hidden = None if found.hidden is None else cast(found.hidden, saved.student.dtype).view(saved.student.shape)

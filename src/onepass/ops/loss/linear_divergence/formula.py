@@ -92,8 +92,8 @@ PLANES = 5
 def merge_statistics(parts: Tensor, labels: Tensor, terms: DivergenceTerms, rows: Tensor) -> Tensor:
     """Write the numbers of `rows` from statistics [ranks, PLANES, rows] of parts of the vocabulary. Return the divergences.
 
-    `cross` is the sum of e (a - b): e are exponentials of the head whose probabilities weigh the divergence, a its finished logits
-    above their largest, b the other head's. jsd has none: what follows from `mixture_sums` is missing yet.
+    `cross` is the sum of e (a - b): e are exponentials of the head whose probabilities weigh the divergence, a its finished
+    logits above their largest, b the other head's. jsd has none: what follows from `mixture_sums` is missing yet.
     """
     student, teacher = _merged(parts[:, 0], parts[:, 1]), _merged(parts[:, 2], parts[:, 3])
     rows[0], rows[1], rows[2], rows[3] = student.base, student.total.log(), teacher.base, teacher.total.log()

@@ -8,6 +8,7 @@ multiprocessor's own cache, and much of the rest from the L2. Where ranks share 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ FORWARD_KL, REVERSE_KL, JSD = (tl.constexpr(i) for i in range(3))  # as in KINDS
 
 @device_function
 def _finished(
-    x_ptr, columns, scale, cap, W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr
+    x_ptr, columns, scale, cap,
+    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A piece as stored, and its finished logits: -inf past the row's end."""
     if MASKED:
@@ -83,22 +85,28 @@ def _add_piece(zs, zt, largest, total, teacher_largest, teacher_total, cross, KI
 
 @device_function
 def _mixture(ls, lt, beta):
-    """Both heads' probabilities, and the logarithm of their mixture."""
-    s = tl.exp2(ls * LOG2_E)
-    t = tl.exp2(lt * LOG2_E)
-    return s, t, tl.log(beta * t + (1.0 - beta) * s)
+    """Both heads' probabilities, and the logarithms of their ratios to the mixture: from the larger of the two, as a small one of
+    them is 0 in fp32 before its logarithm matters to nobody."""
+    teachers = lt > ls
+    most = tl.where(teachers, lt, ls)
+    ratio = tl.exp2(-tl.abs(tl.where(most == float("-inf"), 0.0, lt - ls)) * LOG2_E)
+    larger = tl.exp2(most * LOG2_E)
+    smaller = larger * ratio
+    mixed = tl.log(tl.where(teachers, beta + (1.0 - beta) * ratio, (1.0 - beta) + beta * ratio))
+    s, t = tl.where(teachers, smaller, larger), tl.where(teachers, larger, smaller)
+    return s, t, (ls - most) - mixed, (lt - most) - mixed
 
 
 @device_function
 def _gradient(x, ls, lt, g, mean, beta, scale, cap, KIND: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    s = tl.exp2(ls * LOG2_E)
     if KIND == FORWARD_KL:
-        d = s - tl.exp2(lt * LOG2_E)
+        d = tl.exp2(ls * LOG2_E) - tl.exp2(lt * LOG2_E)
     elif KIND == REVERSE_KL:
+        s = tl.exp2(ls * LOG2_E)
         d = tl.where(s == 0, 0.0, s * ((ls - lt) - mean))
     else:
-        _, _, mixed = _mixture(ls, lt, beta)
-        d = tl.where(s == 0, 0.0, s * ((ls - mixed) - mean))
+        s, _, above, _ = _mixture(ls, lt, beta)
+        d = tl.where(s == 0, 0.0, s * (above - mean))
     return gradient_of(x, 0.0, d, g, 0.0, 0.0, scale, cap, SCALED, CAPPED, False, False)
 
 
@@ -150,17 +158,17 @@ def _mixture_piece(
     _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED)
     _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED)
     ls, lt = (zs - base) - log_total, (zt - teacher_base) - teacher_log_total
-    s, t, mixed = _mixture(ls, lt, beta)
-    own = tl.where(s == 0, 0.0, s * (ls - mixed))
-    teachers = tl.where(t == 0, 0.0, t * (lt - mixed))
+    s, t, above, teacher_above = _mixture(ls, lt, beta)
+    own = tl.where(s == 0, 0.0, s * above)
+    teachers = tl.where(t == 0, 0.0, t * teacher_above)
     return tl.sum(_in_groups(own, GROUP), 1), tl.sum(_in_groups(teachers, GROUP), 1)
 
 
 @device_function
 def _store_gradient(
-    x_ptr, out_ptr, teacher_ptr, columns, g, base, log_total, teacher_base, teacher_log_total, mean, scale, cap, teacher_cap, beta,
-    W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    TEACHER_CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    x_ptr, out_ptr, teacher_ptr, columns, g, base, log_total, teacher_base, teacher_log_total, mean,
+    scale, cap, teacher_cap, beta, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     x, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED)
     _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED)
@@ -186,9 +194,10 @@ def _row(
         most, total, teacher_most, teacher_total, kl = _normalisers(
             x_ptr, teacher_ptr, scale, cap, teacher_cap, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, BLOCK, GROUP
         )
-        base, teacher_base, log_total, teacher_log_total = most, teacher_most, total, teacher_total
+        base, log_total, teacher_base, teacher_log_total = most, total, teacher_most, teacher_total
         if END > 1:
-            base, teacher_base, log_total, teacher_log_total = _base(most), _base(teacher_most), tl.log(total), tl.log(teacher_total)
+            base, teacher_base = _base(most), _base(teacher_most)
+            log_total, teacher_log_total = tl.log(total), tl.log(teacher_total)
             if KIND == FORWARD_KL:
                 kl = kl / teacher_total + (log_total - teacher_log_total)
             if KIND == REVERSE_KL:
@@ -212,8 +221,8 @@ def _row(
         )  # fmt: skip
         for back in range(BLOCK, LAST + BLOCK, BLOCK):
             more, teachers_more = _mixture_piece(
-                x_ptr, teacher_ptr, LAST - back + lanes, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap,
-                beta, W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, False, GROUP,
+                x_ptr, teacher_ptr, LAST - back + lanes, base, log_total, teacher_base, teacher_log_total,
+                scale, cap, teacher_cap, beta, W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, False, GROUP,
             )  # fmt: skip
             own += more
             teachers += teachers_more
@@ -288,22 +297,29 @@ def _divergence_kernel(
 # ---- launches ----
 
 
-def tiles_of_rows(W: int) -> tuple[int, int]:
-    """Return the columns of a piece, and warps. Long rows leave room for one program on a multiprocessor: the rows of all of them
-    should stay in the L2 between sweeps."""
-    return (8192, 16) if W > 4096 else (power_of_two(max(W, 32)), max(1, power_of_two(W) // 512))
+class PieceTiles(NamedTuple):
+    """Columns of a piece, warps, and how many programs share a multiprocessor's registers; 0: as many as fit."""
+
+    block: int
+    num_warps: int
+    resident: int
+
+
+def tiles_of_rows(W: int, kind: str) -> PieceTiles:
+    """One program of long rows fills a multiprocessor: the rows of all of them should stay in the L2 between sweeps."""
+    if W <= 4096:
+        return PieceTiles(power_of_two(max(W, 32)), max(1, power_of_two(W) // 512), 0)
+    return PieceTiles(4096 if kind == "jsd" else 8192, 16, 1)  # jsd has more to hold for each column
 
 
 @lru_cache(1024)
-def _plan(
-    W: int, room: int, strides: tuple[int, int, int], terms: DivergenceTerms, begin: int, end: int
-) -> Bound:  # fmt: skip
-    block, num_warps = tiles_of_rows(W)
+def _plan(W: int, room: int, strides: tuple[int, int, int], terms: DivergenceTerms, begin: int, end: int) -> Bound:
+    tiles = tiles_of_rows(W, terms.kind)
     student, teacher = terms.student, terms.teacher
     bound: Bound = _divergence_kernel.bind(
         *strides, student.scale, student.softcap or 1.0, teacher.softcap or 1.0, terms.beta, terms.ignore_index,
         W, room, KINDS.index(terms.kind), begin, end, student.scale != 1, bool(terms.softcap), bool(terms.teacher_softcap),
-        PLANES, known_align(*strides), block, min(block, 8), num_warps=num_warps,
+        PLANES, known_align(*strides), tiles.block, min(tiles.block, 8), num_warps=tiles.num_warps, resident=tiles.resident,
     )  # fmt: skip
     return bound
 

@@ -23,7 +23,6 @@ from onepass.ops.loss.linear_cross_entropy.head import (
     wide_type,
 )
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients
-from onepass.ops.loss.linear_cross_entropy.steps import Needs
 from onepass.ops.loss.linear_divergence import kernels
 from onepass.ops.loss.linear_divergence import rows as by_pytorch
 from onepass.ops.loss.linear_divergence.formula import (

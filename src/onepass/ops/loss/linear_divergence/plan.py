@@ -86,9 +86,11 @@ def _divided(mode: str, inputs: DivergenceInputs, row: int, waiting: int, budget
     else:
         most = max(0, budget - waiting) // max(1, row)
     rows = _equal_rows(inputs.N, max(_LEAST_ROWS, most))
-    results = inputs.size * inputs.D * (inputs.N * inputs.needs_hidden + inputs.V * inputs.needs_weight)
+    hidden = inputs.size * inputs.D * inputs.N * inputs.needs_hidden
+    weight = inputs.size * inputs.D * inputs.V * inputs.needs_weight
     working = waiting + rows * row
-    at_most = max(working, waiting + results) if mode == "grad_in_forward" else working + results * (mode != "loss_only")
+    # the weight's gradient is rounded after the last chunk; hidden's, unless it waits in fp32, has its own type from the first on
+    at_most = max(working + (hidden if mode != "grad_in_forward" else 0), waiting + hidden + weight)
     return DivergencePlan(
         mode, rows, max(1, ceil_div(inputs.N, rows)), at_most, inputs.chunk_bytes is not None and working > inputs.chunk_bytes
     )

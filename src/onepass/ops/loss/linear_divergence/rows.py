@@ -17,7 +17,7 @@ from onepass.ops.loss.linear_divergence.formula import (
     merge_statistics,
 )
 
-_BLOCK, _LARGE_BLOCK = 1 << 18, 1 << 26  # logits of each head at a time: on a CPU, whose caches hold them, and elsewhere
+_BLOCK, _LARGE_BLOCK = 1 << 17, 1 << 26  # logits of each head at a time: on a CPU, whose caches hold them, and elsewhere
 
 
 class LogitRows(NamedTuple):
@@ -34,7 +34,8 @@ class LogitRows(NamedTuple):
         step = max(1, (_BLOCK if self.student.device.type == "cpu" else _LARGE_BLOCK) // max(1, self.student.shape[1]))
         for at in range(0, self.student.shape[0], step):
             part = slice(at, at + step)
-            yield part, LogitRows(*(t[part] for t in self[:4]), self.room)
+            student, out, teacher, labels = (t[part] for t in self[:4])
+            yield part, LogitRows(student, out, teacher, labels, self.room)
 
 
 def row_statistics(logits: LogitRows, terms: DivergenceTerms) -> Tensor:
@@ -62,7 +63,8 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def _finished(x: Tensor, terms: LossTerms) -> Tensor:
-    return finished_logits(x.to(_wide(x)), terms)
+    z: Tensor = finished_logits(x.to(_wide(x)), terms)
+    return z
 
 
 def _above_largest(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,14 +76,19 @@ def _above_largest(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]
 
 def _logarithms(x: Tensor, terms: LossTerms, numbers: Tensor) -> Tensor:
     """Logarithms of probabilities."""
-    base, log_total = numbers.unsqueeze(-1)
-    return (_finished(x, terms) - base) - log_total
+    return (_finished(x, terms) - numbers[0].unsqueeze(-1)) - numbers[1].unsqueeze(-1)
 
 
-def _mixture(ls: Tensor, lt: Tensor, terms: DivergenceTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both heads' probabilities, and the logarithm of their mixture."""
-    s, t = ls.exp(), lt.exp()
-    return s, t, (terms.beta * t + (1 - terms.beta) * s).log()
+def _mixture(ls: Tensor, lt: Tensor, terms: DivergenceTerms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both heads' probabilities, and the logarithms of their ratios to the mixture, as in kernels.py."""
+    teachers, beta = lt > ls, terms.beta
+    most = torch.where(teachers, lt, ls)
+    ratio = (-torch.where(most == -torch.inf, 0.0, lt - ls).abs()).exp()
+    larger = most.exp()
+    smaller = larger * ratio
+    mixed = torch.where(teachers, beta + (1 - beta) * ratio, (1 - beta) + beta * ratio).log()
+    s, t = torch.where(teachers, smaller, larger), torch.where(teachers, larger, smaller)
+    return s, t, (ls - most) - mixed, (lt - most) - mixed
 
 
 def mixture_sums(logits: LogitRows, terms: DivergenceTerms, rows: Tensor) -> Tensor:
@@ -90,9 +97,9 @@ def mixture_sums(logits: LogitRows, terms: DivergenceTerms, rows: Tensor) -> Ten
     for part, some in logits.blocks():
         ls = _logarithms(some.student, terms.student, rows[:2, part])
         lt = _logarithms(some.teacher, terms.teacher, rows[2:4, part])
-        s, t, mixed = _mixture(ls, lt, terms)
-        found[0, part] = torch.where(s == 0, 0.0, s * (ls - mixed)).sum(-1)
-        found[1, part] = torch.where(t == 0, 0.0, t * (lt - mixed)).sum(-1)
+        s, t, above, teacher_above = _mixture(ls, lt, terms)
+        found[0, part] = torch.where(s == 0, 0.0, s * above).sum(-1)
+        found[1, part] = torch.where(t == 0, 0.0, t * teacher_above).sum(-1)
     return found
 
 
@@ -104,11 +111,10 @@ def row_gradients(logits: LogitRows, terms: DivergenceTerms, rows: Tensor, incom
         if terms.kind == "forward_kl":
             d = ls.exp() - lt.exp()
         else:
-            s, ratio = ls.exp(), lt
-            if terms.kind == "jsd":
-                s, _, ratio = _mixture(ls, lt, terms)
-            d = torch.where(s == 0, 0.0, s * ((ls - ratio) - rows[4, part].unsqueeze(-1)))
-            d = d * (1 - terms.beta) if terms.kind == "jsd" else d
+            reverse = terms.kind == "reverse_kl"
+            s, _, above, _ = (ls.exp(), lt, ls - lt, lt) if reverse else _mixture(ls, lt, terms)
+            d = torch.where(s == 0, 0.0, s * (above - rows[4, part].unsqueeze(-1)))
+            d = d if reverse else d * (1 - terms.beta)
         if incoming is not None:
             d *= incoming[part].unsqueeze(-1)
         if terms.softcap:

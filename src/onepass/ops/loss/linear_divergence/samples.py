@@ -27,7 +27,9 @@ def _heads(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 SAMPLES = {
     "linear_divergence": Sample(_heads, linear_divergence_reference, {"temperature": 0.7}, frozen=3),
-    "linear_divergence: reverse_kl": Sample(_heads, linear_divergence_reference, {"kind": "reverse_kl", "reduction": "sum"}, frozen=3),
+    "linear_divergence: reverse_kl": Sample(
+        _heads, linear_divergence_reference, {"kind": "reverse_kl", "reduction": "sum"}, frozen=3
+    ),
     "linear_divergence: jsd of rows": Sample(
         _heads, linear_divergence_reference, {"kind": "jsd", "beta": 0.3, "reduction": "none", "softcap": 5.0}, frozen=3
     ),
@@ -122,9 +124,8 @@ def _divergence_call(width: int, mode: str, kind: str, dtype: torch.dtype = torc
         labels = torch.empty(2048, dtype=torch.int64, device="meta")
         if option == "main_grad":
             give_main_grad(weight)
-        return linear_divergence(
-            student, weight, teacher, teacher_weight, labels, kind=kind, backend="triton", **_MODES[mode] | _OPTIONS.get(option, {})
-        )
+        options = _MODES[mode] | _OPTIONS.get(option, {})
+        return linear_divergence(student, weight, teacher, teacher_weight, labels, kind=kind, backend="triton", **options)
 
     return CoveringCall(" ".join(filter(None, (f"linear_divergence 2048x{width}", kind, mode, option))), dtype, run)
 

@@ -35,7 +35,8 @@ def plan_call(
     V, D = weight.shape
     inputs = DivergenceInputs(
         math.prod(student.shape[:-1]), D, V, weight.element_size(),
-        V * (4 + product.itemsize if beside else product.itemsize), V * (max(4, teacher.itemsize) if options.wide else teacher.itemsize),
+        V * (4 + product.itemsize if beside else product.itemsize),
+        V * (max(4, teacher.itemsize) if options.wide else teacher.itemsize),
         needs.need_hidden, needs.need_weight or needs.need_bias, options.reduction != "none", in_graph or beside,
         options.group != "", options.chunk_bytes,
     )  # fmt: skip
