@@ -1,4 +1,4 @@
-"""linear_divergence: its kinds against PyTorch's and TRL's formulas, plans, memory and products, what is frozen, LoRA, main_grad."""
+"""linear_divergence: its kinds against PyTorch's and TRL's formulas, plans, memory, products, LoRA, tied weights, main_grad."""
 
 import math
 
@@ -70,8 +70,9 @@ def test_rows_that_are_ignored(kind, backend):
     labels = torch.arange(20, device=DEVICE)
     labels[3::4] = -100
     teacher[3] = math.inf
-    rows = onepass.linear_divergence(student, weight, teacher, teacher_weight, labels, kind=kind, reduction="none", backend=backend)
-    mean = onepass.linear_divergence(student, weight, teacher, teacher_weight, labels, kind=kind, backend=backend)
+    given = student, weight, teacher, teacher_weight, labels
+    rows = onepass.linear_divergence(*given, kind=kind, reduction="none", backend=backend)
+    mean = onepass.linear_divergence(*given, kind=kind, backend=backend)
     kept = labels != -100
     alone = onepass.linear_divergence(student[kept], weight, teacher[kept], teacher_weight, kind=kind, backend=backend)
     assert not rows[~kept].any() and (rows[kept] > 0).all()
@@ -162,7 +163,7 @@ def test_a_second_backward(kind, mode):
     torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize(("mode", "products"), (("grad_in_forward", 4), ("keep_logits", 4), ("keep_teacher", 5), ("recompute", 6)))
+@pytest.mark.parametrize(("mode", "products"), list(zip(MODES, (4, 4, 5, 6), strict=True)))
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operators")
 def test_products(mode, products):
     case = Case(mode, reduction="mean" if mode == "grad_in_forward" else "none", lead=(64,), D=32, E=32, V=96, rows=32)

@@ -28,7 +28,7 @@ from onepass.ops.loss.linear_cross_entropy.steps import Needs
 from onepass.ops.loss.linear_divergence.autograd import apply
 from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions, DivergenceTerms, row_divergences
 from onepass.ops.loss.linear_divergence.steps import plan_call
-from onepass.ops.loss.reduction import check_labels, check_reduction
+from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -119,10 +119,9 @@ def _checked(
         )
     if student_weight.shape[0] == 0 and group is None:
         raise ValueError(f"student_weight must have at least one row, a token's, but has shape {tuple(student_weight.shape)}")
-    _check_terms(kind, beta, temperature, softcap, teacher_softcap)
+    check_divergence(kind, beta, temperature, softcap, teacher_softcap)
     check_reduction(reduction)
-    if type(ignore_index) is not int:
-        raise TypeError(f"ignore_index must be an integer, but is {ignore_index!r}, a {type(ignore_index).__name__}")
+    check_terms(ignore_index, 0.0, 0.0)
     if labels is not None:
         check_labels(labels, student.shape[:-1], student.device, ignore_index, "student")
     product = product_type(student)
@@ -140,9 +139,10 @@ def _checked(
     ), group  # fmt: skip
 
 
-def _check_terms(
+def check_divergence(
     kind: str, beta: float, temperature: float, softcap: float | None, teacher_softcap: float | None
 ) -> None:  # fmt: skip
+    """Raise unless these say what a row's divergence is."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, but is {kind!r}")
     check_number("beta", beta)

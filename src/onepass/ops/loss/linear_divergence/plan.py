@@ -100,6 +100,6 @@ def _equal_rows(N: int, most: int) -> int:
     """Tokens of each of as few equal chunks as have at most so many; a multiple of 128 where that fits."""
     if most >= N:
         return max(1, N)
+    most = most // 128 * 128 or most
     rows = ceil_div(N, ceil_div(N, most))
-    even = ceil_div(rows, 128) * 128
-    return even if even <= most else rows
+    return rows if most < 128 else ceil_div(rows, 128) * 128
