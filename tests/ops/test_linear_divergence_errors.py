@@ -21,36 +21,36 @@ BAD = {  # what is given instead, the error, what is said: the argument, what it
     "student_weight of another size": (
         {"student_weight": w[:, :3]}, ValueError,
         ("student_weight must have shape", "4", "(6, 3)"),
-    ),  # fmt: skip
+    ),
     "teacher_weight of another size": (
         {"teacher_weight": w}, ValueError,
         ("teacher_weight must have shape", "5", "teacher", "(6, 4)"),
-    ),  # fmt: skip
+    ),
     "student_weight of another type": (
         {"student_weight": w.to(BF16)}, TypeError,
         ("student_weight must have student's type", "bfloat16"),
-    ),  # fmt: skip
+    ),
     "teacher_weight of another type": (
         {"teacher_weight": v.to(BF16)}, TypeError,
         ("teacher_weight must have teacher's type", "bfloat16"),
-    ),  # fmt: skip
+    ),
     "teacher_weight nothing": ({"teacher_weight": None}, TypeError, ("teacher_weight must be", "NoneType")),
     "teacher_weight elsewhere": (
         {"teacher_weight": v.to("meta")}, ValueError,
         ("teacher_weight must be on cpu", "teacher", "meta"),
-    ),  # fmt: skip
+    ),
     "teacher elsewhere": (
         {"teacher": t.to("meta"), "teacher_weight": v.to("meta")}, ValueError,
         ("teacher must be on cpu", "student", "meta"),
-    ),  # fmt: skip
+    ),
     "another vocabulary": (
         {"teacher_weight": v[:5]}, ValueError,
         ("teacher_weight must have as many rows as student_weight, 6", "5"),
-    ),  # fmt: skip
+    ),
     "no vocabulary": (
         {"student_weight": w[:0], "teacher_weight": v[:0]}, ValueError,
         ("student_weight must have at least one row", "(0, 4)"),
-    ),  # fmt: skip
+    ),
     "other tokens": ({"teacher": t[:2]}, ValueError, ("teacher must have student's tokens (3,)", "(2, 5)")),
     "labels of floats": ({"labels": y.float()}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
     "short labels": ({"labels": y[:2]}, ValueError, ("labels must have shape (3,)", "student", "(2,)")),

@@ -53,7 +53,7 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _Saved(*ctx.saved_tensors)
+        saved = _SavedDivergence(*ctx.saved_tensors)
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
         requests = grad_requests(ctx, True, True, saved.student_bias is not None)
         needs = Needs(*[request is not GradRequest.SKIP for request in requests])
@@ -74,7 +74,7 @@ class _LinearDivergence(torch.autograd.Function):
         return hidden, dweight, dbias, None, None, None, None, None, None
 
 
-class _Saved(NamedTuple):
+class _SavedDivergence(NamedTuple):
     student: Tensor
     student_weight: Tensor
     student_bias: Tensor | None
@@ -98,7 +98,7 @@ def _retained(t: Tensor | None) -> Tensor | None:
 
 
 def _from_made(
-    ctx: Any, saved: _Saved, dloss: Tensor, needs: Needs, requests: list[GradRequest]
+    ctx: Any, saved: _SavedDivergence, dloss: Tensor, needs: Needs, requests: list[GradRequest]
 ) -> Gradients:
     """Multiply what forward made by the incoming gradient, and round it once. It stays: a second backward finds it again."""
     factor = dloss if saved.scale is None else dloss * saved.scale
@@ -123,7 +123,7 @@ def _scaled(made: Tensor, factor: Tensor, dtype: torch.dtype, use_triton: bool) 
 
 
 def _from_logits(
-    saved: _Saved, options: DivergenceOptions, dloss: Tensor, needs: Needs, waiting: WaitingLogits
+    saved: _SavedDivergence, options: DivergenceOptions, dloss: Tensor, needs: Needs, waiting: WaitingLogits
 ) -> Gradients:  # fmt: skip
     """Make gradients from the logits that waited, unless an earlier pass has used them; else from new ones."""
     incoming = row_gradient(dloss.to(saved.numbers.dtype), "none", saved.labels.shape[0])

@@ -102,7 +102,7 @@ class WaitingLogits(NamedTuple):
     teacher: Tensor | None = None
 
 
-class _Logits:
+class _LogitChunks:
     """Both heads' logits, chunk by chunk: in a chunk's buffer, or in memory for all tokens where they wait."""
 
     def __init__(self, pair: HeadPair, rows: int, waiting: WaitingLogits, made: bool = False) -> None:
@@ -151,7 +151,10 @@ class _GradientSums:
         head, d = self.head, logits.out
         if self.into.hidden is not None:
             product = self.into.hidden[chunk]
-            hidden_gradient(head, logits, product)
+            if head.columns:
+                hidden_gradient(head, logits, product)
+            else:  # a rank without columns has no product, but a part in the sum
+                product.zero_()
             if head.shard is not None:
                 self.under_way.append((chunk, start_all_reduce(product, head.shard.group)))
         if self.into.bias is not None:
@@ -182,7 +185,7 @@ def divergences(
     """Return rows' divergences and numbers, and write the gradients of the sum of divergences to `into`."""
     dtype = wide_type(pair.student.hidden)
     losses, numbers = (pair.student.hidden.new_empty(*shape, pair.tokens, dtype=dtype) for shape in ((), (PLANES,)))
-    logits, sums = _Logits(pair, rows, waiting), None if into is None else _GradientSums(pair.student, into)
+    logits, sums = _LogitChunks(pair, rows, waiting), None if into is None else _GradientSums(pair.student, into)
     for chunk in logits.chunks:
         student, both = logits.of(chunk)
         if pair.shard is None:
@@ -212,7 +215,7 @@ def gradients(
     pair: HeadPair, rows: int, waiting: WaitingLogits, numbers: Tensor, incoming: Tensor, into: Gradients
 ) -> None:  # fmt: skip
     """Write the gradients to `into`, from the logits that waited or from new ones. `incoming`: of each row's divergence."""
-    logits, sums = _Logits(pair, rows, waiting, made=True), _GradientSums(pair.student, into)
+    logits, sums = _LogitChunks(pair, rows, waiting, made=True), _GradientSums(pair.student, into)
     for chunk in logits.chunks:
         student, both = logits.of(chunk)
         pair.rows.row_gradients(both, pair.terms, numbers[:, chunk], incoming[chunk])
