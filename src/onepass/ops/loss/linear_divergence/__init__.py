@@ -88,7 +88,7 @@ def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the memory that this is expected to take."""
     options, _ = _checked(**vars(call))
     needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias)))
-    return str(plan_call(call.student, call.student_weight, options, needs))
+    return str(plan_call(call.student, call.student_weight, call.teacher_weight, options, needs))
 
 
 def _checked(

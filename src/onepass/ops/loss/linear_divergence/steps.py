@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from onepass.ops.loss.linear_cross_entropy.head import VocabShard, wide_type
+from onepass.ops.loss.linear_cross_entropy.head import VocabShard, padded_rows, wide_type
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 from onepass.ops.loss.linear_cross_entropy.steps import Needs
@@ -28,7 +28,7 @@ from onepass.runtime.op import Registered
 
 
 def plan_call(
-    student: Tensor, weight: Tensor, options: DivergenceOptions, needs: Needs, in_graph: bool = False
+    student: Tensor, weight: Tensor, teacher_weight: Tensor, options: DivergenceOptions, needs: Needs, in_graph: bool = False
 ) -> DivergencePlan:
     product, teacher = options.product, options.teacher_product
     beside = options.wide and product.itemsize < 4  # fp32 logits of narrower operands: the gradient has its own memory
@@ -40,7 +40,9 @@ def plan_call(
         needs.need_hidden, needs.need_weight or needs.need_bias, options.reduction != "none", in_graph or beside,
         options.group != "", options.chunk_bytes,
     )  # fmt: skip
-    return make_plan(inputs, machine_speed(student.device, product.itemsize).budget)
+    plan = make_plan(inputs, machine_speed(student.device, product.itemsize).budget)
+    padded = padded_rows(weight, options.use_triton) * (D * product.itemsize + teacher_weight.shape[1] * teacher.itemsize)
+    return plan._replace(bytes=plan.bytes + padded)
 
 
 def _pair(
@@ -82,7 +84,7 @@ def _forward(
     """Return rows' divergences and numbers, the gradients of their sum where those are made already, and logits that wait."""
     heads = HeadOperands(student, student_weight, student_bias), HeadOperands(teacher, teacher_weight, teacher_bias)
     pair = _pair(*heads, labels, place, options)
-    plan = plan_call(student, student_weight, options, needs, in_graph)
+    plan = plan_call(student, student_weight, teacher_weight, options, needs, in_graph)
     waiting = new_waiting(pair, plan.mode)
     into = _new_gradients(pair, needs, wide_type(pair.student.hidden)) if plan.mode == "grad_in_forward" else None
     losses, numbers = divergences(pair, plan.rows, waiting, into)
@@ -130,7 +132,8 @@ def _backward(
     """Return the gradients of rows' divergences, from logits that waited or from new ones."""
     heads = HeadOperands(student, student_weight, student_bias), HeadOperands(teacher, teacher_weight, teacher_bias)
     pair = _pair(*heads, labels, place, options)
-    plan = plan_call(student, student_weight, options._replace(reduction="none"), needs, waiting.teacher is None)
+    of_rows = options._replace(reduction="none")
+    plan = plan_call(student, student_weight, teacher_weight, of_rows, needs, waiting.teacher is None)
     into = _new_gradients(pair, needs, pair.student.hidden.dtype)
     gradients(pair, plan.rows, waiting, numbers, incoming, into)
     return into
