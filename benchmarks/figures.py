@@ -579,6 +579,11 @@ OPS_ROWS = [
         "linear_cross_entropy",
     ),
     (
+        "[`linear_divergence`](docs/guide.md#distillation)",
+        "KL or Jensen-Shannon divergence of a student's head from a teacher's, without either's logits",
+        "linear_divergence",
+    ),
+    (
         "[`attention`](docs/guide.md#attention)",
         "rotary positions and causal attention of a fused projection; deterministic by default",
         "attention",

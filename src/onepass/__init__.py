@@ -17,6 +17,7 @@ from onepass.ops.embedding.embedding import embedding
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
@@ -58,6 +59,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_divergence",
     "nn",
     "norm_linear",
     "parallel",

@@ -28,6 +28,7 @@ PACKAGES = {
     "QuACK": PeerPackage("quack", "quack-kernels"),
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
+    "TRL": PeerPackage("trl", "trl"),
     "torchao": PeerPackage("torchao", "torchao"),
 }
 

@@ -4,6 +4,7 @@ from onepass.nn.bias_activation import BiasActivation
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
+from onepass.nn.linear_divergence import LinearDivergence
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
@@ -17,6 +18,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "LinearDivergence",
     "NormLinear",
     "RMSNorm",
     "RowParallelLinear",

@@ -73,20 +73,25 @@ def check_per_token(name: str, value: Tensor, x: Tensor) -> None:
     check_device(name, value, x)
 
 
-def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:
-    """The weight and the bias of a product with rows of K numbers, made of x: of x's type, which autocast would see to."""
-    check_floating("weight", weight)
+def check_linear(x: Tensor, K: int, weight: Tensor, bias: Tensor | None, name: str = "x", prefix: str = "") -> None:
+    """The weight and the bias of a product with rows of K numbers, made of x: of x's type, which autocast would see to.
+
+    `prefix` begins their names, where a call has several.
+    """
+    check_floating(f"{prefix}weight", weight)
     shape = weight.shape
     if len(shape) != 2 or shape[1] != K:
-        raise ValueError(f"weight must have shape (N, {K}), with {name}'s last dimension, but has {tuple(shape)}")
+        raise ValueError(f"{prefix}weight must have shape (N, {K}), with {name}'s last dimension, but has {tuple(shape)}")
     if weight.dtype != x.dtype and not under_autocast(x):
-        raise TypeError(f"weight must have {name}'s type {x.dtype}, but is {weight.dtype}")
-    check_device("weight", weight, x, name)
+        raise TypeError(f"{prefix}weight must have {name}'s type {x.dtype}, but is {weight.dtype}")
+    check_device(f"{prefix}weight", weight, x, name)
     if bias is None:
         return
-    check_floating("bias", bias, optional=True)
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, as weight's rows, but has {tuple(bias.shape)}")
+    check_floating(f"{prefix}bias", bias, optional=True)
+    if bias.shape != shape[:1]:
+        raise ValueError(
+            f"{prefix}bias must have shape {tuple(shape[:1])}, as {prefix}weight's rows, but has {tuple(bias.shape)}"
+        )
     if bias.dtype != x.dtype and not under_autocast(x):
-        raise TypeError(f"bias must have {name}'s type {x.dtype}, but is {bias.dtype}")
-    check_device("bias", bias, x, name)
+        raise TypeError(f"{prefix}bias must have {name}'s type {x.dtype}, but is {bias.dtype}")
+    check_device(f"{prefix}bias", bias, x, name)

@@ -42,6 +42,7 @@ from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
 from onepass.ops.norm.norm import layer_norm, rms_norm
@@ -206,6 +207,11 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
         for more in ways:
             name = f"linear_cross_entropy 37x{columns}x5003 {' '.join(more)}"
             yield name, partial(backward, linear_cross_entropy, draw(37, columns), draw(5003, columns), labels, **more)
+    teacher = draw(37, 13).detach(), draw(5003, 13).detach()
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        for reduction in ("mean", "none"):
+            run = partial(linear_divergence, kind=kind, reduction=reduction)
+            yield f"linear_divergence {kind} {reduction}", partial(backward, run, draw(37, 61), draw(5003, 61), *teacher, labels)
     yield "fp8 cast", partial(_fp8_casts, draw(37, 208).detach(), draw(5, 12304).detach())
     for activation, x in (("gelu", draw(37, 208)), ("swiglu", draw(5, 416)), ("swiglu", draw(5, 2 * 8208))):
         yield f"activation codes {activation} {x.shape[-1]}", partial(_activation_codes, activation, x.detach())

@@ -1,0 +1,59 @@
+"""The rows' kernel of linear_divergence by itself, for pieces of other sizes: time of a chunk of rows, forward and gradient.
+
+    python benchmarks/divergence_rows.py --rows 4096 --columns 151936
+
+The share is that of a copy of as many bytes as both heads' logits, read once, and the gradient. More than one read is what caches
+don't hold. Clocks settle in the first rounds, which are not counted.
+"""
+
+import argparse
+import itertools
+from functools import partial
+from unittest import mock
+
+import torch
+
+from onepass.ops.loss.linear_divergence import kernels
+from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
+from onepass.ops.loss.linear_divergence.rows import LogitRows
+
+TILES = [*itertools.product((2048, 4096, 8192, 16384), (8, 16), (1, 2)), (4096, 32, 1), (8192, 32, 1)]
+
+
+def median_ms(run, rounds=20, unmeasured=5):
+    times = []
+    for _ in range(rounds + unmeasured):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times[unmeasured:])[rounds // 2]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--columns", type=int, default=151936)
+    args = parser.parse_args()
+    shape = args.rows, args.columns
+    x, teacher, out = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    labels = torch.zeros(args.rows, device="cuda", dtype=torch.int64)
+    numbers, losses = torch.empty(PLANES, args.rows, device="cuda"), torch.empty(args.rows, device="cuda")
+    source, target = (torch.empty(3 * x.numel() // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    copy = median_ms(partial(target.copy_, source))
+    print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns} bf16; a copy of as many bytes: {copy:.3f} ms")
+    logits = LogitRows(x, out, teacher, labels, args.columns)
+    for kind in KINDS:
+        terms = DivergenceTerms(kind=kind)
+        for tiles in (kernels.tiles_of_rows(args.columns, kind), *(kernels.PieceTiles(*each) for each in TILES)):
+            with mock.patch.object(kernels, "tiles_of_rows", lambda W, kind, tiles=tiles: tiles):
+                kernels._plan.cache_clear()
+                runs = [partial(kernels.whole_rows, logits, terms, numbers, losses, gradient) for gradient in (True, False)]
+                both, forward = map(median_ms, runs)
+            print(f"{kind:10} {tuple(tiles)!s:16} {both:.3f} ms, {copy / both:.2f} of a copy; divergences alone {forward:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""LinearDivergence: a student's output layer, and how far its distribution is from a teacher's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.nn.linear import Init, check_input
+from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
+from onepass.ops.loss.linear_divergence import check_divergence, linear_divergence
+from onepass.ops.loss.reduction import check_reduction
+
+
+class LinearDivergence(DividedParameters):
+    """A student's head and its divergence from a teacher's, by `onepass.linear_divergence`: it takes hidden states of both.
+
+        head = LinearDivergence(1024, 50257, kind="jsd")
+        loss = head(student_hidden, teacher_hidden, teacher.lm_head.weight, labels)
+
+    Parameters are initialised as torch.nn.Linear's, and have its state dict keys. ``head.weight = student.lm_head.weight`` ties
+    it to a student that has a head. In a group each rank has the rows of `vocab_range`, as in `LinearCrossEntropy`. The teacher's
+    head is no part of the module.
+
+    Args:
+        hidden_size: the size of the student's last dimension. The teacher's may be another.
+        vocab_size: the size of the whole vocabulary. It need not be a multiple of the group's size.
+        bias: add a bias to the student's logits.
+        kind, beta, temperature, softcap, teacher_softcap, reduction, ignore_index, logits_dtype, chunk_bytes: as in
+            `onepass.linear_divergence`.
+        skip_weight_param_allocation: have no weight. Each call passes one, such as that of the student's head.
+        init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
+        tp_group: the ranks that shard the vocabulary of both heads. None is this rank alone.
+        device, dtype: of the parameters.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        kind: str = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        teacher_softcap: float | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        logits_dtype: torch.dtype | None = None,
+        chunk_bytes: int | None = None,
+        skip_weight_param_allocation: bool = False,
+        init_method: Init | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp_group)
+        check_size("hidden_size", hidden_size)
+        check_size("vocab_size", vocab_size)
+        check_init("init_method", init_method)
+        check_reduction(reduction)
+        check_divergence(kind, beta, temperature, softcap, teacher_softcap)
+        self.hidden_size, self.vocab_size, self.init_method = hidden_size, vocab_size, init_method
+        self.kind, self.beta, self.temperature = kind, beta, temperature
+        self.softcap, self.teacher_softcap = softcap, teacher_softcap
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.logits_dtype, self.chunk_bytes = logits_dtype, chunk_bytes
+        self.skip_weight_param_allocation = skip_weight_param_allocation
+        self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
+        rows, division = self.vocab_range[1] - self.vocab_range[0], Division(0, vocab_size)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if not skip_weight_param_allocation:
+            self.hold("weight", rows, hidden_size, device=device, dtype=dtype, division=division)
+        if bias:
+            self.hold("bias", rows, device=device, dtype=dtype, division=division)
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        """Re-initialise all parameters, like those of the unsharded layer."""
+        self.start_as_linear(self.hidden_size, self.init_method)
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor | None = None,
+        *,
+        teacher_bias: Tensor | None = None,
+        weight: Tensor | None = None,
+        reduction: str | None = None,
+    ) -> Tensor:
+        """Return the divergence.
+
+        Args:
+            student: ``[..., hidden_size]``.
+            teacher: ``[..., E]``, of the same tokens.
+            teacher_weight: ``[V, E]``, this rank's shard of the teacher's head.
+            labels: ``[...]`` or None: which tokens `ignore_index` leaves out.
+            teacher_bias: ``[V]`` or None.
+            weight: this rank's shard of another weight, used instead of the module's own.
+            reduction: replaces the module's, unless None.
+        """
+        check_input(student, self.hidden_size, "hidden_size", "student")
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
+        return linear_divergence(
+            student,
+            self.given(weight),
+            teacher,
+            teacher_weight,
+            labels,
+            kind=self.kind,
+            beta=self.beta,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            teacher_softcap=self.teacher_softcap,
+            reduction=self.reduction if reduction is None else reduction,
+            ignore_index=self.ignore_index,
+            student_bias=self.given(self.bias),
+            teacher_bias=teacher_bias,
+            tp_group=self.tp_group,
+            logits_dtype=self.logits_dtype,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def extra_repr(self) -> str:
+        said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}", f"kind={self.kind!r}"]
+        said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
+        for name, usual in _USUAL.items():
+            value = getattr(self, name)
+            said += [f"{name}={value!r}"] if value != usual else []
+        return ", ".join(said)
+
+
+_USUAL: dict[str, Any] = {  # defaults, which extra_repr omits
+    "beta": 0.5, "temperature": 1.0, "softcap": None, "teacher_softcap": None, "reduction": "mean", "ignore_index": -100,
+    "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
+}  # fmt: skip

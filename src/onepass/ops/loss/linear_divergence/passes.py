@@ -1,0 +1,223 @@
+"""The passes of linear_divergence: chunks of tokens, both heads' products, and the rows' kernels between them.
+
+Ranks that share the vocabulary exchange rows' statistics, five numbers a row, and for jsd two more. hidden's gradient is summed
+over them under the product for the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.main_grad import add_gradient
+from onepass.ops.loss.formula import LossOptions
+from onepass.ops.loss.linear_cross_entropy.head import (
+    Head,
+    LogitsBlock,
+    VocabShard,
+    hidden_gradient,
+    make_logits,
+    new_buffer,
+    wide_type,
+)
+from onepass.ops.loss.linear_cross_entropy.passes import Gradients
+from onepass.ops.loss.linear_divergence import kernels
+from onepass.ops.loss.linear_divergence import rows as by_pytorch
+from onepass.ops.loss.linear_divergence.formula import (
+    PLANES,
+    DivergenceOptions,
+    DivergenceTerms,
+    finish_jsd,
+    merge_statistics,
+)
+from onepass.ops.loss.linear_divergence.rows import LogitRows
+from onepass.parallel.collectives import Pending, start_all_reduce
+from onepass.parallel.vocab_shards import start_gather_parts
+from onepass.runtime.dispatch import cast
+
+# ---- both heads ----
+
+
+class HeadOperands(NamedTuple):
+    """What one head's logits are made of."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class HeadPair(NamedTuple):
+    student: Head
+    teacher: Head
+    labels: Tensor  # [N]
+    terms: DivergenceTerms
+    use_triton: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.labels.shape[0]
+
+    @property
+    def rows(self) -> Any:
+        return kernels if self.use_triton else by_pytorch
+
+    @property
+    def shard(self) -> VocabShard | None:
+        return self.student.shard
+
+
+def pair_of(
+    student: HeadOperands, teacher: HeadOperands, labels: Tensor, options: DivergenceOptions, shard: VocabShard | None
+) -> HeadPair:  # fmt: skip
+    """Cast the operands to the products' types."""
+    heads = [
+        _head_of(operands, labels, options, product, shard)
+        for operands, product in ((student, options.product), (teacher, options.teacher_product))
+    ]
+    return HeadPair(heads[0], heads[1], labels, options.terms, options.use_triton)
+
+
+def _head_of(
+    operands: HeadOperands, labels: Tensor, options: DivergenceOptions, product: torch.dtype, shard: VocabShard | None
+) -> Head:
+    hidden, weight, bias = operands
+    tokens = cast(hidden.reshape(labels.shape[0], hidden.shape[-1]), product)
+    plain = LossOptions(
+        ignore_index=options.ignore_index, smoothing=0.0, z_loss=0.0, softcap=0.0, scale=1.0, reduction=options.reduction,
+        wide=options.wide, use_triton=options.use_triton, product=product, group=options.group, sequence=False, grad_scale=None,
+        chunk_bytes=None, full=False,
+    )  # fmt: skip
+    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, plain, shard)
+
+
+# ---- logits ----
+
+
+class WaitingLogits(NamedTuple):
+    """Logits that wait for backward, [N, columns and room]; None for those that don't."""
+
+    student: Tensor | None = None
+    teacher: Tensor | None = None
+
+
+class _LogitChunks:
+    """Both heads' logits, chunk by chunk: in a chunk's buffer, or in memory for all tokens where they wait."""
+
+    def __init__(self, pair: HeadPair, rows: int, waiting: WaitingLogits, made: bool = False) -> None:
+        """made: the logits that wait are there already."""
+        self.pair, self.waiting, self.made = pair, waiting, made
+        self.chunks = [slice(at, min(at + rows, pair.tokens)) for at in range(0, pair.tokens, max(1, rows))]
+        most, (student, teacher) = min(rows, pair.tokens), waiting
+        # the teacher's first: what lies beside fp32 logits for their gradient is not needed, and the student's takes its place
+        x = new_buffer(pair.teacher, most, pair.teacher.columns)[0] if teacher is None else teacher
+        own = new_buffer(pair.student, most, pair.student.columns) if student is None else (student, None)
+        self.buffers = [own, (x, None)]
+
+    def of(self, chunk: slice) -> tuple[LogitsBlock, LogitRows]:
+        """The student's logits, which hold their gradient after a call of the rows' kernels, and both heads'."""
+        student, teacher = (
+            self._block(head, chunk, buffer, kept)
+            for head, buffer, kept in zip((self.pair.student, self.pair.teacher), self.buffers, self.waiting, strict=True)
+        )
+        return student, LogitRows(student.x, student.out, teacher.x, self.pair.labels[chunk], student.room)
+
+    def _block(self, head: Head, chunk: slice, buffer: tuple[Tensor, Tensor | None], kept: Tensor | None) -> LogitsBlock:
+        if kept is None:
+            return make_logits(head, head.hidden[chunk], 0, head.columns, buffer)
+        if not self.made:
+            return make_logits(head, head.hidden[chunk], 0, head.columns, (kept[chunk], None))
+        x = kept[chunk, : head.columns]
+        return LogitsBlock(x, x, max(head.columns, head.weight.shape[0]), 0)
+
+
+def new_waiting(pair: HeadPair, mode: str) -> WaitingLogits:
+    heads = (pair.student if mode == "keep_logits" else None, pair.teacher if mode.startswith("keep") else None)
+    return WaitingLogits(*(None if head is None else new_buffer(head, pair.tokens, head.columns)[0] for head in heads))
+
+
+# ---- sums of products ----
+
+
+class _GradientSums:
+    """The student's gradients, chunk by chunk."""
+
+    def __init__(self, head: Head, into: Gradients) -> None:
+        self.head, self.into, self.begun = head, into, False
+        self.under_way: list[tuple[slice, Pending]] = []
+
+    def add(self, chunk: slice, logits: LogitsBlock) -> None:
+        head, d = self.head, logits.out
+        if self.into.hidden is not None:
+            product = self.into.hidden[chunk]
+            if head.columns:
+                hidden_gradient(head, logits, product)
+            else:  # a rank without columns has no product, but a part in the sum
+                product.zero_()
+            if head.shard is not None:
+                self.under_way.append((chunk, start_all_reduce(product, head.shard.group)))
+        if self.into.bias is not None:
+            sums = d.sum(0, dtype=self.into.bias.dtype)
+            self.into.bias.add_(sums) if self.begun else self.into.bias.copy_(sums)
+        if self.into.weight is not None:
+            add_gradient(self.into.weight, d, head.hidden[chunk], self.begun)
+        self.begun = True
+
+    def finish(self) -> None:
+        for chunk, pending in self.under_way:
+            assert self.into.hidden is not None
+            total = pending.wait()
+            if total.data_ptr() != self.into.hidden[chunk].data_ptr():
+                self.into.hidden[chunk] = total
+        if not self.begun:  # there are no tokens
+            for t in (self.into.weight, self.into.bias):
+                if t is not None:
+                    t.zero_()
+
+
+# ---- the passes ----
+
+
+def divergences(
+    pair: HeadPair, rows: int, waiting: WaitingLogits, into: Gradients | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return rows' divergences and numbers, and write the gradients of the sum of divergences to `into`."""
+    dtype = wide_type(pair.student.hidden)
+    losses, numbers = (pair.student.hidden.new_empty(*shape, pair.tokens, dtype=dtype) for shape in ((), (PLANES,)))
+    logits, sums = _LogitChunks(pair, rows, waiting), None if into is None else _GradientSums(pair.student, into)
+    for chunk in logits.chunks:
+        student, both = logits.of(chunk)
+        if pair.shard is None:
+            pair.rows.whole_rows(both, pair.terms, numbers[:, chunk], losses[chunk], into is not None)
+        else:
+            losses[chunk] = _partial_rows(pair, both, numbers[:, chunk], pair.shard)
+            if into is not None:
+                pair.rows.row_gradients(both, pair.terms, numbers[:, chunk], None)
+        if sums is not None:
+            sums.add(chunk, student)
+    if sums is not None:
+        sums.finish()
+    return losses, numbers
+
+
+def _partial_rows(pair: HeadPair, logits: LogitRows, numbers: Tensor, shard: VocabShard) -> Tensor:
+    """Write the numbers of rows whose vocabulary the ranks share, and return their divergences."""
+    parts = start_gather_parts(pair.rows.row_statistics(logits, pair.terms), shard.group).wait()
+    losses = merge_statistics(parts, logits.labels, pair.terms, numbers)
+    if pair.terms.kind != "jsd":
+        return losses
+    sums = start_all_reduce(pair.rows.mixture_sums(logits, pair.terms, numbers), shard.group).wait()
+    return finish_jsd(sums, logits.labels, pair.terms, numbers)
+
+
+def gradients(
+    pair: HeadPair, rows: int, waiting: WaitingLogits, numbers: Tensor, incoming: Tensor, into: Gradients
+) -> None:  # fmt: skip
+    """Write the gradients to `into`, from the logits that waited or from new ones. `incoming`: of each row's divergence."""
+    logits, sums = _LogitChunks(pair, rows, waiting, made=True), _GradientSums(pair.student, into)
+    for chunk in logits.chunks:
+        student, both = logits.of(chunk)
+        pair.rows.row_gradients(both, pair.terms, numbers[:, chunk], incoming[chunk])
+        sums.add(chunk, student)
+    sums.finish()

@@ -1,0 +1,97 @@
+"""The case file of linear_divergence: every contender is called rightly, set against products that nobody judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench.benching import bench, only, stand_in, wrong
+from torch import Tensor
+
+from onepass.bench import accuracy, linear_divergence
+from onepass.bench.model import BenchCase, Inputs
+from onepass.ops.loss.linear_divergence import linear_divergence_reference
+
+variants = pytest.mark.parametrize("variant", linear_divergence.VARIANTS)
+
+
+def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
+    case = linear_divergence._case(variant, 40, 24, 32, 96, dtype)
+    return case, linear_divergence._inputs(case, torch.device("cpu"), torch.Generator())
+
+
+def _by_beta(heads: tuple[Tensor, ...], beta: float) -> Tensor:
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    return linear_divergence_reference(*heads, kind=kind)
+
+
+def _trl(
+    student: Tensor, teacher: Tensor, weight: Tensor, teacher_weight: Tensor, mask: Tensor, beta: float, chunk: int
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    assert mask.all() and mask.shape == student.shape[:2] and chunk in (256, 2048)
+    return _by_beta((student[0], weight, teacher[0], teacher_weight), beta), None, None
+
+
+def _liger(*args: object) -> Tensor:
+    *heads, labels, beta, ignore_index, temperature = args
+    assert (labels, ignore_index, temperature) == (None, -100, 1.0)
+    return _by_beta(tuple(heads), beta)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = {"LigerFusedLinearJSDFunction": SimpleNamespace(apply=_liger)}
+    trl = {"_chunked_divergence_loss": _trl}
+    stand_in(monkeypatch, {"liger_kernel.ops.fused_linear_jsd": liger, "trl.trainer.distillation_trainer": trl})
+
+
+@variants
+def test_every_contender_is_called_rightly(variant: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case, inputs = given(variant, dtype)
+        for contender in linear_divergence.BENCH.contenders(case):
+            if not (contender.compiles or contender.floor):
+                call = contender.make(case)
+                assert not wrong(linear_divergence, case, inputs, call, contender.ours), contender.name
+
+
+def test_errors_are_of_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = given("jsd")
+    got = accuracy.outputs(linear_divergence._ours(case), inputs)
+    whole = accuracy.judged(linear_divergence.BENCH, case, inputs, got, True)
+    monkeypatch.setitem(accuracy._CHUNK, "cpu", 7 * 96)
+    chunked = accuracy.judged(linear_divergence.BENCH, case, inputs, got, True)
+    for first, second in zip(whole, chunked, strict=True):
+        assert set(first) == {"loss", "dstudent", "dweight"}
+        assert second == pytest.approx(first, rel=1e-3)
+
+
+def test_what_computes_something_else_is_wrong() -> None:
+    case, inputs = given("jsd")
+    ours = linear_divergence._ours(case)
+    assert "loss" in wrong(linear_divergence, case, inputs, lambda *heads: ours(*heads) * (1 + 1e-3), ours=True)
+    other = linear_divergence._ours(given("forward_kl")[0])
+    assert wrong(linear_divergence, case, inputs, other)
+
+
+@pytest.mark.usefixtures("one_round")
+def test_a_run_is_set_against_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, linear_divergence, given("jsd")[0])
+    assert bench("linear_divergence", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    for name in ("onepass", "four products", "eager"):
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["both_of_reference"] > 0
+    assert rows["four products"]["floor"] is True
+
+
+def test_the_full_cases_are_those_of_a_gpu() -> None:
+    cases = linear_divergence.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
+    assert [case.variant for case in cases[:4]] == list(linear_divergence.VARIANTS)
+    assert cases[0].shape == (8192, 2048, 4096, 151936)
+    student, teacher = (8192 + 151936) * 2048 * 2, (8192 + 151936) * 4096 * 2
+    assert (cases[0].forward_bytes, cases[0].backward_bytes) == (student + teacher, 2 * student)
+    assert cases[3].backward_bytes == student + 8192 * 2048 * 2 + 151936 * 2048 * 8

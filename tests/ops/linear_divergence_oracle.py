@@ -1,0 +1,207 @@
+"""The oracle of linear_divergence: `judge_case` decides whether a module computes a case within the error budget.
+
+A case names the plan that the module must use. The real module must pass every case, and each mutant must fail one. The baseline
+is eager code: it rounds both heads' logits and the student's gradient once to the operands' types, and computes all else in fp32.
+If the plan makes gradients in forward, that gradient is rounded before it is multiplied by the incoming one, as designed.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+
+from onepass.ops.loss.formula import reduce_losses
+from onepass.ops.loss.linear_divergence.formula import DivergenceTerms, row_divergences
+from onepass.testing.budget import Finding, compare
+from onepass.testing.poison import poisoned, unchanged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+MODES = ("grad_in_forward", "keep_logits", "keep_teacher", "recompute")
+UPSTREAM = 1.75  # the incoming gradient of a scalar
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `lead` is the shape of labels, of which every third is ignored; `rows` are a chunk's, the last is smaller.
+
+    `main` is the main_grads' dtype; with it, two calls accumulate. `block`: columns of a piece of the kernels.
+    """
+
+    mode: str = "grad_in_forward"
+    kind: str = "forward_kl"
+    reduction: str = "mean"
+    dtype: torch.dtype = FP32
+    lead: tuple[int, ...] = (7, 6)
+    D: int = 40
+    E: int = 24
+    V: int = 150
+    rows: int = 16
+    beta: float = 0.3
+    temperature: float = 1.0
+    softcap: float | None = None
+    teacher_softcap: float | None = None
+    bias: bool = False
+    wide: bool = False
+    labels: bool = True
+    near: bool = False  # the student's logits are nearly the teacher's
+    size: float = 2.0  # of logits
+    main: torch.dtype | None = None
+    frozen: str = ""
+    ignore_index: int = -100
+    teacher_dtype: torch.dtype | None = None
+    block: int | None = None
+
+    @property
+    def options(self):
+        names = ("kind", "beta", "temperature", "softcap", "teacher_softcap", "reduction", "ignore_index")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self):
+        said = [self.mode, self.kind, self.reduction, str(self.dtype).removeprefix("torch.")]
+        said += ["x".join(map(str, (*self.lead, self.D, self.E, self.V)))]
+        usual = Case()
+        for name in ("rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block"):
+            said += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(usual, name) else []
+        return "-".join(said)
+
+
+STUDENT = ("student", "student_weight", "student_bias")
+NAMES = (*STUDENT, "teacher", "teacher_weight", "teacher_bias")
+
+
+def draw(case, seed=0):
+    """Return the tensors by name, labels, and the incoming gradient. They are drawn on the CPU: every machine gets the same."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    given = {}
+    for head, width in (("student", case.D), ("teacher", case.E)):
+        given[head], given[f"{head}_weight"] = drawn(*case.lead, width), case.size * drawn(case.V, width) / width**0.5
+        given[f"{head}_bias"] = drawn(case.V) if case.bias else None
+    if case.near:
+        assert case.D >= case.E
+        for name in ("", "_weight"):
+            given[f"student{name}"] = F.pad(given[f"teacher{name}"], (0, case.D - case.E))
+        given["student_weight"] *= 1 + 0.01 * drawn(case.V, 1)
+    teacher_dtype = case.teacher_dtype or case.dtype
+    given = {
+        name: None if given[name] is None else given[name].to(DEVICE, case.dtype if name in STUDENT else teacher_dtype)
+        for name in NAMES
+    }
+    labels = torch.randint(case.V, case.lead, generator=generator)
+    labels.view(-1)[2::3] = case.ignore_index
+    dy = drawn(*case.lead) + 2 if case.reduction == "none" else torch.full((), UPSTREAM)
+    return given, labels.to(DEVICE) if case.labels else None, dy.to(DEVICE)
+
+
+# ---- the three computations ----
+
+
+class _Rounded(torch.autograd.Function):
+    """Round an fp32 product to the operands' dtype unless `wide`, and always its gradient, without `factor`."""
+
+    @staticmethod
+    def forward(ctx, product, dtype, wide, factor):
+        ctx.dtype, ctx.factor = dtype, factor
+        return product.clone() if wide else product.to(dtype).to(product.dtype)
+
+    @staticmethod
+    def backward(ctx, dproduct):
+        return (dproduct / ctx.factor).to(ctx.dtype).to(dproduct.dtype) * ctx.factor, None, None, None
+
+
+def _factor(case, labels):
+    if case.mode != "grad_in_forward":
+        return 1.0
+    return UPSTREAM if case.reduction == "sum" else UPSTREAM / max(1, int((labels != case.ignore_index).sum()))
+
+
+def _theirs(case, given, labels, dy, dtype):
+    leaves = {
+        name: None if t is None else t.detach().to(dtype).requires_grad_(name in STUDENT and name not in case.frozen.split())
+        for name, t in given.items()
+    }
+    labels = torch.full(case.lead, case.ignore_index + 1, device=DEVICE) if labels is None else labels
+    terms = DivergenceTerms(
+        case.ignore_index, case.kind, case.beta, case.temperature, case.softcap or 0.0, case.teacher_softcap or 0.0
+    )
+    logits = [F.linear(*(leaves[f"{head}{name}"] for name in ("", "_weight", "_bias"))) for head in ("student", "teacher")]
+    if dtype is FP32:
+        logits[0] = _Rounded.apply(logits[0], case.dtype, case.wide, _factor(case, labels))
+        logits[1] = logits[1] if case.wide else logits[1].to(case.teacher_dtype or case.dtype).float()
+    loss = reduce_losses(row_divergences(*logits, labels, terms), labels, case.ignore_index, None, case.reduction)
+    if loss.requires_grad:
+        loss.backward(dy.to(loss.dtype))
+    return _results(case, loss, {name: None if t is None else t.grad for name, t in leaves.items()})
+
+
+def _results(case, loss, grads):
+    found = {"loss": loss.detach()}
+    return found | {f"d{name}": grads[name] for name in STUDENT if grads[name] is not None and name not in case.frozen.split()}
+
+
+@contextlib.contextmanager
+def forced(module, case):
+    """In the block the module's calls, and their backward, follow the case's plan, and its kernels have its pieces."""
+    kernels = module.passes.kernels
+
+    def plan(inputs, budget):
+        asks = inputs.needs_hidden or inputs.needs_weight
+        rows = min(case.rows, max(1, inputs.N)) if case.mode != "keep_logits" else max(1, inputs.N)
+        mode = case.mode if asks else "loss_only"
+        mode = "recompute" if inputs.in_graph and mode.startswith("keep") else mode
+        return module.plan.DivergencePlan(mode, rows, -(-inputs.N // rows), 0, False)
+
+    tiles = kernels.tiles_of_rows if case.block is None else lambda W, kind: kernels.PieceTiles(case.block, 1, 0)
+    with mock.patch.object(module.steps, "make_plan", plan), mock.patch.object(kernels, "tiles_of_rows", tiles):
+        kernels._plan.cache_clear()
+        yield
+    kernels._plan.cache_clear()
+
+
+def call(module, case, backend, given, labels):
+    """Return the divergence of the op."""
+    heads = [given[name] for name in ("student", "student_weight", "teacher", "teacher_weight")]
+    biases = {name: given[name] for name in ("student_bias", "teacher_bias")}
+    wide = FP32 if case.wide else None
+    return module.linear_divergence(*heads, labels, logits_dtype=wide, backend=backend, **biases, **case.options)
+
+
+def _ours(module, case, given, labels, dy, backend):
+    leaves = {
+        name: None if t is None else t.detach().requires_grad_(name in STUDENT and name not in case.frozen.split())
+        for name, t in given.items()
+    }
+    moved = [name for name in STUDENT[1:] if case.main and leaves[name] is not None and name not in case.frozen.split()]
+    for name in moved:
+        leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
+    watch = {name: t for name, t in (*leaves.items(), ("labels", labels), ("dy", dy)) if t is not None}
+    with forced(module, case), unchanged(**watch), poisoned():
+        for _ in range(2 if moved else 1):
+            leaves["student"].grad = None
+            loss = call(module, case, backend, leaves, labels)
+            if loss.requires_grad:
+                loss.backward(dy.to(loss.dtype))
+    grads = {name: None if t is None else t.main_grad / 2 if name in moved else t.grad for name, t in leaves.items()}
+    return _results(case, loss, grads)
+
+
+def judge_case(module, case, seeds=1, backend="triton"):
+    """Judge `module.linear_divergence` on several draws of a case. Inputs that it must not write are checked too."""
+    trials, found = [], []
+    for seed in range(seeds):
+        given, labels, dy = draw(case, seed)
+        ours = _ours(module, case, given, labels, dy, backend)
+        trials.append((ours, *(_theirs(case, given, labels, dy, dtype) for dtype in (FP32, FP64))))
+        if labels is not None:
+            ignored = labels == case.ignore_index
+            rest = int(ours["loss"][ignored].count_nonzero()) if case.reduction == "none" else 0
+            rest += int(ours["dstudent"][ignored].count_nonzero()) if "dstudent" in ours else 0
+            found.append(Finding("ignored rows", "not 0", rest, 0, 0))
+    types = {"loss": FP32, "dstudent": case.dtype}
+    found += [Finding(name, "type", float(ours[name].dtype != kind), 0, 0) for name, kind in types.items() if name in ours]
+    report = compare(trials, case.dtype)
+    report.findings += found
+    return report
