@@ -19,6 +19,7 @@ OPTIONS = {
     "z_loss": 1e-2,
     "softcap": 2.0,
     "logit_scale": 0.5,
+    "temperature": 0.8,
     "logits_dtype": torch.float32,
     "chunk_bytes": 4096,
 }

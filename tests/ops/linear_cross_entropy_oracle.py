@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import onepass.ops.loss.linear_cross_entropy as real
-from onepass.ops.loss.formula import LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import STATISTICS, LossTerms, reduce_losses, row_losses
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
@@ -119,6 +119,7 @@ class Case:
     z_loss: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
+    temperature: float = 1.0
     bias: bool = False
     weighted: bool = False
     wide: bool = False
@@ -136,7 +137,8 @@ class Case:
             "z_loss": self.z_loss,
             "softcap": self.softcap,
             "logit_scale": self.scale,
-            "return_stats": self.full,
+            "temperature": self.temperature,
+            "return_stats": STATISTICS if self.full else False,
         }
 
     @property
@@ -146,8 +148,9 @@ class Case:
     def __str__(self):
         said = [self.mode if isinstance(self.mode, str) else "x".join(map(str, self.mode)), self.reduction]
         said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
-        said += [f"{name}={value}" for name, value in self.options.items() if value not in (None, 0, False, self.reduction, -100)]
-        said += [name for name in ("bias", "weighted", "wide") if getattr(self, name)]
+        usual = None, 0, False, 1.0, self.reduction, -100, STATISTICS
+        said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
+        said += [name for name in ("bias", "weighted", "wide", "full") if getattr(self, name)]
         said += [f"main={self.main}"] if self.main else []
         return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
 
@@ -245,13 +248,14 @@ def _factor(case, labels, token_weight):
 
 
 def _eager(case, labels, rounded):
-    terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, case.softcap or 0.0, case.scale)
+    cap, scale = (case.softcap or 0.0) / case.temperature, case.scale / case.temperature
+    terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, cap, scale)
 
     def call(hidden, weight, bias, token_weight):
         product = F.linear(hidden, weight, bias)
         if rounded:
             product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
-        rows = row_losses(product, labels, terms)
+        rows = row_losses(product, labels, terms, STATISTICS if case.full else ())
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)
 
@@ -268,11 +272,10 @@ def _leaves(case, given, dtype=None):
     return leaves
 
 
-STATS = ("logsumexp", "log_prob", "entropy", "correct")
 
 
 def _results(case, outs, leaves, grads, labels):
-    found = {name: out.detach() for name, out in zip(("loss", *STATS), outs, strict=False)}
+    found = {name: out.detach() for name, out in zip(("loss", *STATISTICS), outs, strict=False)}
     found |= {f"d{name}": grads[name] for name in NAMES if leaves[name] is not None and name not in case.frozen.split()}
     if "dweight" in found:
         there = labels[labels != case.ignore_index].unique()
@@ -346,9 +349,11 @@ def _exactly(case, ours, given, labels):
     rest = 0
     if case.reduction == "none":
         rest += int(ours["loss"][ignored].count_nonzero())
-    if "dhidden" in ours and not (case.full and not case.promised):
+    if case.full:
+        rest += sum(int(ours[name][ignored].count_nonzero()) for name in STATISTICS if name in ours)
+    if "dhidden" in ours:
         rest += int(ours["dhidden"][ignored].count_nonzero())
-    types = {name: FP32 for name in ("loss", *STATS[:3])}
+    types = {name: FP32 for name in ("loss", *STATISTICS) if name != "correct"}
     types |= {f"d{name}": t.dtype for name, t in given.items() if t is not None}
     if case.main:
         types |= {"dweight": case.main, "dbias": case.main}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
-from onepass.ops.loss.formula import LossTerms
+from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -112,7 +112,8 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
     options |= {
         "softcap": draw.choose((None, 5.0)),
         "logit_scale": draw.choose((1.0, 0.25)),
-        "return_stats": draw.flag(0.3),
+        "temperature": draw.choose((1.0, 0.7)),
+        "return_stats": draw.choose((False, False, True, STATISTICS, ("entropy",), ("logsumexp", "mean_logit"))),
     }
 
     def formula(**given: Any) -> Any:
@@ -177,9 +178,11 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
     def run() -> Tensor:
         x, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         incoming, place = meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
-        whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, True, incoming)
-        parts = row_kernels.merge_statistics(row_kernels.row_statistics(x, labels, terms, True, 0, 0, place), terms, True)
-        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, True, 0, dtype, place)
+        whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, STATISTICS, incoming)
+        parts = row_kernels.merge_statistics(
+            row_kernels.row_statistics(x, labels, terms, STATISTICS, 0, 0, place), terms, STATISTICS
+        )
+        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, 0, dtype, place)
         each = row_kernels.RowGradients(*[incoming] * 4)
         row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, 0, 0, place)
         return x
@@ -251,8 +254,8 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         buffer, labels = meta(2048, room, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
         out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
-        whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, False, incoming, room)
-        row_kernels.row_statistics(x, labels, terms, False, 0, width, None, room)
+        whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, (), incoming, room)
+        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, room)
         row_kernels.row_gradients(x, out, labels, terms, incoming, None, row_kernels.RowGradients(incoming), 0, width, None, room)
         return buffer
 

@@ -1,7 +1,7 @@
 """linear_cross_entropy: the loss of hidden states under a language model's head, without a tensor of all logits.
 
-Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap); a row's
-         loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
+Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap), then logits / temperature; a
+         row's loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
          or the rows' own.
 Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
 Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
@@ -14,6 +14,7 @@ Files    plan.py decides how a call is divided; steps.py has the registered ops,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
-from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import STATISTICS, LossOptions, LossTerms, reduce_losses, row_losses
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
-from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms, validate_labels
+from onepass.ops.loss.reduction import check_labels, check_reduction, check_statistics, check_terms, validate_labels
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -38,12 +39,30 @@ _STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
 
 
 class Stats(NamedTuple):
-    """Statistics of each token, of labels' shape, in fp32."""
+    """Statistics of each token, of labels' shape, in fp32. Those of an ignored token are 0."""
 
     logsumexp: Tensor
-    log_prob: Tensor  # of the label; 0 if it is ignored
+    log_prob: Tensor  # of the label
     entropy: Tensor
     correct: Tensor  # bool: the label has the largest logit, the first of equals
+
+
+class NamedStats(NamedTuple):
+    """As `Stats`, of the statistics that were asked for by name; the others are None."""
+
+    logsumexp: Tensor | None
+    log_prob: Tensor | None
+    entropy: Tensor | None
+    correct: Tensor | None
+    log_sum_sq_probs: Tensor | None  # log of the sum of squared probabilities
+    mean_logit: Tensor | None  # mean over the vocabulary
+
+
+def _stats(return_stats: bool | Sequence[str], values: Sequence[Tensor]) -> Stats | NamedStats:
+    if return_stats is True:
+        return Stats(*values)
+    by_name = dict(zip(check_statistics(return_stats), values, strict=True))
+    return NamedStats(*[by_name.get(name) for name in STATISTICS])
 
 
 def linear_cross_entropy_reference(
@@ -58,22 +77,24 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     token_weight: Tensor | None = None,
-    return_stats: bool = False,
+    return_stats: bool | Sequence[str] = False,
 ) -> Any:
     """Return the loss, or (loss, stats), by the formula, for every type."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     return _formula(hidden, weight, labels, bias, token_weight, terms, reduction, return_stats)
 
 
 def _formula(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, terms: LossTerms,
-    reduction: str, full: bool,
+    reduction: str, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
-    rows = row_losses(F.linear(hidden, weight, bias), labels, terms)
+    stats = check_statistics(return_stats)
+    rows = row_losses(F.linear(hidden, weight, bias), labels, terms, stats)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
     loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
-    return (loss, Stats(*rows[1:])) if full else loss  # type: ignore[arg-type]
+    return (loss, _stats(return_stats, [getattr(rows, name) for name in stats])) if stats else loss
 
 
 # ---- the public function: check, choose a backend, run ----
@@ -106,13 +127,14 @@ def _check(call: Call) -> None:
 def _checked(
     hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
     sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None, grad_scale: float | None,
-    chunk_bytes: int | None, return_stats: bool, deferred: DeferredWgrad | None,
+    logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
+    grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
     check_floating("hidden", hidden)
     check_reduction(reduction)
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats = check_statistics(return_stats)
     product = product_type(hidden)
     if logits_dtype is not None and logits_dtype not in (product, _wide_type(product)):
         narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
@@ -131,8 +153,8 @@ def _checked(
     check_linear(hidden, hidden.shape[-1], weight, bias, "hidden")
     if weight.shape[0] == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
-    if return_stats and weight.shape[0] > _STATS_COLUMNS:
-        raise ValueError(f"return_stats knows columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
+    if "correct" in stats and weight.shape[0] > _STATS_COLUMNS:
+        raise ValueError(f"return_stats knows correct's columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
     tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
     if sequence:
         assert group is not None
@@ -146,7 +168,7 @@ def _checked(
     name = "" if group is None else group.group_name
     return LossOptions(
         *terms, reduction, wide, True, product, name, sequence,
-        None if grad_scale is None else float(grad_scale), chunk_bytes, return_stats,
+        None if grad_scale is None else float(grad_scale), chunk_bytes, ",".join(stats),
     ), group  # fmt: skip
 
 
@@ -168,11 +190,12 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     token_weight: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     grad_scale: float | None = None,
     chunk_bytes: int | None = None,
-    return_stats: bool = False,
+    return_stats: bool | Sequence[str] = False,
     deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -194,6 +217,7 @@ def linear_cross_entropy(
         z_loss: this times logsumexp squared is added to a row's loss, before its weight and the reduction.
         softcap: bounds the logits' size; None leaves them.
         logit_scale: multiplies the products.
+        temperature: divides the logits, after the softcap.
         token_weight: ``[...]`` or ``[..., 1]``: multiplies each row's loss.
         logits_dtype: ``torch.float32`` never rounds a logit; None keeps them in the operands' type, as eager code does.
         grad_scale: the caller's promise that the loss's incoming gradient will be this number. Gradients are then finished in
@@ -201,17 +225,20 @@ def linear_cross_entropy(
             GPU returns NaN in hidden's gradient.
         chunk_bytes: a budget for logits and fp32 sums; None takes a part of the GPU's memory. vmap and functional derivatives
             follow the plain formula, which makes all logits at once.
-        return_stats: also return (logsumexp, log_prob, entropy, correct) of each token, the first three differentiable.
+        return_stats: names of statistics of each token that are returned too, of ``logsumexp, log_prob, entropy, correct,
+            log_sum_sq_probs, mean_logit``. Only these are computed; the first three are differentiable. True is the first four.
+            Those of an ignored token are 0.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats).
+        The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
+        tuple of all four, or, where statistics are named, of all six with None for those that are not.
     """
     given = {
         "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
-        "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale, "chunk_bytes": chunk_bytes,
-        "return_stats": return_stats, "deferred": deferred,
+        "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale,
+        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
@@ -229,24 +256,25 @@ def linear_cross_entropy(
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        return _by_formula(hidden, weight, labels, bias, token_weight, options)
+        return _by_formula(hidden, weight, labels, bias, token_weight, options, return_stats)
     if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
     found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred)
-    return (found[0], Stats(*found[1:])) if return_stats else found
+    return (found[0], _stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: LossOptions
-) -> Any:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: LossOptions,
+    return_stats: bool | Sequence[str],
+) -> Any:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
     dtype = _wide_type(product) if options.wide else product
     hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
     bias = None if bias is None else cast(cast(bias, product), dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _formula(hidden, weight, labels, bias, token_weight, options.terms, options.reduction, options.full)
+        return _formula(hidden, weight, labels, bias, token_weight, options.terms, options.reduction, return_stats)
 
 
 define_op(

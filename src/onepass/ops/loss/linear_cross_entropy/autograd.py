@@ -26,7 +26,7 @@ from onepass.gradients.main_grad import (
 )
 from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
-from onepass.ops.loss.formula import LossOptions, RowLosses
+from onepass.ops.loss.formula import STATISTICS, LossOptions, RowLosses
 from onepass.ops.loss.linear_cross_entropy import steps
 from onepass.ops.loss.linear_cross_entropy.head import wide_type
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients, recompute_gradients
@@ -39,7 +39,7 @@ from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twi
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Outputs: the loss, and with `full` logsumexp, log_prob, entropy and correct."""
+    """Outputs: the loss, and the statistics that the options name."""
 
     @staticmethod
     def forward(
@@ -55,10 +55,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
         rows = _rows_of(hidden, weight, labels, token_weight, options, group, by_kernel)
-        losses, lse, log_prob, entropy, correct, dhidden, dweight, dbias, logits = steps.forward(
+        *found, dhidden, dweight, dbias, logits = steps.forward(
             hidden, weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
         )  # fmt: skip
+        losses, lse = found[:2]
+        stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics}
+        entropy = stats.get("entropy")
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
             loss, _ = reduce_rows(
@@ -67,8 +70,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if options.reduction == "none":
                 loss = _shaped(loss, labels.shape)
             # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
-            kept = (lse.to(losses.dtype), log_prob, entropy, correct) if options.full else ()
-            stats = [_shaped(t.clone(), labels.shape) for t in kept]
+            outputs = [
+                _shaped(t.to(t.dtype if t.dtype is torch.bool else losses.dtype, copy=True), labels.shape) for t in stats.values()
+            ]
         ctx.options, ctx.deferred, ctx.used = options, deferred, False
         ctx.promised = options.grad_scale is not None and any(needs)
         ctx.added = added
@@ -78,13 +82,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden, weight, bias, *rows, lse, entropy if options.full else None, losses if need_token_weight else None,
+            hidden, weight, bias, *rows, lse, entropy, losses if need_token_weight else None,
             logits, dhidden, dweight, dbias if need_bias and (ctx.made or ctx.promised) else None,
         )  # fmt: skip
-        if not options.full:
+        if not outputs:
             return loss
-        ctx.mark_non_differentiable(stats[-1])
-        return loss, *stats
+        ctx.mark_non_differentiable(*outputs[len(options.differentiable) :])
+        return loss, *outputs
 
     @staticmethod
     @not_twice_differentiable
@@ -321,8 +325,9 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
         g = saved.logsumexp.new_zeros(N, dtype=wide)
     else:
         g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
-    rows = [None if t is None else t.reshape(N).to(wide).contiguous() for t in dstats[:3]]
-    return RowGradients(g, *rows)
+    came = zip(options.differentiable, dstats, strict=False)  # the others, which come after, have none
+    rows = {name: t.reshape(N).to(wide).contiguous() for name, t in came if t is not None}
+    return RowGradients(g, **rows)
 
 
 class _HeadWork:

@@ -34,13 +34,18 @@ from onepass.runtime.sizes import ceil_div
 # ---- losses ----
 
 
+def empty_rows(like: Tensor, rows: int, stats: tuple[str, ...], logits: torch.dtype) -> RowLosses:
+    """Allocate losses, the logsumexp and the named statistics; `logits` is the logits' type."""
+    kinds = {"loss": wide_type(like), "logsumexp": lse_type(logits)}
+    kinds |= {name: torch.bool if name == "correct" else wide_type(like) for name in stats if name != "logsumexp"}
+    return RowLosses(**{name: like.new_empty(rows, dtype=kind) for name, kind in kinds.items()})
+
+
 class RowStatistics:
     """Losses and statistics of all rows."""
 
     def __init__(self, head: Head) -> None:
-        kind = wide_type(head.hidden)
-        kinds = (kind, lse_type(head.logits), kind, kind, torch.bool)[: 5 if head.full else 2]
-        self.rows = RowLosses(*(head.hidden.new_empty(head.tokens, dtype=each) for each in kinds))
+        self.rows = empty_rows(head.hidden, head.tokens, head.stats, head.logits)
 
     def put(self, chunks: Chunks, chunk: slice, found: RowLosses) -> None:
         for into, values in zip(self.rows, found, strict=True):
@@ -74,7 +79,7 @@ def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
 
 def _statistics(head: Head, logits: LogitsBlock, labels: Tensor) -> Tensor:
     found: Tensor = head.rows.row_statistics(
-        logits.x, labels, head.terms, head.full, logits.first, head.columns, head.place, *_room(head, logits)
+        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, *_room(head, logits)
     )
     return found
 
@@ -92,13 +97,13 @@ def _start_exchange(head: Head, parts: Tensor) -> Pending:
     """Gather all ranks' statistics of each row."""
     if head.shard is None:
         return Pending(parts)
-    return start_gather_parts(head.rows.merge_statistics(parts, head.terms, head.full), head.shard.group)
+    return start_gather_parts(head.rows.merge_statistics(parts, head.terms, head.stats), head.shard.group)
 
 
 def _finish(head: Head, chunks: Chunks, found: RowStatistics, chunk: slice, labels: Tensor, exchange: Pending) -> RowLosses:
     """Compute a chunk's losses from all parts' statistics."""
     done: RowLosses = head.rows.finish_losses(
-        exchange.wait(), labels, head.terms, head.full, head.columns, head.logits, head.place
+        exchange.wait(), labels, head.terms, head.stats, head.columns, head.logits, head.place
     )
     found.put(chunks, chunk, done)
     return done
@@ -216,7 +221,7 @@ class _GradInForward:
     def add_whole_rows(self, chunk: slice, labels: Tensor, hidden: Tensor, logits: LogitsBlock, g: Tensor) -> None:
         """One rank has whole rows: one kernel computes statistics and gradients."""
         head = self.head
-        parts = head.row_statistics_and_gradients(logits.x, logits.out, labels, head.terms, head.full, g, *_room(head, logits))
+        parts = head.row_statistics_and_gradients(logits.x, logits.out, labels, head.terms, head.stats, g, *_room(head, logits))
         _finish(head, self.chunks, self.found, chunk, labels, Pending(parts))
         self._add(chunk, hidden, logits)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from onepass.gradients.main_grad import GradRequest, accumulation_target
-from onepass.ops.loss.formula import LossOptions, RowLosses, lse_type
+from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.linear_cross_entropy.head import (
     Head,
     VocabShard,
@@ -26,6 +26,7 @@ from onepass.ops.loss.linear_cross_entropy.head import (
 )
 from onepass.ops.loss.linear_cross_entropy.passes import (
     Gradients,
+    empty_rows,
     gradients_of_kept_logits,
     losses,
     losses_and_gradients,
@@ -88,7 +89,7 @@ def _forward(
     place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, mode: str | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the five of `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
+    """Return the `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
 
     Args:
         separate_sum: the weight's gradient goes to main_grad, and is rounded there only.
@@ -120,7 +121,8 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
         return "loss_only"
     if options.grad_scale is not None:
         return "known_grad_scale"
-    return "recompute" if options.reduction == "none" or options.full else "grad_in_forward"  # a graph sends zeros to all stats
+    # a graph sends zeros to statistics that nobody differentiates
+    return "recompute" if options.reduction == "none" or options.differentiable else "grad_in_forward"
 
 
 def _forward_in_graph(
@@ -142,10 +144,9 @@ def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
     place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    N, wide, product = labels.numel(), wide_type(hidden), options.product
+    wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
-    kinds = wide, lse_type(logits), wide, wide, torch.bool
-    rows = [hidden.new_empty(N, dtype=kind) if options.full or i < 2 else None for i, kind in enumerate(kinds)]
+    rows = empty_rows(hidden, labels.numel(), options.statistics, logits)
     mode = _graph_mode(options, needs)
     known = mode == "known_grad_scale"
     if mode not in ("grad_in_forward", "known_grad_scale"):
@@ -162,11 +163,11 @@ def _forward_fake(
 
 
 # `Registered` takes an empty vector in the place of a `Tensor?` for None. So results that may have no rows are declared `Tensor`;
-# callers know by `full` and `needs` whether there are such.
+# callers know by `stats` and `needs` whether there are such.
 forward = Registered(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? token_weight, "
     "Tensor? mean_scale, Tensor? place, LossOptions options, Needs needs, bool separate_sum) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
     _forward,
     _forward_fake,
     LossOptions,
