@@ -143,8 +143,8 @@ class LinearCrossEntropy(DividedParameters):
         """Return the logits ``[..., vocab_size]``, the input of softmax, whole on every rank.
 
         They are scaled, capped and divided by the temperature as in the loss. They are rounded to hidden's type, whatever
-        logits_dtype is; a loss's stats are not. With sequence_parallel the logits are those of the whole sequence. Without `gather` each rank returns its shard of
-        the vocabulary.
+        logits_dtype is; a loss's stats are not. With sequence_parallel the logits are those of the whole sequence. Without
+        `gather` each rank returns its shard of the vocabulary.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(

@@ -277,7 +277,8 @@ def _statistics_plan(
     W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...]
 ) -> tuple[RowTiles, Bound]:  # fmt: skip
     sums = sums_of(terms, stats)
-    tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if any(sums[1:]) else STATISTICS_EACH)  # more spill registers
+    # the same tiles for all statistics: log_prob has the same bits whatever else is asked for
+    tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if stats else STATISTICS_EACH)  # more would spill registers
     bound: Bound = _statistics_kernel.bind(
         x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms)[:2], *sums, known_align(x_row),
         tiles.tile, tiles.block, num_warps=tiles.num_warps,

@@ -130,6 +130,10 @@ class Chunks:
         """Where the chunk's tokens are when chunks lie one after the other."""
         return slice(chunk.start * self.ranks, chunk.stop * self.ranks)
 
+    def in_order(self, values: Tensor) -> Tensor:
+        """Return `values`, one a token, as chunks lie one after the other."""
+        return values if len(self) == 1 else torch.cat([self.take(chunk, values) for chunk in self])
+
     def after(self, at: int) -> slice | None:
         return self.slices[at + 1] if at + 1 < len(self.slices) else None
 

@@ -53,15 +53,16 @@ class RowStatistics:
                 chunks.put(chunk, values, into)
 
 
-def losses(head: Head, plan: HeadPlan) -> tuple[RowLosses, LogitsBlock | None]:
-    """Return all rows' losses, and the last block of logits."""
-    chunks, found = Chunks(head, plan.rows), RowStatistics(head)
-    buffer = new_buffer(head, chunks.most, plan.columns)
+def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, LogitsBlock | None]:
+    """Return all rows' losses, and where `keep` asks for them all logits, chunk after chunk."""
+    chunks, found = Chunks(head, rows), RowStatistics(head)
+    buffer = new_buffer(head, head.tokens if keep else chunks.most, columns)
     logits, before = None, None
     for at, chunk in enumerate(chunks):
         hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
-        for first in range(0, max(head.columns, 1), plan.columns or 1):
-            logits = make_logits(head, hidden, first, plan.columns, buffer)
+        some = (buffer[0][chunks.places(chunk)], None) if keep else buffer
+        for first in range(0, max(head.columns, 1), columns or 1):
+            logits = make_logits(head, hidden, first, columns, some)
             parts.append(_statistics(head, logits, labels))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
         if before is not None:
@@ -69,7 +70,9 @@ def losses(head: Head, plan: HeadPlan) -> tuple[RowLosses, LogitsBlock | None]:
         before = chunk, labels, exchange
     assert before is not None
     _finish(head, chunks, found, *before)
-    return found.rows, logits
+    if not keep or logits is None:
+        return found.rows, None
+    return found.rows, logits._replace(x=buffer[0][:, : head.columns], out=buffer[0][:, : head.columns])
 
 
 def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
@@ -273,16 +276,25 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
 
 
 def gradients_of_kept_logits(
-    head: Head, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
+    head: Head, rows: int, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
 ) -> None:
-    """Write the gradients from logits that waited, which become their own gradient."""
-    chunks = Chunks(head, head.tokens)
-    (chunk,) = chunks
-    _gradient(head, logits, head.labels, found.logsumexp, found.entropy, incoming)
-    hidden, weight = _HiddenSum(head, chunks, into.hidden, 1), _WeightSum(into, chunks, keep, 0, head.columns)
-    rows = chunks.start(chunk) if into.weight is not None else None
-    hidden.add(chunk, logits, 0)
-    weight.add(logits.out, head.hidden if rows is None else rows.wait())
+    """Write the gradients from logits that waited, which become their own gradient.
+
+    They lie chunk after chunk of `rows` tokens. Where ranks have parts of the sequence, a chunk has some of every part.
+    """
+    chunks = Chunks(head, rows if head.ranks > 1 else head.tokens)
+    known = head.labels, found.logsumexp, found.entropy, *incoming
+    labels, lse, entropy, *each = (None if t is None else chunks.in_order(t) for t in known)
+    assert labels is not None and lse is not None
+    _gradient(head, logits, labels, lse, entropy, RowGradients(*each))  # type: ignore[arg-type]
+    hidden = _HiddenSum(head, chunks, into.hidden, 1)
+    weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)
+    gathered = [chunks.start(chunk) for chunk in chunks] if into.weight is not None else []
+    for chunk in chunks:
+        part = chunks.places(chunk)
+        hidden.add(chunk, logits._replace(x=logits.x[part], out=logits.out[part]), 0)
+    parts = [pending.wait() for pending in gathered]
+    weight.add(logits.out, head.hidden if not parts else parts[0] if len(parts) == 1 else torch.cat(parts))
     weight.finish()
     hidden.finish()
 

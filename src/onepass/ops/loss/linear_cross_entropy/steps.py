@@ -32,7 +32,7 @@ from onepass.ops.loss.linear_cross_entropy.passes import (
     losses_and_gradients,
     recompute_gradients,
 )
-from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, machine_speed, make_plan
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, forward_plan, machine_speed, make_plan
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.runtime.dispatch import cast
@@ -50,24 +50,39 @@ class Needs(NamedTuple):
 Accumulate = tuple[Tensor, Tensor | None, GradRequest]  # the weight, its main_grad and how the pass asks for its gradient
 
 
-def plan_call(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    options: LossOptions,
-    needs: Needs,
-    main_grad: Tensor | None,
-    mode: str | None = None,
-) -> HeadPlan:
-    size = options.product.itemsize
-    inputs = PlanInputs(
-        labels.numel(), weight.shape[1], weight.shape[0], size, options.wide and size < 4, needs[0], needs[1] or needs[2],
-        options.reduction != "none", main_grad is not None and main_grad.dtype is torch.float32, options.grad_scale is not None,
-        mode, options.group != "", options.chunk_bytes,
+def _plan_inputs(
+    N: int, D: int, V: int, options: LossOptions, needs: Needs, main_grad: Tensor | None, mode: str | None
+) -> PlanInputs:  # fmt: skip
+    size, promised = options.product.itemsize, options.grad_scale is not None
+    return PlanInputs(
+        N, D, V, size, options.wide and size < 4, needs[0], needs[1] or needs[2],
+        options.reduction != "none" and (promised or not options.differentiable),
+        main_grad is not None and main_grad.dtype is torch.float32, promised, mode, options.group != "", options.chunk_bytes,
     )  # fmt: skip
-    plan = make_plan(inputs, machine_speed(hidden.device, size))
+
+
+def plan_call(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, needs: Needs, main_grad: Tensor | None,
+    mode: str | None = None,
+) -> HeadPlan:  # fmt: skip
+    inputs = _plan_inputs(labels.numel(), weight.shape[1], weight.shape[0], options, needs, main_grad, mode)
+    plan = make_plan(inputs, machine_speed(hidden.device, inputs.size))
     padded = padded_rows(weight, options.use_triton)
-    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * size) if padded else plan
+    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * inputs.size) if padded else plan
+
+
+def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
+    """Rows and columns at a time of a forward that makes no gradients: those of a call without gradients, for the same bits.
+
+    keep: logits wait. Then a number that is one for all tokens is made in one piece.
+    """
+    options = head.options
+    if keep and options.reduction != "none" and not options.stats:
+        return head.tokens, head.columns
+    nothing = Needs(False, False, False)
+    inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None)
+    plan = forward_plan(inputs, machine_speed(head.hidden.device, inputs.size))
+    return plan.rows, head.columns if keep else plan.columns
 
 
 def head_of(
@@ -99,8 +114,9 @@ def _forward(
     plan = plan_call(hidden, weight, labels, options, needs, None if accumulate is None else accumulate[1], mode)
     head = head_of(hidden, weight, bias, labels, place, options)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
-        found, logits = losses(head, plan)
-        return *found, None, None, None, None if logits is None or plan.mode != "keep_logits" else to_global_rows(logits)
+        keep = plan.mode == "keep_logits"
+        found, logits = losses(head, *_forward_pieces(head, keep), keep)
+        return *found, None, None, None, None if logits is None else to_global_rows(logits)
     known, wide = plan.mode == "known_grad_scale", wide_type(head.hidden)
     target = accumulation_target(*accumulate) if known and needs.need_weight and accumulate is not None else None
     kind = weight.dtype if known and not separate_sum else wide_type(weight)
@@ -201,7 +217,8 @@ def _backward(
     incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
     found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
     if logits is not None:
-        gradients_of_kept_logits(head, to_local_rows(logits, head.columns), found, incoming, sums, target is not None)
+        kept = to_local_rows(logits, head.columns)
+        gradients_of_kept_logits(head, _forward_pieces(head, True)[0], kept, found, incoming, sums, target is not None)
     else:
         plan = plan_call(hidden, weight, labels, options._replace(grad_scale=None), needs, target, "recompute")
         recompute_gradients(head, plan, found, incoming, sums, target is not None)
