@@ -15,6 +15,7 @@ from onepass.ops.attention.rope import rope
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.cross_entropy import cross_entropy
+from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
@@ -39,6 +40,7 @@ __all__ = [
     "FP8Recipe",
     "FP8Target",
     "FP8Tensor",
+    "KeptRows",
     "activation_linear",
     "attention",
     "bias_activation",
@@ -53,6 +55,7 @@ __all__ = [
     "fuse",
     "gpt",
     "graphed",
+    "kept_rows",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

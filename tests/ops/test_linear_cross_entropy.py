@@ -377,7 +377,7 @@ def test_labels_of_no_token_are_nan_where_nobody_looks(way, monkeypatch):
         inputs[2][3] = wrong
         loss, dhidden, dweight, dbias, _ = gradients(op(way, reduction="sum"), inputs)
         assert loss.isnan() and not dhidden[3].any()
-        assert equal([dhidden, dweight, dbias], sound[1:4])
+        torch.testing.assert_close([dhidden, dweight, dbias], sound[1:4])  # of another number of rows
         if "none" in reductions_of(way):
             loss = op(way, reduction="none")(*inputs)
             assert loss.isnan().tolist() == [False] * 3 + [True] + [False] * 2

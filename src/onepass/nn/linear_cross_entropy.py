@@ -14,6 +14,7 @@ from onepass.nn.linear import Init, check_input
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.formula import finished_logits
+from onepass.ops.loss.kept_rows import KeptRows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.parallel.collectives import gather_last
@@ -104,6 +105,7 @@ class LinearCrossEntropy(DividedParameters):
         token_weight: Tensor | None = None,
         grad_scale: float | None = None,
         return_stats: bool | Sequence[str] = False,
+        rows: KeptRows | None = None,
         weight: Tensor | None = None,
         reduction: str | None = None,
     ) -> Any:
@@ -112,7 +114,7 @@ class LinearCrossEntropy(DividedParameters):
         Args:
             hidden: ``[..., hidden_size]``. With sequence_parallel, this rank's shard along the first dimension.
             labels: ``[...]``, for the whole sequence and from the whole vocabulary.
-            token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
+            token_weight, grad_scale, return_stats, rows: as in `onepass.linear_cross_entropy`.
             weight: this rank's shard of another weight, used instead of the module's own.
             reduction: replaces the module's, unless None.
         """
@@ -136,6 +138,7 @@ class LinearCrossEntropy(DividedParameters):
             grad_scale=grad_scale,
             chunk_bytes=self.chunk_bytes,
             return_stats=return_stats,
+            rows=rows,
             deferred=self.deferred,
         )
 

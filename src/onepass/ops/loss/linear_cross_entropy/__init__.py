@@ -25,14 +25,22 @@ from torch import Tensor
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.loss.formula import STATISTICS, LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
-from onepass.ops.loss.reduction import check_labels, check_reduction, check_statistics, check_terms, validate_labels
+from onepass.ops.loss.reduction import (
+    can_validate_labels,
+    check_labels,
+    check_reduction,
+    check_statistics,
+    check_terms,
+    validate_labels,
+)
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
-from onepass.runtime.dispatch import cast, needs_grad, under_functorch
+from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
 
 _STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
@@ -112,11 +120,17 @@ def _unsupported(hidden: Tensor) -> str | None:
 
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the time and memory that this is expected to take."""
-    options, _ = _checked(**vars(call))
+    options, group = _checked(**vars(call))
     needs = Needs(needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias))
     main_grad = getattr(call.weight, "main_grad", None)
     main_grad = main_grad if isinstance(main_grad, Tensor) else None
-    return str(plan_call(call.hidden, call.weight, call.labels, options, needs, main_grad))
+    rows = _rows_to_compute(call.hidden, call.weight, call.labels, options, group, call.rows)
+    selection = None if rows is None else rows.selection(0, call.hidden.device)
+    tokens = call.labels.numel() if selection is None else selection.whole.shape[0]
+    said = f"{tokens} of {call.labels.numel()} rows" if selection is not None else "all rows"
+    if rows is None:
+        said += ": fewer with rows=kept_rows(labels)" if call.rows is None else ": how many are kept is not known here"
+    return f"{said}; {plan_call(call.hidden, call.weight, tokens, options, needs, main_grad)}"
 
 
 def _check(call: Call) -> None:
@@ -128,7 +142,8 @@ def _checked(
     hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
     sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
     logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
-    grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], deferred: DeferredWgrad | None,
+    grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
+    deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
     check_floating("hidden", hidden)
@@ -164,12 +179,41 @@ def _checked(
     check_labels(labels, tokens, hidden.device, ignore_index, "hidden")
     if token_weight is not None:
         check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
+    if rows is not None:
+        _check_rows(rows, labels, ignore_index, group.size() if sequence and group is not None else 1)
     wide = logits_dtype is not None and logits_dtype != product
     name = "" if group is None else group.group_name
     return LossOptions(
         *terms, reduction, wide, True, product, name, sequence,
         None if grad_scale is None else float(grad_scale), chunk_bytes, ",".join(stats),
     ), group  # fmt: skip
+
+
+def _check_rows(rows: KeptRows, labels: Tensor, ignore_index: int, parts: int) -> None:
+    if not isinstance(rows, KeptRows):
+        raise TypeError(f"rows must be what kept_rows returned, but is a {type(rows).__name__}")
+    if rows.labels.numel() != labels.numel():
+        raise ValueError(f"rows must be those of these {labels.numel()} labels, but is of {rows.labels.numel()}")
+    if rows.ignore_index != ignore_index:
+        raise ValueError(f"rows must be made with ignore_index {ignore_index}, but is with {rows.ignore_index}")
+    if rows.parts != parts:
+        raise ValueError(f"rows must be made for {parts} parts of the sequence, as tp_group says, but is for {rows.parts}")
+
+
+def _rows_to_compute(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, group: dist.ProcessGroup | None, rows: KeptRows | None
+) -> KeptRows | None:
+    """Return which rows are computed, or None for all. Where labels are on a CPU their number is known at once."""
+    if not can_count(labels) or needs_dispatcher(hidden, weight, labels):
+        return None
+    if rows is None:
+        on_cpu = labels.device.type == "cpu"
+        return KeptRows(labels, options.ignore_index, group.size() if options.sequence and group else 1) if on_cpu else None
+    if can_validate_labels(labels):
+        wrong = rows.mismatch(labels)
+        if wrong is not None and wrong:
+            raise ValueError(f"rows must be those of these labels, but other labels are ignored than kept_rows saw ({rows})")
+    return rows
 
 
 def _wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -196,6 +240,7 @@ def linear_cross_entropy(
     grad_scale: float | None = None,
     chunk_bytes: int | None = None,
     return_stats: bool | Sequence[str] = False,
+    rows: KeptRows | None = None,
     deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -228,6 +273,9 @@ def linear_cross_entropy(
         return_stats: names of statistics of each token that are returned too, of ``logsumexp, log_prob, entropy, correct,
             log_sum_sq_probs, mean_logit``. Only these are computed; the first three are differentiable. True is the first four.
             Those of an ignored token are 0.
+        rows: what `kept_rows` found of these labels: rows that are ignored are then not computed, and their gradients are zeros.
+            On a CPU that needs no rows. On a GPU all are computed without, as well as compiled and captured. Of other labels
+            they raise on a CPU and under `validate`; on a GPU the loss is NaN.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
@@ -238,7 +286,7 @@ def linear_cross_entropy(
     given = {
         "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
         "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale,
-        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "deferred": deferred,
+        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows, "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
@@ -260,7 +308,8 @@ def linear_cross_entropy(
     if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
-    found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred)
+    kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
+    found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred, kept)
     return (found[0], _stats(return_stats, found[1:])) if options.stats else found
 
 

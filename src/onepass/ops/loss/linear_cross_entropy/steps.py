@@ -62,10 +62,10 @@ def _plan_inputs(
 
 
 def plan_call(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, needs: Needs, main_grad: Tensor | None,
+    hidden: Tensor, weight: Tensor, tokens: int, options: LossOptions, needs: Needs, main_grad: Tensor | None,
     mode: str | None = None,
 ) -> HeadPlan:  # fmt: skip
-    inputs = _plan_inputs(labels.numel(), weight.shape[1], weight.shape[0], options, needs, main_grad, mode)
+    inputs = _plan_inputs(tokens, weight.shape[1], weight.shape[0], options, needs, main_grad, mode)
     plan = make_plan(inputs, machine_speed(hidden.device, inputs.size))
     padded = padded_rows(weight, options.use_triton)
     return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * inputs.size) if padded else plan
@@ -111,7 +111,7 @@ def _forward(
         accumulate: finished gradients of the weight are added to main_grad at once, and dweight is None.
         mode: the only one that will do, or None.
     """
-    plan = plan_call(hidden, weight, labels, options, needs, None if accumulate is None else accumulate[1], mode)
+    plan = plan_call(hidden, weight, labels.shape[0], options, needs, None if accumulate is None else accumulate[1], mode)
     head = head_of(hidden, weight, bias, labels, place, options)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
         keep = plan.mode == "keep_logits"
@@ -220,7 +220,7 @@ def _backward(
         kept = to_local_rows(logits, head.columns)
         gradients_of_kept_logits(head, _forward_pieces(head, True)[0], kept, found, incoming, sums, target is not None)
     else:
-        plan = plan_call(hidden, weight, labels, options._replace(grad_scale=None), needs, target, "recompute")
+        plan = plan_call(hidden, weight, labels.shape[0], options._replace(grad_scale=None), needs, target, "recompute")
         recompute_gradients(head, plan, found, incoming, sums, target is not None)
     return made
 
