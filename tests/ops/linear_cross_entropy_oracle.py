@@ -6,8 +6,10 @@ makes gradients in forward, the logits' gradient is rounded before it is multipl
 """
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +126,8 @@ class Case:
     weighted: bool = False
     wide: bool = False
     full: bool = False
+    masked: bool = False
+    kept: bool = False  # compute the rows that are not ignored, as a call on a CPU does by itself; else all
     main: torch.dtype | None = None
     frozen: str = ""
     ignore_index: int = -100
@@ -150,7 +154,7 @@ class Case:
         said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
         usual = None, 0, False, 1.0, self.reduction, -100, STATISTICS
         said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
-        said += [name for name in ("bias", "weighted", "wide", "full") if getattr(self, name)]
+        said += [name for name in ("bias", "weighted", "wide", "full", "masked", "kept") if getattr(self, name)]
         said += [f"main={self.main}"] if self.main else []
         return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
 
@@ -247,6 +251,12 @@ def _factor(case, labels, token_weight):
     return UPSTREAM / (kept.sum() if token_weight is None else token_weight.detach()[kept].sum())
 
 
+def _mask(case, labels):
+    """Which columns each row's distribution has: its label, and others."""
+    columns = torch.arange(case.V, device=labels.device)
+    return (columns == labels.unsqueeze(-1)) | ((columns + 5 * labels.unsqueeze(-1)) % 3 > 0)
+
+
 def _eager(case, labels, rounded):
     cap, scale = (case.softcap or 0.0) / case.temperature, case.scale / case.temperature
     terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, cap, scale)
@@ -255,7 +265,7 @@ def _eager(case, labels, rounded):
         product = F.linear(hidden, weight, bias)
         if rounded:
             product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
-        rows = row_losses(product, labels, terms, STATISTICS if case.full else ())
+        rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)
 
@@ -305,8 +315,10 @@ def _ours(module, case, given, labels, dys, backend):
         leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
     call = op(case.mode, module, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
     more = {"grad_scale": UPSTREAM} if case.promised else {}
+    more |= {"vocab_mask": _mask(case, labels)} if case.masked else {}
+    rows = nullcontext() if case.kept else mock.patch.object(module, "_rows_to_compute", return_value=None)
     watch = {name: t for name, t in leaves.items() if t is not None}
-    with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned():
+    with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned(), rows:
         for _ in range(2 if moved else 1):
             leaves["hidden"].grad = None
             returned = call(leaves["hidden"], leaves["weight"], labels, leaves["bias"], leaves["token_weight"], **more)

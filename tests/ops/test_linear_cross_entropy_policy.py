@@ -1,7 +1,9 @@
 """linear_cross_entropy as a policy's head: passes without gradients, and rows that are not computed."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from ops.calls import backends
 from ops.linear_cross_entropy_calls import fresh, outputs, products, tensors
 from ops.linear_cross_entropy_oracle import BF16, DEVICE, FP32, WAYS, op, taken
@@ -223,3 +225,86 @@ def test_a_second_backward_gives_the_same():
     leaves = [inputs[0], inputs[1], inputs[3], inputs[4]]
     first = torch.autograd.grad(total, leaves, retain_graph=True)
     assert all(map(torch.allclose, first, torch.autograd.grad(total, leaves)))
+
+
+# ---- masks of the vocabulary ----
+
+
+def masks(rows, V):
+    """Of all rows, and of each: bools, and the same as bits."""
+    generator = torch.Generator().manual_seed(3)
+    some = torch.rand(rows, V, generator=generator) < 0.4
+    some[:, 0] = True
+    for mask in (some[0], some):
+        bits = torch.from_numpy(np.packbits(mask.numpy(), axis=-1, bitorder="little"))
+        yield mask.to(DEVICE), mask.to(DEVICE)
+        yield mask.to(DEVICE), bits.to(DEVICE)
+
+
+@backends
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_restricts_the_distribution(way, backend):
+    """As of logits that are -inf elsewhere; rows that are ignored are left out of masks too."""
+    if backend == "triton" and DEVICE == "cpu" and way in ("grad_in_forward", "recompute"):
+        pytest.skip("others stand for them under the interpreter")
+    inputs = tensors((24,), 12, 150)
+    inputs[2][3:9] = -100
+    promised = way == "known_grad_scale"
+    names = () if promised or way == "grad_in_forward" else ("logsumexp", "log_prob", "entropy")
+    kept = inputs[2] != -100
+    for mask, given in masks(24, 150):
+        inputs[2] = torch.where(kept, mask.expand(24, 150).float().argmax(-1), -100)
+
+        def formula(hidden, weight, labels, bias, token_weight, mask=mask):
+            logits = F.linear(hidden, weight, bias).masked_fill(~mask, float("-inf"))
+            log_p = logits.log_softmax(-1)
+            log_prob = torch.where(kept, log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
+            loss = -(log_prob * token_weight).sum()
+            entropy = -(log_p.exp() * log_p.masked_fill(~mask, 0.0)).sum(-1)
+            stats = torch.where(kept, logits.logsumexp(-1), 0.0), log_prob, torch.where(kept, entropy, 0.0)
+            return (loss, stats) if names else loss
+
+        call = op(way, reduction="sum", return_stats=names, backend=backend, vocab_mask=given)
+        incoming = [torch.tensor(1.0, device=DEVICE), *([torch.randn(24, device=DEVICE) for _ in range(3)] if names else [])]
+        torch.testing.assert_close(step(inputs, call, incoming), step(inputs, formula, incoming), rtol=1e-4, atol=1e-5)
+
+
+@backends
+def test_labels_outside_and_masks_of_nothing(backend):
+    inputs = tensors((4,), 12, 70)
+    inputs[2][:] = torch.tensor([3, 5, 3, 3])
+    mask = torch.zeros(4, 70, dtype=torch.bool, device=DEVICE)
+    mask[:, 3] = mask[:2, 8] = True
+    mask[2] = False
+    loss, stats = op(reduction="none", return_stats=("log_prob", "entropy"), backend=backend, vocab_mask=mask)(*inputs[:3])
+    assert loss.isinf().tolist() == [False, True, False, False] and loss.isnan().tolist() == [False, False, True, False]
+    assert stats.log_prob[1] == float("-inf") and stats.log_prob[3] == 0 and stats.entropy[3] == 0 and stats.entropy[2].isnan()
+
+
+def test_what_is_said_of_bad_masks():
+    hidden, weight, labels, *_ = tensors((4,), 12, 70)
+    ones = torch.ones(70, dtype=torch.bool, device=DEVICE)
+    for mask, error, words in (
+        (ones.float(), TypeError, "vocab_mask must be a bool tensor or uint8 of bits, but is of torch.float32"),
+        (ones[1:], ValueError, r"vocab_mask must have shape \(70,\) or \(4, 70\), but has \(69,\)"),
+        (ones.byte(), ValueError, r"vocab_mask must have shape \(9,\) or \(4, 9\), but has \(70,\)"),
+        (ones.to("meta"), ValueError, "vocab_mask must be on .*, as hidden, but is on meta"),
+    ):
+        with pytest.raises(error, match=words):
+            op(vocab_mask=mask)(hidden, weight, labels)
+    for more in ({"label_smoothing": 0.1}, {"return_stats": ["mean_logit"]}):
+        with pytest.raises(ValueError, match="exclude each other"):
+            op(vocab_mask=ones, **more)(hidden, weight, labels)
+
+
+def test_a_mask_compiled_and_under_transforms():
+    hidden, weight, labels, *_ = tensors((24,), 12, 70, rest=False)
+    mask, _ = list(masks(24, 70))[2]
+    labels[:] = 0
+    expected = op(vocab_mask=mask)(hidden, weight, labels)
+    compiled = torch.compile(lambda h, w, m: op(vocab_mask=m)(h, w, labels), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, weight, mask), expected)
+    grad = torch.func.grad(lambda h: op(vocab_mask=mask)(h, weight, labels))(hidden)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, hidden)[0])
+    formula = module.linear_cross_entropy_reference(hidden, weight, labels, vocab_mask=mask)
+    torch.testing.assert_close(formula, expected)

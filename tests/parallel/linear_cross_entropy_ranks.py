@@ -146,6 +146,13 @@ def stats(rank, ranks, group):
     return {"known": known, "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
 
 
+def mask():
+    """Return which tokens of the whole vocabulary each row's distribution has, [N, V]: its label, and others."""
+    labels = whole()[3].view(-1)
+    columns = torch.arange(sum(VOCABULARY[2]), device=labels.device)
+    return (columns == labels[:, None]) | ((columns + torch.arange(N, device=labels.device)[:, None]) % 3 > 0)
+
+
 def policy(rank, ranks, group):
     """Return log_prob without and with gradients, of chunks of a few rows, and the gradients; rows are found before."""
     found = {}
@@ -154,7 +161,8 @@ def policy(rank, ranks, group):
         for sequence in (False, True):
             hidden, weight, bias, labels, _ = inputs(rank, ranks, sequence)
             rows = onepass.kept_rows(labels, tp_group=group, sequence_parallel=sequence)
-            options = {"sequence_parallel": sequence, "bias": bias, "rows": rows}
+            allowed = part(mask().t(), rank, ranks).t().reshape(*labels.shape, len(weight))
+            options = {"sequence_parallel": sequence, "bias": bias, "rows": rows, "vocab_mask": allowed}
             asked = partial(onepass.linear_cross_entropy, hidden, weight, labels, group, "none", **options)
             with torch.no_grad():
                 old = asked(return_stats=["log_prob"])[1].log_prob

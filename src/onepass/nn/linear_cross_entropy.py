@@ -106,6 +106,7 @@ class LinearCrossEntropy(DividedParameters):
         grad_scale: float | None = None,
         return_stats: bool | Sequence[str] = False,
         rows: KeptRows | None = None,
+        vocab_mask: Tensor | None = None,
         weight: Tensor | None = None,
         reduction: str | None = None,
     ) -> Any:
@@ -114,7 +115,7 @@ class LinearCrossEntropy(DividedParameters):
         Args:
             hidden: ``[..., hidden_size]``. With sequence_parallel, this rank's shard along the first dimension.
             labels: ``[...]``, for the whole sequence and from the whole vocabulary.
-            token_weight, grad_scale, return_stats, rows: as in `onepass.linear_cross_entropy`.
+            token_weight, grad_scale, return_stats, rows, vocab_mask: as in `onepass.linear_cross_entropy`.
             weight: this rank's shard of another weight, used instead of the module's own.
             reduction: replaces the module's, unless None.
         """
@@ -139,6 +140,7 @@ class LinearCrossEntropy(DividedParameters):
             chunk_bytes=self.chunk_bytes,
             return_stats=return_stats,
             rows=rows,
+            vocab_mask=vocab_mask,
             deferred=self.deferred,
         )
 

@@ -81,12 +81,17 @@ def finished_logits(product: Tensor, terms: LossTerms) -> Tensor:
     return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
 
 
-def row_losses(product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...] = ()) -> RowLosses:
+def row_losses(
+    product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...] = (), allowed: Tensor | None = None
+) -> RowLosses:
     """Losses and statistics of rows [..., V].
 
+    `allowed`: the columns that the distribution has, bools of the product's shape; None for all.
     Ignored rows have zeros throughout; rows whose label is out of range have NaN as loss and log_prob. Neither is ever correct.
     """
     z = finished_logits(product.to(torch.promote_types(product.dtype, torch.float32)), terms)
+    if allowed is not None:
+        z = z.masked_fill(~allowed, -torch.inf)
     size = z.shape[-1]
     kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
     here = torch.where(sound, labels, 0).long().unsqueeze(-1)
@@ -100,7 +105,7 @@ def row_losses(product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[s
     found = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
     if "entropy" in stats:
         p = z.softmax(-1)
-        found["entropy"] = torch.where(kept, lse - torch.where(p > 0, p * z, 0.0).sum(-1), 0.0)
+        found["entropy"] = torch.where(kept, lse - torch.where(p > 0, p * z.masked_fill(p == 0, 0.0), 0.0).sum(-1), 0.0)
     if "correct" in stats:
         found["correct"] = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
     if "log_sum_sq_probs" in stats:

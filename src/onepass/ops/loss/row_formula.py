@@ -13,6 +13,7 @@ from torch import Tensor
 from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
 from onepass.ops.loss.row_functions import PLANES
 from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.vocab_mask import allowed_columns
 
 
 def _finished(x: Tensor, terms: LossTerms) -> Tensor:
@@ -40,19 +41,27 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     yield from (slice(at, at + step) for at in range(0, max(rows, 1), step))
 
 
+def _part(bits: Tensor | None, rows: slice) -> Tensor | None:
+    return bits if bits is None or bits.shape[0] == 1 else bits[rows]
+
+
 def row_statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None
-) -> Tensor:
+    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
+    bits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """[1, PLANES, rows]."""
-    parts = [_statistics(x[rows], labels[rows], terms, stats, first, V, place) for rows in _blocks(x)]
+    parts = [_statistics(x[rows], labels[rows], terms, stats, first, V, place, _part(bits, rows)) for rows in _blocks(x)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None
-) -> Tensor:
+    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None,
+    bits: Tensor | None,
+) -> Tensor:  # fmt: skip
     M, W = x.shape
     z = _finished(x, terms)
+    if bits is not None:
+        z = z.masked_fill(~allowed_columns(bits, first, W), -torch.inf)
     parts = z.new_zeros(1, PLANES, M)
     part = parts[0]
     if W == 0:
@@ -121,14 +130,17 @@ def finish_losses(
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     if x.numel():
         for rows in _blocks(x):
             some = (None if t is None else t[rows] for t in incoming)
             part = None if entropy is None else entropy[rows]
-            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, RowGradients(*some), first, V, place)  # type: ignore[arg-type]
+            each = RowGradients(*some)  # type: ignore[arg-type]
+            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, first, V, place)
+            if bits is not None:
+                out[rows].masked_fill_(~allowed_columns(_part(bits, rows), first, x.shape[1]), 0.0)  # type: ignore[arg-type]
 
 
 def _gradient(

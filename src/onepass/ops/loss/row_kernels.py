@@ -90,13 +90,25 @@ def _statistics(
 
 
 @device_function
+def _allowed(bits_ptr, row, BITS_ROW: tl.constexpr, columns, there):
+    """Whether a row's distribution has these columns, counted from this rank's first; BITS_ROW: bytes between rows, 0 for one."""
+    if bits_ptr is not None:
+        return (tl.load(bits_ptr + row * BITS_ROW + (columns >> 3), mask=there, other=0) >> (columns & 7)) & 1 != 0
+    else:
+        return there
+
+
+@device_function
 def _label_logit(
-    x_ptr, row, X_ROW, counts, label, tile, scale, cap, W: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BITS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The label's finished logit if it is in this tile, else 0."""
+    """The label's finished logit if it is in this tile, else 0; -inf for a column that the distribution has not."""
     mine = counts & (label >= tile * TILE) & (label < tl.minimum(W, (tile + 1) * TILE))
-    return finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap, SCALED, CAPPED)
+    z = finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap, SCALED, CAPPED)
+    if bits_ptr is not None:
+        z = tl.where(mine & (_allowed(bits_ptr, row, BITS_ROW, FIRST + label, mine) == 0), float("-inf"), z)
+    return z
 
 
 # ---- statistics ----
@@ -104,11 +116,11 @@ def _label_logit(
 
 @kernel
 def _statistics_kernel(
-    x_ptr, labels_ptr, place_ptr, parts_ptr,
+    x_ptr, labels_ptr, place_ptr, bits_ptr, parts_ptr,
     M, FIRST, X_ROW, V, scale, cap, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
-    ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW = aligned(X_ROW, ALIGN)
@@ -118,11 +130,14 @@ def _statistics_kernel(
     begin, V = _place(place_ptr, FIRST, V)
     label, kept, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
+    within &= kept & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & kept)
     z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & kept), scale, cap, SCALED, CAPPED)
     largest, total, logits, surprise, first, squares = _statistics(
-        z, columns, within & kept, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT
+        z, columns, within, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT
     )
-    target = _label_logit(x_ptr, row, X_ROW, counts, label, tile, scale, cap, W, TILE, SCALED, CAPPED)
+    target = _label_logit(
+        x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W, TILE, SCALED, CAPPED, BITS_ROW
+    )
     store_statistics(
         parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first + begin, squares,
         PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
@@ -210,10 +225,10 @@ def _merge_kernel(
 
 @kernel
 def _gradient_kernel(
-    x_ptr, out_ptr, labels_ptr, place_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr, dlog_prob_ptr, dentropy_ptr,
+    x_ptr, out_ptr, labels_ptr, place_ptr, bits_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr, dlog_prob_ptr, dentropy_ptr,
     M, FIRST, X_ROW, OUT_ROW, V, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient over the logits, or beside them. A row without any incoming gradient is not read, and gets zeros."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
@@ -243,13 +258,14 @@ def _gradient_kernel(
     if EXACT:
         less = rounding_factor(exact, lse)
         a, b = a * less, b * less
+    within &= needed & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & needed)
     x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
     s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)
     p = exp_above(z, lse, EXACT)
     d = gradient_of(x, z - lse, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
-    tl.store(out_ptr + row * OUT_ROW + columns, tl.where(needed & within, d, 0.0), mask=room & there)
+    tl.store(out_ptr + row * OUT_ROW + columns, tl.where(within, d, 0.0), mask=room & there)
 
 
 # ---- tiles ----
@@ -274,14 +290,14 @@ def row_tiles(W: int, most: int, each: int) -> RowTiles:
 
 @lru_cache(1024)
 def _statistics_plan(
-    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...]
+    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int
 ) -> tuple[RowTiles, Bound]:  # fmt: skip
     sums = sums_of(terms, stats)
     # the same tiles for all statistics: log_prob has the same bits whatever else is asked for
     tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if stats else STATISTICS_EACH)  # more would spill registers
     bound: Bound = _statistics_kernel.bind(
-        x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms)[:2], *sums, known_align(x_row),
-        tiles.tile, tiles.block, num_warps=tiles.num_warps,
+        x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms)[:2], *sums, bits_row,
+        known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
 
@@ -296,11 +312,13 @@ def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...]) -> Bound:
 
 
 @lru_cache(1024)
-def _gradient_plan(W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms) -> tuple[RowTiles, Bound]:
+def _gradient_plan(
+    W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms, bits_row: int
+) -> tuple[RowTiles, Bound]:  # fmt: skip
     tiles = row_tiles(W, GRADIENT_TILE, GRADIENT_EACH)
     bound: Bound = _gradient_kernel.bind(
         x_row, out_row, V, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, *flags_of(terms)[:2], known_align(x_row, out_row), tiles.tile, tiles.block,
+        W, room, *flags_of(terms)[:2], bits_row, known_align(x_row, out_row), tiles.tile, tiles.block,
         num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
@@ -309,6 +327,11 @@ def _gradient_plan(W: int, room: int, x_row: int, out_row: int, V: int, terms: L
 # ---- calls ----
 # Logits are [rows, columns] with evenly spaced rows and contiguous columns. `first` is the number of their first column, V of all
 # columns. `place` has both on the device if ranks share the vocabulary; `first` then counts from this rank's first column.
+# `bits` is a packed mask of this rank's columns, [rows or 1, bytes].
+
+
+def _bits_row(bits: Tensor | None) -> int:
+    return 0 if bits is None or bits.shape[0] == 1 else bits.stride(0)
 
 
 class RowGradients(NamedTuple):
@@ -322,13 +345,13 @@ class RowGradients(NamedTuple):
 
 def row_statistics(
     x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
-    room: int = 0,
+    bits: Tensor | None = None, room: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return [parts, PLANES, rows], a part for each tile of columns."""
     M, W = x.shape
-    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats)
+    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits))
     parts = x.new_empty(tiles.used, PLANES, M, dtype=torch.float32)
-    launch(grid_of(tiles.used, M), x, labels, place, parts, M, first)
+    launch(grid_of(tiles.used, M), x, labels, place, bits, parts, M, first)
     return parts
 
 
@@ -360,12 +383,12 @@ def finish_losses(
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, room: int = 0,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, room: int = 0,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     M, W = x.shape
-    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms)
+    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits))
     launch(
-        grid_of(tiles.used, M), x, out, labels, place, lse, incoming.loss, None if incoming.entropy is None else entropy,
+        grid_of(tiles.used, M), x, out, labels, place, bits, lse, incoming.loss, None if incoming.entropy is None else entropy,
         incoming.logsumexp, incoming.log_prob, incoming.entropy, M, first,
     )  # fmt: skip

@@ -225,6 +225,8 @@ def _linear_cross_entropy_calls() -> Iterator[CoveringCall]:
         yield _linear_cross_entropy_call(128256, mode, option="main_grad")
     for mode in ("keep_logits", "recompute", "blocks"):
         yield _linear_cross_entropy_call(128256, mode, option="stats")
+    for mode in ("known_grad_scale", "keep_logits", "blocks"):
+        yield _linear_cross_entropy_call(128256, mode, option="mask")
     for width in (1001, 50257):
         for dtype in (torch.bfloat16, torch.float32):
             for terms in (LossTerms(), LossTerms(smoothing=0.1, z_loss=1e-3, softcap=30.0)):
@@ -239,7 +241,11 @@ def _linear_cross_entropy_call(width: int, mode: str, dtype: torch.dtype = torch
         labels = torch.empty(2048, dtype=torch.int64, device="meta")
         if option == "main_grad":
             give_main_grad(weight)
-        found = linear_cross_entropy(hidden, weight, labels, return_stats=option == "stats", backend="triton", **options)
+        mask = torch.empty(2048, ceil_div(width, 8), dtype=torch.uint8, device="meta") if option == "mask" else None
+        asked = option == "stats"
+        found = linear_cross_entropy(
+            hidden, weight, labels, return_stats=asked, vocab_mask=mask, backend="triton", **options
+        )
         result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
         return result
 
@@ -255,8 +261,9 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
         out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
         whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, (), incoming, room)
-        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, room)
-        row_kernels.row_gradients(x, out, labels, terms, incoming, None, row_kernels.RowGradients(incoming), 0, width, None, room)
+        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, None, room)
+        each = row_kernels.RowGradients(incoming)
+        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, 0, width, None, None, room)
         return buffer
 
     said = "all terms" if terms.softcap else ""

@@ -36,6 +36,7 @@ from onepass.ops.loss.reduction import (
     check_terms,
     validate_labels,
 )
+from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -87,19 +88,24 @@ def linear_cross_entropy_reference(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
+    vocab_mask: Tensor | None = None,
     return_stats: bool | Sequence[str] = False,
 ) -> Any:
     """Return the loss, or (loss, stats), by the formula, for every type."""
+    bits = None if vocab_mask is None else packed_mask(vocab_mask)
     terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    return _formula(hidden, weight, labels, bias, token_weight, terms, reduction, return_stats)
+    return _formula(hidden, weight, labels, bias, token_weight, bits, terms, reduction, return_stats)
 
 
 def _formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, terms: LossTerms,
-    reduction: str, return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
+    terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     stats = check_statistics(return_stats)
-    rows = row_losses(F.linear(hidden, weight, bias), labels, terms, stats)
+    allowed = None if bits is None else allowed_columns(bits, 0, weight.shape[0])
+    if allowed is not None:
+        allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, weight.shape[0])
+    rows = row_losses(F.linear(hidden, weight, bias), labels, terms, stats, allowed)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
     loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
     return (loss, _stats(return_stats, [getattr(rows, name) for name in stats])) if stats else loss
@@ -143,7 +149,7 @@ def _checked(
     sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
     logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
     grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
-    deferred: DeferredWgrad | None,
+    vocab_mask: Tensor | None, deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
     check_floating("hidden", hidden)
@@ -179,6 +185,11 @@ def _checked(
     check_labels(labels, tokens, hidden.device, ignore_index, "hidden")
     if token_weight is not None:
         check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
+    if vocab_mask is not None:
+        check_vocab_mask(vocab_mask, labels, weight.shape[0], hidden.device)
+        for name, given in (("label_smoothing", terms.smoothing), ("mean_logit", "mean_logit" in stats)):
+            if given:
+                raise ValueError(f"vocab_mask and {name} exclude each other: a mean over the vocabulary is not over its columns")
     if rows is not None:
         _check_rows(rows, labels, ignore_index, group.size() if sequence and group is not None else 1)
     wide = logits_dtype is not None and logits_dtype != product
@@ -241,6 +252,7 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     return_stats: bool | Sequence[str] = False,
     rows: KeptRows | None = None,
+    vocab_mask: Tensor | None = None,
     deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -276,6 +288,10 @@ def linear_cross_entropy(
         rows: what `kept_rows` found of these labels: rows that are ignored are then not computed, and their gradients are zeros.
             On a CPU that needs no rows. On a GPU all are computed without, as well as compiled and captured. Of other labels
             they raise on a CPU and under `validate`; on a GPU the loss is NaN.
+        vocab_mask: the columns that the distribution has, if not the whole vocabulary: bools ``[V]`` or ``[..., V]``, or as bits
+            ``[V / 8, rounded up]`` or ``[..., that]`` of uint8, the lowest first. With a tp_group, of this rank's columns.
+            Other columns have no probability and no gradient. A label among them has a log_prob of -inf; a row without any
+            column is NaN.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
@@ -286,7 +302,8 @@ def linear_cross_entropy(
     given = {
         "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
         "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale,
-        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows, "deferred": deferred,
+        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows, "vocab_mask": vocab_mask,
+        "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
@@ -298,24 +315,25 @@ def linear_cross_entropy(
         validate_labels(labels, weight.shape[0], ignore_index)
     if chosen != "triton":
         options = options._replace(use_triton=False)
+    bits = None if vocab_mask is None else packed_mask(vocab_mask)
     if under_functorch():
         for name, value in (("tp_group", group), ("grad_scale", grad_scale), ("deferred", deferred)):
             if value is not None:
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        return _by_formula(hidden, weight, labels, bias, token_weight, options, return_stats)
+        return _by_formula(hidden, weight, labels, bias, token_weight, bits, options, return_stats)
     if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
     kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
-    found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred, kept)
+    found = apply(hidden, weight, bias, token_weight, labels, bits, options, group, deferred, kept)
     return (found[0], _stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: LossOptions,
-    return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
+    options: LossOptions, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
@@ -323,7 +341,7 @@ def _by_formula(
     hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
     bias = None if bias is None else cast(cast(bias, product), dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _formula(hidden, weight, labels, bias, token_weight, options.terms, options.reduction, return_stats)
+        return _formula(hidden, weight, labels, bias, token_weight, bits, options.terms, options.reduction, return_stats)
 
 
 define_op(

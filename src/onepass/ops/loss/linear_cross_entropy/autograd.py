@@ -45,7 +45,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, labels: Tensor,
-        options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None, kept: KeptRows | None,
+        bits: Tensor | None, options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
+        kept: KeptRows | None,
     ) -> Any:  # fmt: skip
         graph_break_if_deferred(deferred)
         need_hidden, need_weight, need_bias, need_token_weight = ctx.needs_input_grad[:4]
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
         selection = None if kept is None else kept.selection(0 if group is None else group.rank(), hidden.device)
-        rows = _rows_of(hidden, weight, labels, token_weight, options, group, by_kernel, selection)
+        rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
         *found, dhidden, dweight, dbias, logits = steps.forward(
             _selected(hidden, selection), weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _made_gradients(ctx, saved, dloss, requests)
         else:
             grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
-        return *grads, dtoken_weight, None, None, None, None, None
+        return *grads, dtoken_weight, None, None, None, None, None, None
 
 
 class TokenRows(NamedTuple):
@@ -124,6 +125,7 @@ class TokenRows(NamedTuple):
     token_weight: Tensor | None  # [N], fp32
     scale: Tensor | None  # the factor of a mean
     place: Tensor | None  # this rank's, in a vocabulary that several share
+    bits: Tensor | None  # which columns their distributions have
 
 
 class _Saved(NamedTuple):
@@ -134,6 +136,7 @@ class _Saved(NamedTuple):
     token_weight: Tensor | None
     scale: Tensor | None
     place: Tensor | None
+    bits: Tensor | None
     selected: Tensor | None
     own_selected: Tensor | None
     logsumexp: Tensor
@@ -196,18 +199,19 @@ def _returned(rows: Tensor, labels: Tensor, selection: RowSelection | None) -> T
 
 
 def _rows_of(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, options: LossOptions,
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, bits: Tensor | None, options: LossOptions,
     group: dist.ProcessGroup | None, by_kernel: bool, selection: RowSelection | None,
 ) -> TokenRows:  # fmt: skip
     labels = labels.reshape(-1).contiguous()
     weights = None if token_weight is None else token_weight.reshape(-1).to(wide_type(hidden))
     if selection is not None:
         labels, weights = selection.take(labels), None if weights is None else selection.take(weights)
+        bits = bits if bits is None or bits.shape[0] == 1 else selection.take(bits)
     scale = mean_scale(labels, options.ignore_index, options.reduction, wide_type(hidden), weights, by_kernel)
     place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
     if place is not None and can_validate_labels(labels):
         validate_labels(labels, int(place[1]), options.ignore_index)
-    return TokenRows(labels, weights, scale, place)
+    return TokenRows(labels, weights, scale, place, bits)
 
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, the weight and the bias
@@ -333,8 +337,8 @@ def _backward_gradients(
     if any(needs):
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
         hidden, sums, bias_sums = steps.backward(
-            _selected(saved.hidden, saved.selection), saved.weight, saved.bias, saved.labels, saved.place, saved.logsumexp,
-            saved.entropy, *incoming, ctx.options, needs, separate_sum,
+            _selected(saved.hidden, saved.selection), saved.weight, saved.bias, saved.labels, saved.place, saved.bits,
+            saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
             accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
         )  # fmt: skip
 
@@ -374,7 +378,7 @@ class _HeadWork:
         self.made_with = [t._version for t in (saved.weight, saved.bias) if t is not None]
         kept = {
             "hidden": _selected(saved.hidden, saved.selection), "labels": saved.labels, "place": saved.place,
-            "logsumexp": saved.logsumexp, "entropy": saved.entropy,
+            "bits": saved.bits, "logsumexp": saved.logsumexp, "entropy": saved.entropy,
             **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
         }  # fmt: skip
         self.tensors = {name: t.detach() for name, t in kept.items() if t is not None}
@@ -389,7 +393,7 @@ class _HeadWork:
     def add(self, coming: Any, main_grad: Tensor) -> None:
         kept = self.tensors.get
         hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
-        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), self.options)
+        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), kept("bits"), self.options)
         only = Needs(False, True, False)
         plan = steps.plan_call(hidden, self.weight, labels.shape[0], self.options, only, main_grad, "recompute")
         incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))

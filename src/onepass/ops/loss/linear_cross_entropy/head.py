@@ -49,6 +49,7 @@ class Head:
     labels: Tensor  # [N] of the whole sequence
     options: LossOptions
     shard: VocabShard | None = None
+    bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
 
     def __post_init__(self) -> None:
         options = self.options
@@ -118,7 +119,15 @@ class Chunks:
 
     def take(self, chunk: slice, values: Tensor) -> Tensor:
         """Return the chunk's part of `values`, one a token."""
-        return values[chunk] if self.ranks == 1 else values.view(self.ranks, -1)[:, chunk].reshape(-1)
+        if self.ranks == 1:
+            return values[chunk]
+        own, rest = values.shape[0] // self.ranks, values.shape[1:]
+        return values.view(self.ranks, own, *rest)[:, chunk].reshape(-1, *rest)
+
+    def bits(self, chunk: slice) -> Tensor | None:
+        """Return the chunk's part of the mask."""
+        bits = self.head.bits
+        return bits if bits is None or bits.shape[0] == 1 else self.take(chunk, bits)
 
     def put(self, chunk: slice, values: Tensor, into: Tensor) -> None:
         if self.ranks == 1:

@@ -63,7 +63,7 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
         some = (buffer[0][chunks.places(chunk)], None) if keep else buffer
         for first in range(0, max(head.columns, 1), columns or 1):
             logits = make_logits(head, hidden, first, columns, some)
-            parts.append(_statistics(head, logits, labels))
+            parts.append(_statistics(head, logits, labels, chunks.bits(chunk)))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
         if before is not None:
             _finish(head, chunks, found, *before)
@@ -80,19 +80,20 @@ def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
     return (logits.room,) if head.use_triton else ()
 
 
-def _statistics(head: Head, logits: LogitsBlock, labels: Tensor) -> Tensor:
+def _statistics(head: Head, logits: LogitsBlock, labels: Tensor, bits: Tensor | None) -> Tensor:
     found: Tensor = head.rows.row_statistics(
-        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, *_room(head, logits)
+        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, *_room(head, logits)
     )
     return found
 
 
 def _gradient(
-    head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients
+    head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
+    bits: Tensor | None,
 ) -> None:  # fmt: skip
     head.rows.row_gradients(
         logits.x, logits.out, labels, head.terms, lse, entropy, incoming, logits.first, head.columns, head.place,
-        *_room(head, logits),
+        bits, *_room(head, logits),
     )  # fmt: skip
 
 
@@ -233,7 +234,7 @@ class _GradInForward:
     ) -> None:
         head = self.head
         done = _finish(head, self.chunks, self.found, chunk, labels, exchange)
-        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g))
+        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g), self.chunks.bits(chunk))
         self._add(chunk, hidden, logits)
 
     def _add(self, chunk: slice, hidden: Tensor, logits: LogitsBlock) -> None:
@@ -260,10 +261,13 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
             hidden, labels = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels)
             g = chunks.take(chunk, incoming)
             logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
-            if head.shard is None:
+            if head.shard is None and head.bits is None:
                 grads.add_whole_rows(chunk, labels, hidden, logits, g)
                 continue
-            exchange = _start_exchange(head, _statistics(head, logits, labels))
+            exchange = _start_exchange(head, _statistics(head, logits, labels, chunks.bits(chunk)))
+            if head.shard is None:
+                grads.add_partial_rows(chunk, labels, hidden, logits, g, exchange)
+                continue
             if before is not None:
                 grads.add_partial_rows(*before)
             before = chunk, labels, hidden, logits, g, exchange
@@ -286,7 +290,8 @@ def gradients_of_kept_logits(
     known = head.labels, found.logsumexp, found.entropy, *incoming
     labels, lse, entropy, *each = (None if t is None else chunks.in_order(t) for t in known)
     assert labels is not None and lse is not None
-    _gradient(head, logits, labels, lse, entropy, RowGradients(*each))  # type: ignore[arg-type]
+    bits = head.bits if head.bits is None or head.bits.shape[0] == 1 else chunks.in_order(head.bits)
+    _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
     hidden = _HiddenSum(head, chunks, into.hidden, 1)
     weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)
     gathered = [chunks.start(chunk) for chunk in chunks] if into.weight is not None else []
@@ -346,6 +351,7 @@ class _Recompute:
         logits = make_logits(self.head, hidden, first, self.plan.columns, self.buffer)
         labels, lse, entropy, *each = (None if t is None else self.chunks.take(chunk, t) for t in self.rows)
         assert labels is not None and lse is not None
-        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each))  # type: ignore[arg-type]
+        bits = self.chunks.bits(chunk)
+        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
         self.hidden_sum.add(chunk, logits, block)
         sums.add(logits.out, hidden)

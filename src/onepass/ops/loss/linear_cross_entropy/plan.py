@@ -7,7 +7,7 @@
     known_grad_scale  chunk x V             3         in forward, finished: the incoming gradient is known (grad_scale)
     recompute         chunk x V or a block  4         in backward, from recomputed logits; blocks need next to no memory
 
-Where each token's own values are returned, forward multiplies and sums as a call without gradients does (`forward_plan`), so
+Where each token's own values are returned, forward multiplies and sums as a call without gradients does, so
 log_prob has the same bits in both. Where rows' incoming gradients differ, logits that wait are the only way with three products:
 they get more room.
 
@@ -134,11 +134,6 @@ def make_plan(inputs: PlanInputs, machine: MachineSpeed) -> HeadPlan:
         return replace(least, short=inputs.chunk_bytes is not None)
     price = (_PRICE_PROMISED if inputs.promised else _PRICE if gradients else 0.0) / machine.memory
     return min(fitting, key=lambda plan: plan.seconds * (1 + price * plan.bytes))
-
-
-def forward_plan(inputs: PlanInputs, machine: MachineSpeed) -> HeadPlan:
-    """The plan of the same rows without gradients."""
-    return make_plan(inputs._replace(needs_hidden=False, needs_weight=False, promised=False, mode=None), machine)
 
 
 def _candidates(inputs: PlanInputs, machine: MachineSpeed) -> Iterator[tuple[HeadPlan, int]]:

@@ -32,7 +32,7 @@ from onepass.ops.loss.linear_cross_entropy.passes import (
     losses_and_gradients,
     recompute_gradients,
 )
-from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, forward_plan, machine_speed, make_plan
+from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, machine_speed, make_plan
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.runtime.dispatch import cast
@@ -81,19 +81,20 @@ def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
         return head.tokens, head.columns
     nothing = Needs(False, False, False)
     inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None)
-    plan = forward_plan(inputs, machine_speed(head.hidden.device, inputs.size))
+    plan = make_plan(inputs, machine_speed(head.hidden.device, inputs.size))
     return plan.rows, head.columns if keep else plan.columns
 
 
 def head_of(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, options: LossOptions
-) -> Head:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    options: LossOptions,
+) -> Head:  # fmt: skip
     """Cast the operands to the products' type."""
     product = options.product
     group: Any = options.group  # to type checkers a name is of a type of its own
     tokens = cast(hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), product)
     shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
-    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard)
+    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard, bits)
 
 
 # ---- forward ----
@@ -101,7 +102,7 @@ def head_of(
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, mode: str | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
@@ -112,7 +113,7 @@ def _forward(
         mode: the only one that will do, or None.
     """
     plan = plan_call(hidden, weight, labels.shape[0], options, needs, None if accumulate is None else accumulate[1], mode)
-    head = head_of(hidden, weight, bias, labels, place, options)
+    head = head_of(hidden, weight, bias, labels, place, bits, options)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
         keep = plan.mode == "keep_logits"
         found, logits = losses(head, *_forward_pieces(head, keep), keep)
@@ -143,10 +144,10 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
 
 def _forward_in_graph(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _forward(
-        hidden, weight, bias, labels, token_weight, mean_scale, place, options, needs, separate_sum,
+        hidden, weight, bias, labels, token_weight, mean_scale, place, bits, options, needs, separate_sum,
         mode=_graph_mode(options, needs),
     )  # fmt: skip
 
@@ -158,7 +159,7 @@ def _tokens_like(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
@@ -182,7 +183,7 @@ def _forward_fake(
 # callers know by `stats` and `needs` whether there are such.
 forward = Registered(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? token_weight, "
-    "Tensor? mean_scale, Tensor? place, LossOptions options, Needs needs, bool separate_sum) "
+    "Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, bool separate_sum) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
     _forward,
     _forward_fake,
@@ -196,8 +197,8 @@ forward = Registered(
 
 
 def _backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
-    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
     options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
@@ -205,7 +206,7 @@ def _backward(
 
     With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None.
     """
-    head = head_of(hidden, weight, bias, labels, place, options)
+    head = head_of(hidden, weight, bias, labels, place, bits, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
     kind = wide_type(weight) if separate_sum else weight.dtype
     made = Gradients(
@@ -226,8 +227,8 @@ def _backward(
 
 
 def _backward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
-    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
     options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
@@ -238,9 +239,9 @@ def _backward_fake(
 
 
 backward = Registered(
-    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor lse, "
-    "Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, Needs needs, "
-    "bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor? bits, "
+    "Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, "
+    "Needs needs, bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
     _backward,
     _backward_fake,
     LossOptions,
