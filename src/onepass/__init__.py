@@ -16,6 +16,7 @@ from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.cross_entropy import cross_entropy
+from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.norm.norm import layer_norm, rms_norm
@@ -41,6 +42,7 @@ __all__ = [
     "FP8Recipe",
     "FP8Target",
     "FP8Tensor",
+    "KeptRows",
     "activation_linear",
     "attention",
     "bias_activation",
@@ -56,6 +58,7 @@ __all__ = [
     "fuse",
     "gpt",
     "graphed",
+    "kept_rows",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

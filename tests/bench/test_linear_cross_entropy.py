@@ -17,6 +17,7 @@ from onepass.bench import accuracy, linear_cross_entropy, report
 from onepass.bench.model import BenchCase, Call, CaseResult, Contender, Inputs, Measured
 
 variants = pytest.mark.parametrize("variant", ["mean", "main_grad", "grad_scale"])
+policies = pytest.mark.parametrize("variant", ["mean half", *linear_cross_entropy._POLICY])
 
 
 def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
@@ -49,6 +50,41 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
             if not (contender.compiles or contender.floor):
                 call = contender.make(case)
                 assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+
+
+class _Trl:
+    """TRL's function, of log-probabilities and entropies of rows that are kept."""
+
+    @staticmethod
+    def apply(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, *rest: object) -> tuple[Tensor, ...]:
+        assert bias is None
+        assert rest == (1.0, 32768, None, 1.0, ("entropy",))
+        assert bool((targets >= 0).all())
+        return linear_cross_entropy._logits_policy(hidden, weight, targets)
+
+
+@policies
+def test_every_contender_of_a_policy_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, {"trl.kernels.chunked_logprob": {"ChunkedLogProbFunction": _Trl}})
+    for dtype in (torch.bfloat16, torch.float32):
+        case, inputs = given(variant, dtype)
+        assert inputs.asked.keys() == (set() if "forward" in variant else {"hidden", "weight"})
+        for contender in linear_cross_entropy.BENCH.contenders(case):
+            if not (contender.compiles or contender.floor):
+                call = contender.make(case)
+                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+
+
+@policies
+@pytest.mark.usefixtures("one_round")
+def test_a_policys_run_is_set_against_its_products(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, linear_cross_entropy, given(variant)[0])
+    assert bench("linear_cross_entropy", "--json", str(tmp_path / "run.json")) == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
+    floor = "one product" if "forward" in variant else "three products"
+    assert rows["onepass"]["status"] == rows[floor]["status"] == "ok"
+    assert rows["onepass"]["both_of_reference"] > 0
+    assert rows[floor]["both_of_reference"] == 1
 
 
 def test_the_chunked_loss_of_pytorch_is_a_contender_where_there_is_one() -> None:

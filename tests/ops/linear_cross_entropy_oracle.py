@@ -6,8 +6,10 @@ makes gradients in forward, the logits' gradient is rounded before it is multipl
 """
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import onepass.ops.loss.linear_cross_entropy as real
-from onepass.ops.loss.formula import LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import STATISTICS, LossTerms, reduce_losses, row_losses
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
@@ -119,10 +121,13 @@ class Case:
     z_loss: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
+    temperature: float = 1.0
     bias: bool = False
     weighted: bool = False
     wide: bool = False
     full: bool = False
+    masked: bool = False
+    kept: bool = False  # compute the rows that are not ignored, as a call on a CPU does by itself; else all
     main: torch.dtype | None = None
     frozen: str = ""
     ignore_index: int = -100
@@ -136,7 +141,8 @@ class Case:
             "z_loss": self.z_loss,
             "softcap": self.softcap,
             "logit_scale": self.scale,
-            "return_stats": self.full,
+            "temperature": self.temperature,
+            "return_stats": STATISTICS if self.full else False,
         }
 
     @property
@@ -146,8 +152,9 @@ class Case:
     def __str__(self):
         said = [self.mode if isinstance(self.mode, str) else "x".join(map(str, self.mode)), self.reduction]
         said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
-        said += [f"{name}={value}" for name, value in self.options.items() if value not in (None, 0, False, self.reduction, -100)]
-        said += [name for name in ("bias", "weighted", "wide") if getattr(self, name)]
+        usual = None, 0, False, 1.0, self.reduction, -100, STATISTICS
+        said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
+        said += [name for name in ("bias", "weighted", "wide", "full", "masked", "kept") if getattr(self, name)]
         said += [f"main={self.main}"] if self.main else []
         return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
 
@@ -244,14 +251,21 @@ def _factor(case, labels, token_weight):
     return UPSTREAM / (kept.sum() if token_weight is None else token_weight.detach()[kept].sum())
 
 
+def _mask(case, labels):
+    """Which columns each row's distribution has: its label, and others."""
+    columns = torch.arange(case.V, device=labels.device)
+    return (columns == labels.unsqueeze(-1)) | ((columns + 5 * labels.unsqueeze(-1)) % 3 > 0)
+
+
 def _eager(case, labels, rounded):
-    terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, case.softcap or 0.0, case.scale)
+    cap, scale = (case.softcap or 0.0) / case.temperature, case.scale / case.temperature
+    terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, cap, scale)
 
     def call(hidden, weight, bias, token_weight):
         product = F.linear(hidden, weight, bias)
         if rounded:
             product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
-        rows = row_losses(product, labels, terms)
+        rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)
 
@@ -268,11 +282,10 @@ def _leaves(case, given, dtype=None):
     return leaves
 
 
-STATS = ("logsumexp", "log_prob", "entropy", "correct")
 
 
 def _results(case, outs, leaves, grads, labels):
-    found = {name: out.detach() for name, out in zip(("loss", *STATS), outs, strict=False)}
+    found = {name: out.detach() for name, out in zip(("loss", *STATISTICS), outs, strict=False)}
     found |= {f"d{name}": grads[name] for name in NAMES if leaves[name] is not None and name not in case.frozen.split()}
     if "dweight" in found:
         there = labels[labels != case.ignore_index].unique()
@@ -302,8 +315,10 @@ def _ours(module, case, given, labels, dys, backend):
         leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
     call = op(case.mode, module, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
     more = {"grad_scale": UPSTREAM} if case.promised else {}
+    more |= {"vocab_mask": _mask(case, labels)} if case.masked else {}
+    rows = nullcontext() if case.kept else mock.patch.object(module, "_rows_to_compute", return_value=None)
     watch = {name: t for name, t in leaves.items() if t is not None}
-    with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned():
+    with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned(), rows:
         for _ in range(2 if moved else 1):
             leaves["hidden"].grad = None
             returned = call(leaves["hidden"], leaves["weight"], labels, leaves["bias"], leaves["token_weight"], **more)
@@ -346,9 +361,11 @@ def _exactly(case, ours, given, labels):
     rest = 0
     if case.reduction == "none":
         rest += int(ours["loss"][ignored].count_nonzero())
-    if "dhidden" in ours and not (case.full and not case.promised):
+    if case.full:
+        rest += sum(int(ours[name][ignored].count_nonzero()) for name in STATISTICS if name in ours)
+    if "dhidden" in ours:
         rest += int(ours["dhidden"][ignored].count_nonzero())
-    types = {name: FP32 for name in ("loss", *STATS[:3])}
+    types = {name: FP32 for name in ("loss", *STATISTICS) if name != "correct"}
     types |= {f"d{name}": t.dtype for name, t in given.items() if t is not None}
     if case.main:
         types |= {"dweight": case.main, "dbias": case.main}

@@ -1,5 +1,6 @@
 """What linear_cross_entropy computes, of inputs of all kinds."""
 
+import itertools
 import math
 
 import pytest
@@ -21,6 +22,7 @@ from ops.linear_cross_entropy_oracle import ALL, DEVICE, FP32, FP64, op, reducti
 
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses
+from onepass.ops.loss.formula import STATISTICS
 from onepass.testing.poison import poisoned, unchanged
 
 # ---- what it computes ----
@@ -134,12 +136,50 @@ def test_stats_are_what_they_say(backend):
         logits = F.linear(hidden, weight, bias).detach()
         softmax = torch.distributions.Categorical(logits=logits)
         kept = labels != -100
-        torch.testing.assert_close(stats.logsumexp, logits.logsumexp(-1))
+        torch.testing.assert_close(stats.logsumexp, torch.where(kept, logits.logsumexp(-1), 0.0))
         torch.testing.assert_close(stats.log_prob, torch.where(kept, softmax.log_prob(labels.clamp(min=0)), 0.0))
-        torch.testing.assert_close(stats.entropy, softmax.entropy())
+        torch.testing.assert_close(stats.entropy, torch.where(kept, softmax.entropy(), 0.0))
         assert torch.equal(stats.correct, logits.argmax(-1) == labels) and stats.correct.sum() >= 6
         assert [t.dtype for t in stats] == [FP32, FP32, FP32, torch.bool] and not stats.correct.requires_grad
         assert all(t.shape == labels.shape for t in stats) and loss.shape == plain.shape
+        named = op(reduction=reduction, return_stats=["mean_logit", "log_sum_sq_probs"], backend=backend)
+        _, more = named(hidden, weight, labels, bias)
+        squares = logits.double().softmax(-1).square().sum(-1).log().float()
+        torch.testing.assert_close(more.log_sum_sq_probs, torch.where(kept, squares, 0.0))
+        torch.testing.assert_close(more.mean_logit, torch.where(kept, logits.mean(-1), 0.0))
+        assert not more.mean_logit.requires_grad and not more.log_sum_sq_probs.requires_grad
+
+
+@backends
+@pytest.mark.parametrize("names", [*itertools.combinations(STATISTICS, 1), *itertools.combinations(STATISTICS, 2)])
+def test_statistics_by_name_are_those_of_all(names, backend):
+    """Those that are not named are None; values and gradients have the bits of a call that asks for all."""
+    inputs = tensors((6,), 8, 70)
+    every = op("keep_logits", reduction="none", return_stats=STATISTICS, backend=backend)(*inputs)[1]
+    leaves = fresh(inputs)
+    _, some = op("keep_logits", reduction="none", return_stats=names[::-1], backend=backend)(*leaves)
+    assert [name for name in STATISTICS if getattr(some, name) is not None] == list(names)
+    assert all(torch.equal(getattr(some, name), getattr(every, name)) for name in names)
+    both = [(getattr(some, name), getattr(every, name)) for name in names if getattr(some, name).requires_grad]
+    assert [name for name in names if getattr(some, name).requires_grad] == [n for n in names if n in STATISTICS[:3]]
+    if both:
+        ours = torch.autograd.grad([one for one, _ in both], leaves[:2], [torch.ones_like(one) for one, _ in both])
+        theirs = torch.autograd.grad([one for _, one in both], inputs[:2], [torch.ones_like(one) for _, one in both])
+        assert all(map(torch.equal, ours, theirs))
+
+
+@backends
+def test_a_temperature_divides_after_the_softcap(backend):
+    def formula(hidden, weight, labels, bias):
+        logits = 3.0 * torch.tanh(0.5 * F.linear(hidden, weight, bias) / 3.0) / 0.7
+        return F.cross_entropy(logits, labels, reduction="none"), torch.distributions.Categorical(logits=logits).entropy()
+
+    inputs = tensors()[:4]
+    call = op("keep_logits", reduction="none", softcap=3.0, logit_scale=0.5, temperature=0.7, backend=backend)
+    kept = inputs[2] != -100
+    ours = gradients(lambda *t: (lambda loss, stats: (loss, [stats.entropy]))(*call(*t, return_stats=["entropy"])), inputs)
+    theirs = gradients(lambda *t: (lambda loss, entropy: (loss, [torch.where(kept, entropy, 0.0)]))(*formula(*t)), inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @backends
@@ -167,9 +207,10 @@ def test_each_stat_can_be_differentiated_alone(way):
         "entropy": lambda *t: torch.distributions.Categorical(logits=logits(*t)).entropy(),
     }
     dy = torch.randn(20, device=DEVICE)
+    kept = inputs[2] != -100
     for name, formula in formulas.items():
         ours = gradients(lambda *t, name=name: getattr(op(way, return_stats=True)(*t)[1], name), inputs, [dy])
-        theirs = gradients(formula, inputs, [dy])
+        theirs = gradients(lambda *t, formula=formula: torch.where(kept, formula(*t), 0.0), inputs, [dy])
         assert ours[-1] is None and theirs[-1] is None  # token_weight has no part in them
         torch.testing.assert_close(ours[:-1], theirs[:-1], rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
 
@@ -336,7 +377,7 @@ def test_labels_of_no_token_are_nan_where_nobody_looks(way, monkeypatch):
         inputs[2][3] = wrong
         loss, dhidden, dweight, dbias, _ = gradients(op(way, reduction="sum"), inputs)
         assert loss.isnan() and not dhidden[3].any()
-        assert equal([dhidden, dweight, dbias], sound[1:4])
+        torch.testing.assert_close([dhidden, dweight, dbias], sound[1:4])  # of another number of rows
         if "none" in reductions_of(way):
             loss = op(way, reduction="none")(*inputs)
             assert loss.isnan().tolist() == [False] * 3 + [True] + [False] * 2

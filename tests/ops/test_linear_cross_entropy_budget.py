@@ -29,6 +29,8 @@ OPTIONS = {  # what a row's loss is made of, and what is asked for beside it
     "wide": {"softcap": 3.0, "scale": 0.5, "wide": True, "weighted": True},
     "capped": {"softcap": 3.0, "scale": 0.75, "smoothing": 0.2, "full": True},
     "stats": {"full": True, "bias": True, "weighted": True},
+    "masked": {"masked": True, "softcap": 3.0, "bias": True},
+    "kept": {"kept": True, "full": True, "bias": True, "weighted": True},
     "main": {"main": FP32, "bias": True, "weighted": True},
     "narrow main": {"main": BF16},
 }

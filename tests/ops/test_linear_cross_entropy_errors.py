@@ -38,6 +38,16 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "no reduction": ((x, w, y, None, None), {}, ValueError, ("reduction must be one of none, mean, sum", "None")),
     "ignore_index half": ((x, w, y, None, "mean", 0.5), {}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
     "ignore_index huge": ((x, w, y, None, "mean", 1 << 63), {}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
+    "a statistic by itself": ((x, w, y), {"return_stats": "entropy"}, TypeError, ("return_stats must", "sequence", "'entropy'")),
+    "unknown statistic": (
+        (x, w, y),
+        {"return_stats": ["entropy", "kl"]},
+        ValueError,
+        ("logsumexp, log_prob, entropy, correct, log_sum_sq_probs, mean_logit", "'kl'"),
+    ),
+    "temperature": ((x, w, y), {"temperature": 0.0}, ValueError, ("temperature must be finite and above 0", "0.0")),
+    "negative temperature": ((x, w, y), {"temperature": -1.0}, ValueError, ("temperature must be finite and above 0", "-1.0")),
+    "temperature of a word": ((x, w, y), {"temperature": "cold"}, TypeError, ("temperature must be a number", "'cold'")),
     "stats of too many columns": (
         (x[:, :1], w[:1, :1].expand((1 << 24) + 1, 1), y),
         {"return_stats": True},

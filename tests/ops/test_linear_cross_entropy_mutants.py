@@ -4,13 +4,15 @@ Slips in products, sums and autograd by PyTorch's backend; those in kernels unde
 rows' kernels too is in test_cross_entropy_mutants.py.
 """
 
+from dataclasses import replace
+
 import pytest
 from ops.linear_cross_entropy_oracle import ALL, BF16, FP32, Case, judge_case
 
 import onepass.ops.loss.linear_cross_entropy as module
 
 pytest.importorskip("triton")
-from onepass.ops.loss import formula, reduction, row_formula, row_functions, row_kernels, scale, whole_row_kernels
+from onepass.ops.loss import formula, kept_rows, reduction, row_formula, row_functions, row_kernels, scale, whole_row_kernels
 from onepass.ops.loss.linear_cross_entropy import autograd, head, passes, steps
 from onepass.testing.mutants import copy_package, mutate
 
@@ -61,9 +63,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "no token weights in backward": (autograd, "_incoming", "saved.token_weight", "None", Case("recompute", weighted=True)),
     "no mean in backward": (autograd, "_incoming", "saved.scale", "None", KEEP),
     "token_weight's gradient of a sum for a mean's": (autograd, "_token_weight_gradient", " - mean, 0", ", 0", WEIGHTED),
-    "token_weight's gradient without what comes back": (autograd, "_token_weight_gradient", "(losses * dloss.reshape(-1))", "losses", Case("keep_logits", "sum", weighted=True)),
-    "stats' gradients forgotten": (autograd, "_incoming", "t.reshape(N).to(wide).contiguous()", "None", FULL),
-    "stats' gradients one another's": (autograd, "_incoming", "dstats[:3]", "(dstats[1], dstats[0], dstats[2])", Case("keep_logits", full=True)),
+    "token_weight's gradient without what comes back": (autograd, "_token_weight_gradient", "(losses * (saved.rows(dloss) if dloss.dim() else dloss))", "losses", Case("keep_logits", "sum", weighted=True)),
+    "stats' gradients forgotten": (autograd, "_incoming", "saved.rows(t).to(wide).contiguous()", "None", FULL),
+    "stats' gradients one another's": (autograd, "_incoming", "zip(options.differentiable,", "zip(options.differentiable[::-1],", Case("keep_logits", full=True)),
     "what waited is used where stats came too": (autograd, "_LinearCrossEntropy.backward", "fresh and not stats", "fresh", Case("grad_in_forward", full=True)),
     "a mean over the ignored too": (reduction, "mean_scale", "labels, ignore_index, token_weight", "labels * 0, ignore_index, token_weight", KEEP),
     "weights of the ignored count in the mean": (formula, "kept_weight", "torch.where(kept, token_weight.to(dtype), 0.0)", "token_weight.to(dtype)", WEIGHTED),
@@ -73,6 +75,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "a scale's derivative forgotten": (row_formula, "_gradient", "terms.scale != 1", "False", Case("recompute", scale=0.5)),
     "merged without their largest": (row_formula, "merge_statistics", "(m - largest).", "(m - m).", BLOCKS),
     "merged entropies not moved": (row_formula, "merge_statistics", "(surprise + (m - largest) * sums)", "surprise", FULL),
+    "merged squares not moved": (row_formula, "merge_statistics", "worth.square() * squares", "squares", FULL),
+    "statistics of ignored rows": (row_formula, "finish_losses", "torch.where(kept, sum_of_logits / size, 0.0)", "sum_of_logits / size", FULL),
+    "a temperature after the scale alone": (reduction, "check_terms", "float(softcap or 0.0) / temperature", "float(softcap or 0.0)", Case("keep_logits", softcap=3.0, temperature=0.6)),
     "the largest counted from its block": (row_formula, "_statistics", "(-1) + first", "(-1)", Case("both", full=True, lead=(40,))),
 }  # fmt: skip
 AT_ONCE = Case("known_grad_scale", "mean", FP32, (9,), smoothing=0.2, z_loss=0.1, full=True)
@@ -86,7 +91,7 @@ KERNEL_MUTANTS = {
     "both: entropies under nothing": (whole_row_kernels, "_both_kernel", "(surprise + (largest - most) * total)", "surprise", AT_ONCE),
     "both: entropies of pieces under other maxima": (whole_row_kernels, "_add_groups", "(surprise + (largest - base) * total)", "surprise", LONG_STATS),
     "both: the last of the largest": (whole_row_kernels, "_both_kernel", "min(tl.where(largest == most, first, 2147483647), 0)", "max(tl.where(largest == most, first, 0), 0) + 1", AT_ONCE),
-    "both: groups that forget their largest": (whole_row_kernels, "_add_groups", " * before ", " ", LONG),
+    "both: groups that forget their largest": (whole_row_kernels, "_add_groups", "total * before ", "total ", LONG),
     "both: what is read again is not counted": (whole_row_kernels, "_both_kernel", "0, again", "BLOCK, again", LONG),
     "both: what is read again is not written": (whole_row_kernels, "_both_kernel", "0, AGAIN", "BLOCK, AGAIN", LONG),
     "both: written backwards a piece too far": (whole_row_kernels, "_both_kernel", " - BLOCK - ", " - ", LONG),
@@ -97,9 +102,32 @@ KERNEL_MUTANTS = {
     "blocks: the first largest counted from the block": (row_kernels, "_statistics_kernel", " + begin,", ",", FIRSTS),
     "merge: entropies not moved": (row_kernels, "_merge_kernel", "(more + (m - most[None, :]) * sums)", "more", PARTS),
     "entropy's gradient without z": (row_functions, "gradient_of", "tl.where(p > 0, p * b * above, 0.0)", "0.0", PARTS),
-    "entropy's gradient without the entropy": (row_kernels, "_gradient_kernel", "b * tl.load(entropy_ptr + row, mask=there, other=0.0)", "0.0", PARTS),
+    "entropy's gradient without the entropy": (row_kernels, "_gradient_kernel", "b * tl.load(entropy_ptr + row, mask=kept, other=0.0)", "0.0", PARTS),
     "what waited as it was": (scale, "_scaled_kernel", " * tl.load(factor_ptr).to(tl.float32)", "", Case("grad_in_forward", "sum", FP32, (9,))),
-    "logsumexp's gradient of those that count": (row_kernels, "_gradient_kernel", "dlse_ptr + row, mask=there", "dlse_ptr + row, mask=counts", PARTS),
+    "merge: squares moved once": (row_kernels, "_merge_kernel", "now * now * tl", "now * tl", PARTS),
+    "merge: squares of the first parts not moved": (row_kernels, "_merge_kernel", "before * before * squares", "squares", Case(("recompute", 5, 2), "sum", FP32, (9,), V=130, full=True)),
+    "both: squares moved once": (whole_row_kernels, "_both_kernel", "worth * worth * squares", "worth * squares", AT_ONCE),
+    "both: squares of pieces under other maxima": (whole_row_kernels, "_add_groups", "before * before * squares", "squares", LONG_STATS),
+    "an ignored row's entropy": (row_kernels, "_merge_kernel", "tl.where(kept, log_total - surprise / total, 0.0)", "log_total - surprise / total", PARTS),
+    "a mean of this block's columns": (row_kernels, "_merge_kernel", "logits / V, 0.0", "logits / S, 0.0", PARTS),
+}  # fmt: skip
+MASKED = Case(("recompute", 5, 64), "none", FP32, (9,), V=130, masked=True)
+KEPT, KEPT_MASKED = Case("keep_logits", "none", kept=True, weighted=True, full=True), replace(MASKED, kept=True)
+MUTANTS |= {
+    "a mask of the first columns": (row_formula, "_statistics", "allowed_columns(bits, first, W)", "allowed_columns(bits, 0, W)", MASKED),
+    "gradients outside of the mask": (row_formula, "row_gradients", "first, x.shape[1]), 0.0)", "first, x.shape[1]), 1e-2)", MASKED),
+    "masks of rows before the ignored ones left": (autograd, "_rows_of", "bits if bits is None or bits.shape[0] == 1 else selection.take(bits)", "bits", KEPT_MASKED),
+    "the first chunk's masks": (head, "Chunks.bits", "self.take(chunk, bits)", "bits[: chunk.stop - chunk.start]", MASKED),
+    "kept rows one too few": (kept_rows, "KeptRows.selection", "min(own, ceil_div(max(self.counts()), grain) * grain)", "min(own, max(self.counts()) - 1)", KEPT),
+    "gradients in the first rows": (kept_rows, "RowSelection.put_own", "0, self.own, values", "0, self.own.sort().values * 0 + torch.arange(len(values), device=values.device), values", KEPT),
+    "token weights of the first rows": (autograd, "_rows_of", "selection.take(weights)", "weights[: len(labels)]", KEPT),
+    "incoming gradients of the first rows": (autograd, "_Saved.rows", "self.selection.take(values)", "values[: len(self.labels)]", KEPT),
+}  # fmt: skip
+KERNEL_MUTANTS |= {
+    "a mask's bits from the top": (row_kernels, "_allowed", ">> (columns & 7)", ">> (7 - (columns & 7))", MASKED),
+    "a mask of the first block": (row_kernels, "_statistics_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
+    "gradients outside of the kernel's mask": (row_kernels, "_gradient_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
+    "the first row's mask": (row_kernels, "_allowed", "row * BITS_ROW", "0", MASKED),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import onepass
 from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
-GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32)
+GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32, (141 << 30) // 16)
 CPU = machine_speed(torch.device("cpu"), 4)
 HEAD = PlanInputs(8192, 4096, 128256, 2, False, True, True, True, False, False, None, False, None)
 
@@ -42,7 +42,9 @@ TAKEN = {  # of a call: the way, whether tokens are in several chunks, whether t
     "blocks of a small budget": (asked(chunk_bytes=256 << 20), GPU, "recompute", False, True),
     "rows' losses of a long batch": (asked(65536, scalar=False), GPU, "recompute", True, True),
     "a million tokens of vocabulary": (asked(V=1 << 20), GPU, "recompute", False, True),
-    "nobody asks for gradients": (asked(needs_hidden=False, needs_weight=False), GPU, "loss_only", False, False),
+    "of rows of a wide vocabulary": (asked(16384, 2048, 248320, scalar=False), GPU, "keep_logits", False, False),
+    "nobody asks for gradients": (asked(needs_hidden=False, needs_weight=False), GPU, "loss_only", True, False),
+    "nobody does of a few": (asked(512, needs_hidden=False, needs_weight=False), GPU, "loss_only", False, False),
     "nobody does of a long batch": (asked(65536, needs_hidden=False, needs_weight=False), GPU, "loss_only", True, False),
     "a few tokens": (asked(64, 32, 500, size=4), CPU, "keep_logits", False, False),
     "a head on a CPU": (asked(4096, 768, 50257, size=4), CPU, "grad_in_forward", True, False),
@@ -78,7 +80,7 @@ def test_a_plan_covers_everything_and_fits_what_it_may_take(shape, size, chunk_b
         assert plan.mode in ("keep_logits", "recompute", *(["grad_in_forward"] if scalar else []))
     assert plan.blocks == 1 or plan.mode == "recompute"
     assert plan.chunks == 1 or plan.mode != "keep_logits"
-    budget = machine.budget if chunk_bytes is None else chunk_bytes
+    budget = (machine.budget if scalar else machine.kept) if chunk_bytes is None else chunk_bytes
     accumulator = 4 * what.N * what.D if hidden else 0
     least = max(16, 128 * (what.N >= 1024)) * max(256, what.V if what.promised or plan.mode == "loss_only" else 0) * 2 * size
     waiting = 8 * what.V * what.D if promised and weight else 4 * 256 * what.D
@@ -104,6 +106,12 @@ def test_little_memory_is_few_tokens_and_what_is_not_enough_is_said():
         assert plan.rows == 16 and "nothing takes as little" not in str(plan), plan
         plan = make_plan(asked(chunk_bytes=1 << 20, **more), GPU)
         assert plan.rows == 16 and str(plan).endswith("; nothing takes as little as chunk_bytes"), plan
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 151936), (16384, 2048, 248320), (65536, 8192, 128256), (8192, 768, 50257)])
+def test_without_gradients_logits_take_300_mib(shape):
+    plan = make_plan(asked(*shape, needs_hidden=False, needs_weight=False), GPU)
+    assert plan.mode == "loss_only" and plan.blocks == 1 and plan.rows >= 128 and plan.bytes <= 304 << 20
 
 
 def test_more_memory_is_never_slower():

@@ -9,7 +9,7 @@ from parallel.meeting import drawn, join
 from torch import nn
 
 import onepass
-from onepass.ops.loss.linear_cross_entropy import head, passes, steps
+from onepass.ops.loss.linear_cross_entropy import head, passes, plan, steps
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.parallel import DeferredWgrad
 
@@ -33,14 +33,14 @@ OPTIONS = {
 
 
 def whole(dtype=torch.float32):
-    """Return hidden, the whole weight and bias, labels (one of them ignored) and token weights."""
+    """Return hidden, the whole weight and bias, labels (some of every rank's part ignored) and token weights."""
     generator = torch.Generator().manual_seed(0)
     size = sum(VOCABULARY[2])
     hidden = drawn(torch.randn, N // 4, 4, D, generator=generator).to(dtype)
     weight = (0.5 * drawn(torch.randn, size, D, generator=generator)).to(dtype)
     bias = drawn(torch.randn, size, generator=generator).to(dtype)
     labels = drawn(torch.randint, 0, size, (N // 4, 4), generator=generator)
-    labels[1, 2] = -100
+    labels.view(-1)[[0, 6, 8, 9, 14, 15, 16, 20, 23]] = -100
     return hidden, weight, bias, labels, drawn(torch.rand, N // 4, 4, generator=generator)
 
 
@@ -49,7 +49,9 @@ def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     group, found = dist.group.WORLD, {}
     with onepass.use_backend("torch" if backend == "gloo" else "triton"):
-        for scenario in (ways, half_precision, main_grad, stats, deferred, compiled, told_apart, no_tokens, overlapped, bad):
+        for scenario in (
+            ways, half_precision, main_grad, stats, policy, deferred, compiled, told_apart, no_tokens, overlapped, bad,
+        ):  # fmt: skip
             found[scenario.__name__] = scenario(rank, ranks, group)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -142,6 +144,34 @@ def stats(rank, ranks, group):
     torch.autograd.backward((loss, *known[:3]), incoming)
     known = [loss.detach(), *(t.detach() for t in known)]
     return {"known": known, "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+
+
+def mask():
+    """Return which tokens of the whole vocabulary each row's distribution has, [N, V]: its label, and others."""
+    labels = whole()[3].view(-1)
+    columns = torch.arange(sum(VOCABULARY[2]), device=labels.device)
+    return (columns == labels[:, None]) | ((columns + torch.arange(N, device=labels.device)[:, None]) % 3 > 0)
+
+
+def policy(rank, ranks, group):
+    """Return log_prob without and with gradients, of chunks of a few rows, and the gradients; rows are found before."""
+    found = {}
+    with mock.patch.object(plan, "_SHARED_FORWARD_ROWS", 8):
+        plan.make_plan.cache_clear()
+        for sequence in (False, True):
+            hidden, weight, bias, labels, _ = inputs(rank, ranks, sequence)
+            rows = onepass.kept_rows(labels, tp_group=group, sequence_parallel=sequence)
+            allowed = part(mask().t(), rank, ranks).t().reshape(*labels.shape, len(weight))
+            options = {"sequence_parallel": sequence, "bias": bias, "rows": rows, "vocab_mask": allowed}
+            asked = partial(onepass.linear_cross_entropy, hidden, weight, labels, group, "none", **options)
+            with torch.no_grad():
+                old = asked(return_stats=["log_prob"])[1].log_prob
+            new = asked(return_stats=["log_prob", "entropy"])[1].log_prob
+            (UPSTREAM * new).sum().neg().backward()
+            grads = {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+            found[sequence] = {"old": old, "new": new.detach(), **grads}
+    plan.make_plan.cache_clear()
+    return found
 
 
 def deferred(rank, ranks, group):
@@ -237,6 +267,7 @@ def overlapped(rank, ranks, group):
         mock.patch.object(head, "start_all_gather", watch("hidden", head.start_all_gather)),
         mock.patch.object(passes, "start_reduce_scatter", watch("gradient", passes.start_reduce_scatter)),
         mock.patch.object(head, "_product", product),
+        mock.patch("onepass.ops.loss.linear_cross_entropy._rows_to_compute", return_value=None),  # three chunks of all
         forced("grad_in_forward"),
     ):
         call(rank, ranks, group, True)

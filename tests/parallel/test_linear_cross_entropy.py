@@ -90,6 +90,14 @@ def test_statistics_are_of_the_whole_vocabulary_and_can_be_differentiated(found)
 
 
 @sequences
+def test_a_ratio_of_policies_starts_at_1(found, sequence):
+    exact = exactly(weighted=False, reduction="sum", vocab_mask=ranks_file.mask().view(N // 4, 4, -1))
+    for rank, mine in enumerate(each["policy"][sequence] for each in found):
+        assert torch.equal(mine["old"], mine["new"]) and mine["old"].count_nonzero() == 15
+        compare(mine, exact, rank, len(found), sequence, names=("hidden", "weight", "bias"))
+
+
+@sequences
 def test_a_deferred_gradient(found, sequence):
     exact = exactly(upstream=1.0, weighted=False, biased=False)
     for rank, mine in enumerate(each["deferred"][sequence] for each in found):

@@ -6,9 +6,12 @@ Bytes     forward reads the hidden states and the weight; backward reads them an
 Gradients of the hidden states and of the weight. "mean": both are returned. "main_grad": the weight's is added to an fp32
           main_grad, by .backward() as in training. "grad_scale": as "main_grad", but onepass knows the incoming gradient, so it
           need not wait for it.
+Policy    "log_prob": log_prob and entropy of each token, both differentiated, as a policy's loss has them. "forward": the same
+          without gradients. "half": every second label is -100, and those who can compute the other rows alone.
 Peers     eager: F.cross_entropy of F.linear, with logits in the storage dtype or in fp32; torch.compile: the latter.
           F.linear_cross_entropy: in chunks that PyTorch chooses; without its options it is eager code.
-          Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning.
+          Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning. TRL: its function of the trainers,
+          which takes rows that are kept; finding them is part of the call, as it is of onepass's.
 Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
 """
 
@@ -26,15 +29,24 @@ from torch.nn import Parameter
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
 from onepass.bench.peers import compiled, imported
 from onepass.bench.products import Shapes, give_main_grad, random_of
+from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.runtime.backend import explain
 
 OP = "linear_cross_entropy"
 _GPU = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
+_WIDE = [(8192, 4096, 151936), (16384, 2048, 248320)]
+_POLICY = "log_prob", "log_prob half", "log_prob forward", "log_prob forward half"
 _SHAPES = Shapes(
-    full=[(variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU] + [("grad_scale", *_GPU[0])],
+    full=[
+        *((variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU),
+        ("grad_scale", *_GPU[0]),
+        *(("mean half", *shape) for shape in _GPU),
+        *((variant, *shape) for variant in _POLICY for shape in _WIDE),
+    ],
     small=[("mean", 4096, 2048, 32000), ("main_grad", 4096, 2048, 32000)],
-    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096), ("grad_scale", 128, 64, 4096)],
+    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096), ("grad_scale", 128, 64, 4096),
+         *((variant, 128, 64, 4096) for variant in ("mean half", *_POLICY))],
     cpu_small=[("mean", 64, 64, 1024), ("main_grad", 64, 64, 1024)],
 )
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,8 +54,15 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _case(variant: str, tokens: int, inner: int, vocabulary: int, dtype: torch.dtype) -> BenchCase:
     hidden, weight = tokens * inner * dtype.itemsize, vocabulary * inner * dtype.itemsize
-    written = hidden + (weight if variant == "mean" else 8 * vocabulary * inner)  # main_grad is read, too
+    if "forward" in variant:
+        return BenchCase(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, 0)
+    written = hidden + (weight if _returns(variant) else 8 * vocabulary * inner)  # main_grad is read, too
     return BenchCase(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, hidden + weight + written)
+
+
+def _returns(variant: str) -> bool:
+    """Whether the weight's gradient is returned, not added to main_grad."""
+    return variant not in ("main_grad", "grad_scale")
 
 
 def _tiny(case: BenchCase) -> BenchCase:
@@ -54,12 +73,18 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
     tokens, inner, vocabulary = case.shape
     random = random_of(case, device, generator)
     weight = Parameter(random(vocabulary, inner).mul_(inner**-0.5))
-    if case.variant != "mean":
+    if not _returns(case.variant):
         give_main_grad(weight)
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
-    tensors = {"hidden": random(tokens, inner).requires_grad_(), "weight": weight, "labels": labels}
+    if "half" in case.variant:
+        labels[::2] = -100
+    asking = "forward" not in case.variant
+    tensors = {"hidden": random(tokens, inner).requires_grad_(asking), "weight": weight.requires_grad_(asking), "labels": labels}
+    if "log_prob" in case.variant:
+        grads = {name: torch.randn(tokens, generator=generator, device=device) for name in ("log_prob", "entropy")}
+        return Inputs(tensors, frozenset({"hidden", "labels"}), grads, row_elements=vocabulary)
     return Inputs(
-        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=case.variant != "mean",
+        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=not _returns(case.variant),
         summed=frozenset({"loss"}), row_elements=vocabulary,
     )  # fmt: skip
 
@@ -75,7 +100,9 @@ def _called(loss: Loss) -> Call:
 
 def _formula(case: BenchCase) -> Call:
     """Return the formula. For some rows it returns their part of the mean over all rows."""
-    tokens = case.shape[0]
+    if "log_prob" in case.variant:
+        return _logits_policy
+    tokens = case.shape[0] // (2 if "half" in case.variant else 1)
     return _called(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
 
 
@@ -83,33 +110,38 @@ def _formula(case: BenchCase) -> Call:
 
 
 def _ours(case: BenchCase) -> Call:
+    if "log_prob" in case.variant:
+        return _our_policy
+    if "half" in case.variant:
+        return _called(lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, rows=kept_rows(labels)))
     return _called(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
 
 
 class _Products(torch.autograd.Function):
     """Run three products: the logits, and in backward their products with the weight and the hidden states.
 
-    The logits stand in for their own gradient, which has the same shape.
+    The logits stand in for their own gradient, which has the same shape. `outputs`: how many results backward comes from.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, outputs: int) -> Any:
         logits = hidden @ weight.t()
         ctx.save_for_backward(hidden, weight, logits)
         ctx.gathers = hasattr(weight, "main_grad")
-        return hidden.new_zeros(1)
+        if outputs == 1:
+            return hidden.new_zeros(1)
+        return tuple(hidden.new_zeros(hidden.shape[0], dtype=torch.float32) for _ in range(outputs))
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, logits = ctx.saved_tensors
         dhidden, dweight = logits @ weight, logits.t() @ hidden
-        return dhidden, None if ctx.gathers else dweight  # with a main_grad the floor has the product, without the addition
+        return dhidden, None if ctx.gathers else dweight, None  # with a main_grad the floor has the product, without the addition
 
 
 def _products(case: BenchCase) -> Call:
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        y: Tensor = _Products.apply(hidden, weight)  # type: ignore[no-untyped-call]
-        return y
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
+        return _Products.apply(hidden, weight, 2 if "log_prob" in case.variant else 1)  # type: ignore[no-untyped-call]
 
     return call
 
@@ -124,16 +156,49 @@ def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def _baseline(case: BenchCase) -> Call:
     """Return eager code that rounds only the logits and their gradient, the operands of products."""
-    return _called(_wide_loss)
+    return _logits_policy if "log_prob" in case.variant else _called(_wide_loss)
 
 
 def _compiled(case: BenchCase) -> Call:
-    return _called(compiled(_wide_loss))
+    return compiled(_logits_policy) if "log_prob" in case.variant else _called(compiled(_wide_loss))
 
 
 def _torch(case: BenchCase) -> Call:
     options = imported("torch.nn", "LinearCrossEntropyOptions")()
     return _called(partial(F.linear_cross_entropy, options=options))  # type: ignore[attr-defined,unused-ignore]
+
+
+# ---- a policy: log_prob and entropy of each token ----
+
+
+def _our_policy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    _, stats = linear_cross_entropy(
+        hidden, weight, labels, reduction="none", return_stats=("log_prob", "entropy"), rows=kept_rows(labels)
+    )
+    return stats.log_prob, stats.entropy
+
+
+def _logits_policy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """By logits, as people write it."""
+    logits = F.linear(hidden, weight)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    kept = labels >= 0
+    log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(kept, log_prob, 0.0), torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
+
+
+def _trl_policy(case: BenchCase) -> Call:
+    function = imported("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        kept = (labels >= 0).nonzero().squeeze(-1) if "half" in case.variant else None
+        rows, targets = (hidden, labels) if kept is None else (hidden[kept], labels[kept])
+        log_prob, entropy = function.apply(rows, weight, None, targets, 1.0, 32768, None, 1.0, ("entropy",))[:2]
+        if kept is None:
+            return log_prob, entropy
+        return tuple(t.new_zeros(len(labels)).index_copy(0, kept, t) for t in (log_prob, entropy))
+
+    return call
 
 
 # ---- peers ----
@@ -154,9 +219,18 @@ def _quack(case: BenchCase) -> Call:
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
+    floor = Contender(_floor(case), _products, floor=True)
+    if "log_prob" in case.variant:
+        return [
+            Contender("onepass", _ours, ours=True),
+            floor,
+            Contender("eager fp32 logits", lambda case: _logits_policy),
+            Contender("torch.compile", _compiled, compiles=True),
+            Contender("TRL", _trl_policy, package="TRL"),
+        ]
     found = [
         Contender("onepass", _ours, ours=True),
-        Contender("three products", _products, floor=True),
+        floor,
         Contender("eager", lambda case: _called(_rounded_loss)),
         Contender("eager fp32 logits", lambda case: _called(_wide_loss)),
         Contender("torch.compile", _compiled, compiles=True),
@@ -171,6 +245,11 @@ def _contenders(case: BenchCase) -> list[Contender]:
     ]
 
 
+def _floor(case: BenchCase) -> str:
+    """Products of all rows, also where half of them are ignored."""
+    return "one product" if "forward" in case.variant else "three products"
+
+
 def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, *inputs.tensors.values()).backend
 
@@ -183,5 +262,5 @@ BENCH = OpBench(
         "Transformer Engine": _APART,
         "Megatron-core": "its own is for Blackwell GPUs and a process group",
     },
-    baseline=_baseline, reference="three products",
+    baseline=_baseline, reference=_floor,
 )  # fmt: skip

@@ -123,7 +123,7 @@ class Measured:
     cpu_both_us: float | None = None
     forward_graph_us: float | None = None  # the GPU time of one call in a CUDA graph of several
     backward_graph_us: float | None = None
-    both_of_reference: float | None = None  # forward + backward, relative to the reference's
+    both_of_reference: float | None = None  # forward + backward (if there is one), relative to the reference's
     peak_mib: float | None = None
     kept_mib: float | None = None  # saved for backward: what forward leaves allocated beyond inputs and outputs
     errors: dict[str, float] = field(default_factory=dict)  # output or gradient -> relative RMS error against fp64

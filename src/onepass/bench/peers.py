@@ -26,6 +26,7 @@ PACKAGES = {
     "CCE": PeerPackage("cut_cross_entropy", "cut-cross-entropy"),
     "Megatron-core": PeerPackage("megatron.core", "megatron-core"),
     "QuACK": PeerPackage("quack", "quack-kernels"),
+    "TRL": PeerPackage("trl", "trl"),
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
     "TRL": PeerPackage("trl", "trl"),

@@ -148,7 +148,7 @@ def _time_case(
         for row, call in right:  # new leaves for each: autograd has bound those of the rounds to another stream
             _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
     reference = plan.bench.reference_of(case)
-    _set_against(by_name.get(reference or ""), rows)
+    _set_against(by_name.get(reference or ""), rows, case)
     return CaseResult(case, copy, rows, reference)
 
 
@@ -165,14 +165,17 @@ def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:
         _still_there(clock, row)
 
 
-def _set_against(reference: Measured | None, rows: list[Measured]) -> None:
-    whole = _both_ms(reference) if reference else None
+def _set_against(reference: Measured | None, rows: list[Measured], case: BenchCase) -> None:
+    """Compare forward and backward with the reference's; forward alone where the case has no backward."""
+    whole = _whole_ms(reference, case) if reference else None
     for row in rows:
-        both = _both_ms(row)
+        both = _whole_ms(row, case)
         row.both_of_reference = both / whole if both and whole else None
 
 
-def _both_ms(row: Measured) -> float | None:
+def _whole_ms(row: Measured, case: BenchCase) -> float | None:
+    if not case.backward_bytes:
+        return row.forward_ms
     return None if row.forward_ms is None or row.backward_ms is None else row.forward_ms + row.backward_ms
 
 

@@ -1,4 +1,5 @@
-"""The loss of materialised logits: vocabulary-parallel (cross_entropy_fusion_impl native), or by PyTorch (no fusion)."""
+"""The loss of materialised logits: vocabulary-parallel (cross_entropy_fusion_impl native), or by PyTorch (no fusion); and which
+tokens have a loss."""
 
 from __future__ import annotations
 
@@ -10,6 +11,19 @@ from onepass.gpt.block import sequences
 from onepass.gpt.config import Config
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.ops.loss.cross_entropy import cross_entropy
+from onepass.ops.loss.kept_rows import KeptRows, kept_rows
+
+
+def needs_no_logits(config: Config) -> bool:
+    """Whether the head computes the loss from hidden states."""
+    return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
+
+
+def rows_with_loss(labels: Tensor, head: LinearCrossEntropy, config: Config) -> KeptRows | None:
+    """Ask which tokens have a loss, before the blocks run: the head computes no others. None stands for all."""
+    if not needs_no_logits(config):
+        return None
+    return kept_rows(labels, head.ignore_index, tp_group=head.tp_group, sequence_parallel=head.sequence_parallel)
 
 
 def loss_of_logits(

@@ -18,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
-from onepass.gpt.loss import kept_tokens, loss_of_logits
+from onepass.gpt.loss import kept_tokens, loss_of_logits, needs_no_logits, rows_with_loss
 from onepass.gpt.parts import Norm, make_norm, settled
 from onepass.gpt.positions import PositionEmbedding, Rotary
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.norm import MarkedParameters
 from onepass.ops.dropout.dropout_add import dropout_add
+from onepass.ops.loss.kept_rows import KeptRows
 
 
 class Model(nn.Module):
@@ -120,6 +121,7 @@ class Model(nn.Module):
             reduction: ``mean``, ``sum`` or ``none``.
             grad_scale: as in `onepass.linear_cross_entropy`. Only that op supports it: cross_entropy_fusion_impl ``linear``.
         """
+        rows = None if labels is None or self.output_layer is None else rows_with_loss(labels, self.output_layer, self.config)
         h: Tensor = x if self.embedding is None else self.embedding(x)
         pending, aux_losses = None, []
         tables = None if self.rotary is None else self.rotary(self._length(h))
@@ -134,7 +136,7 @@ class Model(nn.Module):
         h = self.final_layernorm(h) if pending is None else self.final_layernorm(h, pending)[0]
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
-        loss = self._loss(h, labels, loss_mask, reduction, grad_scale)
+        loss = self._loss(h, labels, rows, loss_mask, reduction, grad_scale)
         return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
 
     def _length(self, h: Tensor) -> int:
@@ -159,10 +161,12 @@ class Model(nn.Module):
         """Return the embedding's weight if tied. None stands for the output layer's own weight."""
         return self.embedding.word_embeddings.weight if self.config.tied and self.embedding is not None else None
 
-    def _loss(self, h: Tensor, labels: Tensor, loss_mask: Tensor | None, reduction: str, grad_scale: float | None) -> Tensor:
+    def _loss(
+        self, h: Tensor, labels: Tensor, rows: KeptRows | None, loss_mask: Tensor | None, reduction: str, grad_scale: float | None
+    ) -> Tensor:
         c, head = self.config, self.output_layer
         assert head is not None
-        if c.cross_entropy_loss_fusion and c.cross_entropy_fusion_impl == "linear":
+        if needs_no_logits(c):
             ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
             shape = labels.shape[0] * ranks, labels.shape[1] // ranks
             mask = None if loss_mask is None else loss_mask.reshape(shape)
@@ -171,6 +175,7 @@ class Model(nn.Module):
                 labels.reshape(shape),
                 token_weight=mask,
                 grad_scale=grad_scale,
+                rows=rows,
                 weight=self._head_weight(),
                 reduction=reduction,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.linear import Init, check_input
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.ops.linear.linear import linear
-from onepass.ops.loss.formula import LossTerms, finished_logits
+from onepass.ops.loss.formula import finished_logits
+from onepass.ops.loss.kept_rows import KeptRows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.parallel.collectives import gather_last
@@ -33,8 +35,8 @@ class LinearCrossEntropy(DividedParameters):
         hidden_size: the size of hidden's last dimension.
         vocab_size: the size of the whole vocabulary. It need not be a multiple of the group's size.
         bias: add a bias to the logits.
-        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, logits_dtype, chunk_bytes: as in
-            `onepass.linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_dtype,
+            chunk_bytes: as in `onepass.linear_cross_entropy`.
         skip_weight_param_allocation: have no weight. Each call passes one, such as an embedding's.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
         tp_group: the ranks that shard the vocabulary. None is this rank alone. hidden's gradient is summed over them.
@@ -58,6 +60,7 @@ class LinearCrossEntropy(DividedParameters):
         z_loss: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
+        temperature: float = 1.0,
         logits_dtype: torch.dtype | None = None,
         chunk_bytes: int | None = None,
         skip_weight_param_allocation: bool = False,
@@ -72,11 +75,11 @@ class LinearCrossEntropy(DividedParameters):
         check_size("vocab_size", vocab_size)
         check_init("init_method", init_method)
         check_reduction(reduction)
-        check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
         self.hidden_size, self.vocab_size, self.init_method = hidden_size, vocab_size, init_method
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing, self.z_loss, self.softcap, self.logit_scale = label_smoothing, z_loss, softcap, logit_scale
-        self.logits_dtype, self.chunk_bytes = logits_dtype, chunk_bytes
+        self.temperature, self.logits_dtype, self.chunk_bytes = temperature, logits_dtype, chunk_bytes
         self.skip_weight_param_allocation = skip_weight_param_allocation
         self.sequence_parallel = sequence_parallel and self.ranks > 1  # a single rank has the whole sequence
         self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
@@ -101,7 +104,9 @@ class LinearCrossEntropy(DividedParameters):
         *,
         token_weight: Tensor | None = None,
         grad_scale: float | None = None,
-        return_stats: bool = False,
+        return_stats: bool | Sequence[str] = False,
+        rows: KeptRows | None = None,
+        vocab_mask: Tensor | None = None,
         weight: Tensor | None = None,
         reduction: str | None = None,
     ) -> Any:
@@ -110,7 +115,7 @@ class LinearCrossEntropy(DividedParameters):
         Args:
             hidden: ``[..., hidden_size]``. With sequence_parallel, this rank's shard along the first dimension.
             labels: ``[...]``, for the whole sequence and from the whole vocabulary.
-            token_weight, grad_scale, return_stats: as in `onepass.linear_cross_entropy`.
+            token_weight, grad_scale, return_stats, rows, vocab_mask: as in `onepass.linear_cross_entropy`.
             weight: this rank's shard of another weight, used instead of the module's own.
             reduction: replaces the module's, unless None.
         """
@@ -128,20 +133,23 @@ class LinearCrossEntropy(DividedParameters):
             z_loss=self.z_loss,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
+            temperature=self.temperature,
             token_weight=token_weight,
             logits_dtype=self.logits_dtype,
             grad_scale=grad_scale,
             chunk_bytes=self.chunk_bytes,
             return_stats=return_stats,
+            rows=rows,
+            vocab_mask=vocab_mask,
             deferred=self.deferred,
         )
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, gather: bool = True) -> Tensor:
         """Return the logits ``[..., vocab_size]``, the input of softmax, whole on every rank.
 
-        They are scaled and capped as in the loss. They are rounded to hidden's type, whatever logits_dtype is; a loss's stats are
-        not. With sequence_parallel the logits are those of the whole sequence. Without `gather` each rank returns its shard of
-        the vocabulary.
+        They are scaled, capped and divided by the temperature as in the loss. They are rounded to hidden's type, whatever
+        logits_dtype is; a loss's stats are not. With sequence_parallel the logits are those of the whole sequence. Without
+        `gather` each rank returns its shard of the vocabulary.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(
@@ -153,8 +161,8 @@ class LinearCrossEntropy(DividedParameters):
             sequence_parallel=self.sequence_parallel,
             deferred=self.deferred,
         )
-        if self.softcap or self.logit_scale != 1:
-            terms = LossTerms(softcap=self.softcap or 0.0, scale=self.logit_scale)
+        terms = check_terms(self.ignore_index, 0.0, 0.0, self.softcap, self.logit_scale, self.temperature)
+        if terms.softcap or terms.scale != 1:
             y = finished_logits(y.to(torch.promote_types(y.dtype, torch.float32)), terms).to(y.dtype)
         if not gather:
             return y
@@ -182,5 +190,6 @@ class LinearCrossEntropy(DividedParameters):
 
 _USUAL = {  # defaults, which extra_repr omits
     "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
-    "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False, "sequence_parallel": False,
+    "temperature": 1.0, "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
+    "sequence_parallel": False,
 }  # fmt: skip

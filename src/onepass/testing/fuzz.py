@@ -249,7 +249,9 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw,
 
 
 def _outputs(returned: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a result, which may be nested."""
+    """Return the floating-point tensors of a result, which may be nested, with None in it."""
+    if returned is None:
+        return []
     if isinstance(returned, Tensor):
         return [returned] if returned.is_floating_point() else []
     return [tensor for each in returned for tensor in _outputs(each)]

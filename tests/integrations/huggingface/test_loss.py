@@ -608,5 +608,5 @@ def test_the_room_that_the_loss_is_given(sizes, memory, way, rows):
 
     (N, V, D), memory = sizes, int(memory)
     asked = PlanInputs(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory // 32))
-    plan = make_plan(asked, MachineSpeed(7e14, 4e12, memory, memory // 32))
+    plan = make_plan(asked, MachineSpeed(7e14, 4e12, memory, memory // 32, memory // 16))
     assert (plan.mode, plan.rows) == (way, rows)

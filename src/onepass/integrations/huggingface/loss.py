@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, own_forward, parameters_of, thread
 from onepass.integrations.huggingface.snapshot import FSDP, Reads, RecordingConfig, Snapshot, hooked
+from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 
@@ -54,6 +55,8 @@ class _HeadCallState:
 
     labels: Tensor
     options: dict[str, Any]
+    next_labels: Tensor  # of each hidden state: the next token's
+    rows: KeptRows | None  # which of them have a loss, asked for before the model runs; None stands for all
     loss: Tensor | None = None  # set by the head
 
 
@@ -163,7 +166,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
             kwargs["use_cache"] = False  # otherwise models copy every layer's keys and values into a cache that nothing reads
-        shared.call = _HeadCallState(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
+        shared.call = _call_of(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:
             return type(self).forward(self, *args, **kwargs)
         finally:
@@ -172,6 +175,13 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     del forward.__wrapped__  # accelerate follows it to remove its own wrappers, and would remove this one
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
+
+
+def _call_of(labels: Tensor, options: dict[str, Any]) -> _HeadCallState:
+    ignore, shifted = options.get("ignore_index", -100), options.get("shift_labels")
+    if shifted is None:  # a token's label is the next token: shift labels, not hidden
+        shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:].contiguous()
+    return _HeadCallState(labels, options, shifted, kept_rows(shifted, ignore))
 
 
 def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> bool:
@@ -200,23 +210,18 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _can_make(head: nn.Linear, hidden: Tensor, call: _HeadCallState) -> bool:
-    labels = call.options.get("shift_labels")
-    labels = call.labels if labels is None else labels
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
-    return plain and labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
+    return plain and call.next_labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
 
 
 def _loss(head: nn.Linear, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
     """Return what ForCausalLMLoss would return for the head's logits."""
     items = call.options.get("num_items_in_batch")
     ignore = call.options.get("ignore_index", -100)
-    labels = call.options.get("shift_labels")
-    if labels is None:  # a token's label is the next token: shift labels, not hidden
-        labels = F.pad(call.labels, (0, 1), value=ignore)[..., 1:]
+    labels = call.next_labels.to(hidden.device).reshape(hidden.shape[:-1])
     loss: Tensor = linear_cross_entropy(
-        hidden, head.weight, labels.to(hidden.device).reshape(hidden.shape[:-1]), reduction="mean" if items is None else "sum",
-        ignore_index=ignore, bias=head.bias, softcap=logits.softcap, logit_scale=logits.scale,
-        chunk_bytes=_room(hidden, head.weight),
+        hidden, head.weight, labels, reduction="mean" if items is None else "sum", ignore_index=ignore, bias=head.bias,
+        softcap=logits.softcap, logit_scale=logits.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
     )  # fmt: skip
     if items is None:
         return loss

@@ -81,13 +81,13 @@ def _statistics(logits: Tensor, labels: Tensor, place: Tensor | None, terms: Los
     """[parts, PLANES, rows]."""
     x, _ = _matrix(logits)
     V = 0 if place is not None else x.shape[1]
-    return _ROWS[use_triton].row_statistics(x, labels, terms, False, 0, V, place)  # type: ignore[no-any-return]
+    return _ROWS[use_triton].row_statistics(x, labels, terms, (), 0, V, place)  # type: ignore[no-any-return]
 
 
 def _finish(
     parts: Tensor, labels: Tensor, place: Tensor | None, V: int, logits: torch.dtype, terms: LossTerms, use_triton: bool
 ) -> tuple[Tensor, Tensor]:
-    found = _ROWS[use_triton].finish_losses(parts, labels, terms, False, V, logits, place)
+    found = _ROWS[use_triton].finish_losses(parts, labels, terms, (), V, logits, place)
     return found.loss, found.logsumexp
 
 
@@ -99,7 +99,7 @@ def _whole_losses(logits: Tensor, labels: Tensor, terms: LossTerms, use_triton: 
 def _partial_statistics(logits: Tensor, labels: Tensor, place: Tensor, terms: LossTerms, use_triton: bool) -> Tensor:
     """[1, PLANES, rows], of this rank's columns."""
     parts = _statistics(logits, labels, place, terms, use_triton)
-    return row_kernels.merge_statistics(parts, terms, False) if use_triton else parts
+    return row_kernels.merge_statistics(parts, terms, ()) if use_triton else parts
 
 
 def _all_planes(logits: Tensor, labels: Tensor, place: Tensor, terms: LossTerms, use_triton: bool) -> Tensor:

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum")
+STATISTICS = ("logsumexp", "log_prob", "entropy", "correct", "log_sum_sq_probs", "mean_logit")
+USUAL_STATISTICS = STATISTICS[:4]
+DIFFERENTIABLE_STATISTICS = STATISTICS[:3]
 
 
 class LossTerms(NamedTuple):
@@ -36,15 +39,24 @@ class LossOptions(NamedTuple):
     sequence: bool
     grad_scale: float | None
     chunk_bytes: int | None
-    full: bool  # compute the stats too
+    stats: str  # names of the statistics that are computed too, in their order, with commas between
 
     @property
     def terms(self) -> LossTerms:
         return LossTerms(*self[:5])
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return tuple(self.stats.split(",")) if self.stats else ()
+
+    @property
+    def differentiable(self) -> list[str]:
+        """The differentiable ones of the statistics."""
+        return [name for name in self.statistics if name in DIFFERENTIABLE_STATISTICS]
+
 
 class RowLosses(NamedTuple):
-    """Each row's loss and statistics, in fp32 or wider; `correct` is bool. Statistics that are not needed are None.
+    """Each row's loss and `STATISTICS`, in fp32 or wider; `correct` is bool. Statistics that are not needed are None.
 
     A logsumexp that gradients are made of has `lse_type`.
     """
@@ -54,6 +66,8 @@ class RowLosses(NamedTuple):
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 def lse_type(logits: torch.dtype) -> torch.dtype:
@@ -67,12 +81,17 @@ def finished_logits(product: Tensor, terms: LossTerms) -> Tensor:
     return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
 
 
-def row_losses(product: Tensor, labels: Tensor, terms: LossTerms) -> RowLosses:
+def row_losses(
+    product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...] = (), allowed: Tensor | None = None
+) -> RowLosses:
     """Losses and statistics of rows [..., V].
 
-    Ignored rows have a loss and a log_prob of 0; rows whose label is out of range have NaN in both. Neither is ever correct.
+    `allowed`: the columns that the distribution has, bools of the product's shape; None for all.
+    Ignored rows have zeros throughout; rows whose label is out of range have NaN as loss and log_prob. Neither is ever correct.
     """
     z = finished_logits(product.to(torch.promote_types(product.dtype, torch.float32)), terms)
+    if allowed is not None:
+        z = z.masked_fill(~allowed, -torch.inf)
     size = z.shape[-1]
     kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
     here = torch.where(sound, labels, 0).long().unsqueeze(-1)
@@ -83,10 +102,17 @@ def row_losses(product: Tensor, labels: Tensor, terms: LossTerms) -> RowLosses:
         loss = loss + terms.smoothing * (lse - z.mean(-1))
     if terms.z_loss:
         loss = loss + terms.z_loss * lse.square()
-    p = z.softmax(-1)
-    entropy = lse - torch.where(p > 0, p * z, 0.0).sum(-1)
-    correct = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
-    return RowLosses(as_row_losses(loss, kept, sound), lse, as_row_losses(log_prob, kept, sound), entropy, correct)
+    found = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
+    if "entropy" in stats:
+        p = z.softmax(-1)
+        found["entropy"] = torch.where(kept, lse - torch.where(p > 0, p * z.masked_fill(p == 0, 0.0), 0.0).sum(-1), 0.0)
+    if "correct" in stats:
+        found["correct"] = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
+    if "log_sum_sq_probs" in stats:
+        found["log_sum_sq_probs"] = torch.where(kept, (2 * z).logsumexp(-1) - 2 * lse, 0.0)
+    if "mean_logit" in stats:
+        found["mean_logit"] = torch.where(kept, z.mean(-1), 0.0)
+    return RowLosses(as_row_losses(loss, kept, sound), torch.where(kept, lse, 0.0), **found)
 
 
 def as_row_losses(value: Tensor, kept: Tensor, sound: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from onepass.kernels.language import tl
 from onepass.kernels.launch import Bound, kernel
-from onepass.ops.loss.formula import REDUCTIONS, LossTerms, inverse_count, kept_weight, reduce_losses
+from onepass.ops.loss.formula import (
+    REDUCTIONS,
+    STATISTICS,
+    USUAL_STATISTICS,
+    LossTerms,
+    inverse_count,
+    kept_weight,
+    reduce_losses,
+)
 from onepass.runtime.checks import check_number
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.validation import validating
@@ -45,9 +54,13 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_terms(
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None = None, logit_scale: float = 1.0
-) -> LossTerms:
-    """Check the terms of a loss and make numbers floats: kernels are compiled for their types."""
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None = None, logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> LossTerms:  # fmt: skip
+    """Check the terms of a loss and make numbers floats: kernels are compiled for their types.
+
+    A temperature divides the scale and the cap: c tanh(s x / c) / T is c/T tanh((s/T) x / (c/T)).
+    """
     if type(ignore_index) is not int:
         raise TypeError(f"ignore_index must be an integer, but is {ignore_index!r}, a {type(ignore_index).__name__}")
     if not -_INT64 <= ignore_index < _INT64:
@@ -65,7 +78,23 @@ def check_terms(
     check_number("logit_scale", logit_scale)
     if not -math.inf < logit_scale < math.inf:  # isfinite would break a compiled graph
         raise ValueError(f"logit_scale must be finite, but is {logit_scale!r}")
-    return LossTerms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))
+    check_number("temperature", temperature)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be finite and above 0, but is {temperature!r}")
+    cap, scale = float(softcap or 0.0) / temperature, float(logit_scale) / temperature
+    return LossTerms(ignore_index, float(label_smoothing), float(z_loss), cap, scale)
+
+
+def check_statistics(return_stats: bool | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the statistics that are asked for, in the order of `STATISTICS`."""
+    if isinstance(return_stats, bool):
+        return USUAL_STATISTICS if return_stats else ()
+    if isinstance(return_stats, str) or not isinstance(return_stats, Sequence):
+        raise TypeError(f"return_stats must be a bool or a sequence of names, but is {return_stats!r}")
+    unknown = [name for name in return_stats if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"return_stats must name some of {', '.join(STATISTICS)}, but has {unknown[0]!r}")
+    return tuple(name for name in STATISTICS if name in return_stats)
 
 
 def can_validate_labels(labels: Tensor) -> bool:

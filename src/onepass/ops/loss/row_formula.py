@@ -13,6 +13,7 @@ from torch import Tensor
 from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
 from onepass.ops.loss.row_functions import PLANES
 from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.vocab_mask import allowed_columns
 
 
 def _finished(x: Tensor, terms: LossTerms) -> Tensor:
@@ -40,17 +41,27 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     yield from (slice(at, at + step) for at in range(0, max(rows, 1), step))
 
 
+def _part(bits: Tensor | None, rows: slice) -> Tensor | None:
+    return bits if bits is None or bits.shape[0] == 1 else bits[rows]
+
+
 def row_statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: int, V: int, place: Tensor | None = None
-) -> Tensor:
+    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
+    bits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """[1, PLANES, rows]."""
-    parts = [_statistics(x[rows], labels[rows], terms, full, first, V, place) for rows in _blocks(x)]
+    parts = [_statistics(x[rows], labels[rows], terms, stats, first, V, place, _part(bits, rows)) for rows in _blocks(x)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _statistics(x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: int, V: int, place: Tensor | None) -> Tensor:
+def _statistics(
+    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None,
+    bits: Tensor | None,
+) -> Tensor:  # fmt: skip
     M, W = x.shape
     z = _finished(x, terms)
+    if bits is not None:
+        z = z.masked_fill(~allowed_columns(bits, first, W), -torch.inf)
     parts = z.new_zeros(1, PLANES, M)
     part = parts[0]
     if W == 0:
@@ -60,36 +71,39 @@ def _statistics(x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: 
     part[0] = z.amax(-1)
     base = torch.where(part[0] == -torch.inf, 0.0, part[0]).unsqueeze(-1)
     part[2] = torch.where(mine, z.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
-    if terms.smoothing:
+    if terms.smoothing or "mean_logit" in stats:
         part[3] = z.sum(-1)
     under = z - base
-    e = under.exp() if full else under.exp_()
+    e = under.exp() if "entropy" in stats else under.exp_()
     part[1] = e.sum(-1)
-    if not full:
-        return parts
-    part[4] = torch.where(e > 0, e * under, 0.0).sum(-1)
-    best = z.argmax(-1) + first  # not together with the maximum, which takes ten times as long on a CPU
-    part[5] = best if place is None else best + place[0]
+    if "entropy" in stats:
+        part[4] = torch.where(e > 0, e * under, 0.0).sum(-1)
+    if "correct" in stats:
+        best = z.argmax(-1) + first  # not together with the maximum, which takes ten times as long on a CPU
+        part[5] = best if place is None else best + place[0]
+    if "log_sum_sq_probs" in stats:
+        part[6] = e.square_().sum(-1)
     return parts
 
 
-def merge_statistics(parts: Tensor, terms: LossTerms, full: bool) -> Tensor:
+def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) -> Tensor:
     """[1, PLANES, rows]."""
-    m, sums, target, logits, surprise, first = parts.unbind(1)
+    m, sums, target, logits, surprise, first, squares = parts.unbind(1)
     largest = m.amax(0)
     worth = torch.where(m == -torch.inf, 0.0, (m - largest).exp())
     moved = torch.where(worth > 0, worth * (surprise + (m - largest) * sums), 0.0).sum(0)
     where = torch.where(m == largest, first, torch.inf).amin(0)
-    return torch.stack([largest, (worth * sums).sum(0), target.sum(0), logits.sum(0), moved, where]).unsqueeze(0)
+    total, squared = (worth * sums).sum(0), (worth.square() * squares).sum(0)
+    return torch.stack([largest, total, target.sum(0), logits.sum(0), moved, where, squared]).unsqueeze(0)
 
 
 def finish_losses(
-    parts: Tensor, labels: Tensor, terms: LossTerms, full: bool, V: int, logits: torch.dtype, place: Tensor | None = None
-) -> RowLosses:
+    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
+    place: Tensor | None = None,
+) -> RowLosses:  # fmt: skip
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
-    largest, total, target, sum_of_logits, surprise, first = (merge_statistics(parts, terms, full) if len(parts) > 1 else parts)[
-        0
-    ]
+    one = merge_statistics(parts, terms, stats) if len(parts) > 1 else parts
+    largest, total, target, sum_of_logits, surprise, first, squares = one[0]
     size = V if place is None else place[1]
     kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
     log_total = total.log()
@@ -99,25 +113,34 @@ def finish_losses(
         loss = loss + terms.smoothing * ((largest - sum_of_logits / size) + log_total)
     if terms.z_loss:
         loss = loss + terms.z_loss * (largest + log_total).square()
-    lse = largest.to(lse_type(logits)) + log_total
-    if not full:
-        return RowLosses(as_row_losses(loss, kept, sound), lse)
-    correct = kept & sound & (first == labels.to(first.dtype))
-    return RowLosses(
-        as_row_losses(loss, kept, sound), lse, as_row_losses(log_prob, kept, sound), log_total - surprise / total, correct
-    )
+    found: dict[str, Tensor] = {}
+    if "log_prob" in stats:
+        found["log_prob"] = as_row_losses(log_prob, kept, sound)
+    if "entropy" in stats:
+        found["entropy"] = torch.where(kept, log_total - surprise / total, 0.0)
+    if "correct" in stats:
+        found["correct"] = kept & sound & (first == labels.to(first.dtype))
+    if "log_sum_sq_probs" in stats:
+        found["log_sum_sq_probs"] = torch.where(kept, squares.log() - 2 * log_total, 0.0)
+    if "mean_logit" in stats:
+        found["mean_logit"] = torch.where(kept, sum_of_logits / size, 0.0)
+    lse = torch.where(kept, largest.to(lse_type(logits)) + log_total, 0.0)
+    return RowLosses(as_row_losses(loss, kept, sound), lse, **found)
 
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     if x.numel():
         for rows in _blocks(x):
             some = (None if t is None else t[rows] for t in incoming)
             part = None if entropy is None else entropy[rows]
-            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, RowGradients(*some), first, V, place)  # type: ignore[arg-type]
+            each = RowGradients(*some)  # type: ignore[arg-type]
+            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, first, V, place)
+            if bits is not None:
+                out[rows].masked_fill_(~allowed_columns(_part(bits, rows), first, x.shape[1]), 0.0)  # type: ignore[arg-type]
 
 
 def _gradient(
@@ -126,6 +149,7 @@ def _gradient(
 ) -> None:  # fmt: skip
     W = x.shape[1]
     column, mine, counts = _places(labels, terms, first, V, place, W)
+    rows = labels != terms.ignore_index
     g = torch.where(counts, incoming.loss, 0.0)
     kept, lse = lse, lse.to(g.dtype)
     a, t = g * (1 + 2 * terms.z_loss * lse), g * (terms.smoothing - 1)
@@ -134,10 +158,10 @@ def _gradient(
         more = torch.where(counts, incoming.log_prob, 0.0)
         a, t = a - more, t + more
     if incoming.logsumexp is not None:
-        a, needed = a + incoming.logsumexp, torch.ones_like(counts)
+        a, needed = a + incoming.logsumexp, rows
     if incoming.entropy is not None:
         assert entropy is not None
-        a, needed = a - incoming.entropy * entropy, torch.ones_like(counts)
+        a, needed = a - incoming.entropy * entropy, rows
     z = _finished(x, terms)
     ours = z.data_ptr() != x.data_ptr() or x.data_ptr() == out.data_ptr()
     d = z.sub_(lse.unsqueeze(-1)) if ours and not terms.softcap else z - lse.unsqueeze(-1)
@@ -161,11 +185,11 @@ def _gradient(
 
 
 def row_statistics_and_gradients(
-    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, full: bool, incoming: Tensor, keep_scratch: bool = True
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], incoming: Tensor
 ) -> Tensor:
     """Return the statistics of whole rows, and write their gradient to out, which may be x."""
     W = x.shape[1]
-    parts = row_statistics(x, labels, terms, full, 0, W)
+    parts = row_statistics(x, labels, terms, stats, 0, W)
     lse = parts[0, 0].to(lse_type(x.dtype)) + parts[0, 1].log()
     row_gradients(x, out, labels, terms, lse, None, RowGradients(incoming), 0, W)
     return parts

@@ -6,7 +6,8 @@ from onepass.kernels.language import device_function, tl
 from onepass.ops.loss.formula import LossTerms
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-PLANES = 6  # numbers a row: largest logit, sum of exponentials, label's logit, sum of logits, entropy's sum, first largest
+# numbers a row: largest logit, sum of exponentials, label's logit, sum of logits, entropy's sum, first largest, sum of squares
+PLANES = 7
 
 
 @device_function
@@ -41,26 +42,30 @@ def exp_above(z, base, EXACT: tl.constexpr):
 
 @device_function
 def label_of(labels_ptr, rows, there, ignore, begin, V):
-    """Return a row's label, counted from `begin`, and whether it counts: it is not ignored and in range."""
+    """Return a row's label, counted from `begin`, whether the row is kept, and whether it counts: its label is in range too."""
     label = tl.load(labels_ptr + rows, mask=there, other=0).to(tl.int64)
-    return label - begin, there & (label != ignore) & (label >= 0) & (label < V)
+    kept = there & (label != ignore)
+    return label - begin, kept, kept & (label >= 0) & (label < V)
 
 
 @device_function
 def store_statistics(
-    parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first,
-    PLANES: tl.constexpr, SMOOTHED: tl.constexpr, FULL: tl.constexpr,
+    parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first, squares,
+    PLANES: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     far = M.to(tl.int64)
     at = parts_ptr + tile * PLANES * far + row
     tl.store(at, largest, mask=there)
     tl.store(at + far, total, mask=there)
     tl.store(at + 2 * far, target, mask=there)
-    if SMOOTHED:
+    if LOGITS:
         tl.store(at + 3 * far, logits, mask=there)
-    if FULL:
+    if ENTROPY:
         tl.store(at + 4 * far, surprise, mask=there)
+    if FIRSTS:
         tl.store(at + 5 * far, first.to(tl.float32), mask=there)
+    if SQUARES:
+        tl.store(at + 6 * far, squares, mask=there)
 
 
 @device_function
@@ -112,3 +117,10 @@ def numbers_of(terms: LossTerms) -> tuple[float, float]:
 def flags_of(terms: LossTerms) -> tuple[bool, bool, bool]:
     """SCALED, CAPPED and SMOOTHED."""
     return terms.scale != 1, bool(terms.softcap), bool(terms.smoothing)
+
+
+def sums_of(terms: LossTerms, stats: tuple[str, ...]) -> tuple[bool, bool, bool, bool]:
+    """LOGITS, ENTROPY, FIRSTS and SQUARES: which sums over a row the terms and the statistics need."""
+    names = "mean_logit", "entropy", "correct", "log_sum_sq_probs"
+    logits, *rest = (name in stats for name in names)
+    return bool(terms.smoothing) or logits, *rest  # type: ignore[return-value]

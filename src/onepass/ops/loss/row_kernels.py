@@ -1,8 +1,9 @@
 """Rows of logits: their softmax statistics, and their gradient in their place.
 
-Statistics  of a tile of columns: the largest logit, the sum of exponentials under it, the label's logit, the sum of logits and,
-            with FULL, the entropy's sum and the first column of the largest. A tile is held in registers: each logit is read and
-            raised once. The statistics of tiles, of blocks of the vocabulary and of ranks are merged row by row.
+Statistics  of a tile of columns: the largest logit, the sum of exponentials under it and the label's logit; where they are asked
+            for, the sum of logits, the entropy's sum, the first column of the largest and the sum of squared exponentials. A tile
+            is held in registers: each logit is read and raised once. The statistics of tiles, of blocks of the vocabulary and of
+            ranks are merged row by row. The row of an ignored label is not read.
 Gradient    p (a + b log p) + s, and t more in the label's column, with four numbers a row: every term of the loss and every
             statistic that can be differentiated has this form. p is the exponential above the row's logsumexp. Of fp32 logits
             that is kept in fp64: rounded to fp32 it would be further off than the logits.
@@ -31,6 +32,7 @@ from onepass.ops.loss.row_functions import (
     probability_under,
     rounding_factor,
     store_statistics,
+    sums_of,
 )
 from onepass.runtime.sizes import ceil_div, power_of_two
 
@@ -66,29 +68,47 @@ def _place(place_ptr, FIRST, V):
 
 
 @device_function
-def _statistics(z, columns, inside, SMOOTHED: tl.constexpr, FULL: tl.constexpr, EXACT: tl.constexpr):
+def _statistics(
+    z, columns, inside,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, SQUARES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Statistics of one row's tile of finished logits; zeros for those that are not needed."""
     z = tl.where(inside, z, float("-inf"))
     largest = tl.max(z, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)  # a NaN, which the maximum drops, comes through in the sum
     e = exp_above(z, base, EXACT)
-    total, logits, surprise, first = tl.sum(e, 0), 0.0, 0.0, 0
-    if SMOOTHED:
+    total, logits, surprise, first, squares = tl.sum(e, 0), 0.0, 0.0, 0, 0.0
+    if LOGITS:
         logits = tl.sum(tl.where(inside, z, 0.0), 0)
-    if FULL:
+    if ENTROPY:
         surprise = tl.sum(tl.where(e > 0, e * (z - base), 0.0), 0)
+    if FIRST:
         first = tl.min(tl.where(inside & (z == largest), columns, 2147483647), 0)
-    return largest, total, logits, surprise, first
+    if SQUARES:
+        squares = tl.sum(e * e, 0)
+    return largest, total, logits, surprise, first, squares
+
+
+@device_function
+def _allowed(bits_ptr, row, BITS_ROW: tl.constexpr, columns, there):
+    """Whether a row's distribution has these columns, counted from this rank's first; BITS_ROW: bytes between rows, 0 for one."""
+    if bits_ptr is not None:
+        return (tl.load(bits_ptr + row * BITS_ROW + (columns >> 3), mask=there, other=0) >> (columns & 7)) & 1 != 0
+    else:
+        return there
 
 
 @device_function
 def _label_logit(
-    x_ptr, row, X_ROW, counts, label, tile, scale, cap, W: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, BITS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The label's finished logit if it is in this tile, else 0."""
+    """The label's finished logit if it is in this tile, else 0; -inf for a column that the distribution has not."""
     mine = counts & (label >= tile * TILE) & (label < tl.minimum(W, (tile + 1) * TILE))
-    return finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap, SCALED, CAPPED)
+    z = finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap, SCALED, CAPPED)
+    if bits_ptr is not None:
+        z = tl.where(mine & (_allowed(bits_ptr, row, BITS_ROW, FIRST + label, mine) == 0), float("-inf"), z)
+    return z
 
 
 # ---- statistics ----
@@ -96,10 +116,11 @@ def _label_logit(
 
 @kernel
 def _statistics_kernel(
-    x_ptr, labels_ptr, place_ptr, parts_ptr,
+    x_ptr, labels_ptr, place_ptr, bits_ptr, parts_ptr,
     M, FIRST, X_ROW, V, scale, cap, ignore,
-    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
-    FULL: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
+    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW = aligned(X_ROW, ALIGN)
@@ -107,22 +128,30 @@ def _statistics_kernel(
     row = tl.program_id(1) + 65535 * tl.program_id(2).to(tl.int64)
     there = row < M
     begin, V = _place(place_ptr, FIRST, V)
-    label, counts = label_of(labels_ptr, row, there, ignore, begin, V)
+    label, kept, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
-    needed = there if FULL else counts
-    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & needed), scale, cap, SCALED, CAPPED)
-    largest, total, logits, surprise, first = _statistics(z, columns, within & needed, SMOOTHED, FULL, EXACT)
-    target = _label_logit(x_ptr, row, X_ROW, counts, label, tile, scale, cap, W, TILE, SCALED, CAPPED)
-    store_statistics(
-        parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first + begin, PLANES, SMOOTHED, FULL
+    within &= kept & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & kept)
+    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & kept), scale, cap, SCALED, CAPPED)
+    largest, total, logits, surprise, first, squares = _statistics(
+        z, columns, within, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT
     )
+    target = _label_logit(
+        x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W, TILE, SCALED, CAPPED, BITS_ROW
+    )
+    store_statistics(
+        parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first + begin, squares,
+        PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
+    )  # fmt: skip
 
 
 @kernel
 def _merge_kernel(
-    parts_ptr, labels_ptr, place_ptr, merged_ptr, loss_ptr, lse_ptr, log_prob_ptr, entropy_ptr, correct_ptr,
+    parts_ptr, labels_ptr, place_ptr, merged_ptr, loss_ptr, lse_ptr, log_prob_ptr, entropy_ptr, correct_ptr, squares_ptr,
+    mean_ptr,
     M, S, V, smoothing, z_loss, ignore,
-    PLANES: tl.constexpr, SMOOTHED: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SMOOTHED: tl.constexpr,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the S parts of each row, for `merge_statistics` or for `finish_losses`."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -134,6 +163,7 @@ def _merge_kernel(
     logits = tl.zeros([BLOCK], tl.float32)
     surprise = tl.zeros([BLOCK], tl.float32)
     first = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, S, PARTS):
         parts = begin + tl.arange(0, PARTS)
         inside = (parts < S)[:, None] & there[None, :]
@@ -142,16 +172,19 @@ def _merge_kernel(
         sums = tl.load(at + far, mask=inside, other=0.0)
         most = tl.maximum(largest, tl.max(m, 0))
         before, now = probability_under(largest, most), probability_under(m, most[None, :])
-        if FULL:
+        if ENTROPY:
             more = tl.load(at + 4 * far, mask=inside, other=0.0)
             surprise = tl.where(before > 0, before * (surprise + (largest - most) * total), 0.0)
             surprise += tl.sum(tl.where(now > 0, now * (more + (m - most[None, :]) * sums), 0.0), 0)
+        if FIRSTS:
             column = tl.min(tl.where(m == most[None, :], tl.load(at + 5 * far, mask=inside, other=float("inf")), float("inf")), 0)
             first = tl.where(most > largest, column, first)
+        if SQUARES:
+            squares = before * before * squares + tl.sum(now * now * tl.load(at + 6 * far, mask=inside, other=0.0), 0)
         total = before * total + tl.sum(now * sums, 0)
         largest = most
         target += tl.sum(tl.load(at + 2 * far, mask=inside, other=0.0), 0)
-        if SMOOTHED:
+        if LOGITS:
             logits += tl.sum(tl.load(at + 3 * far, mask=inside, other=0.0), 0)
     if merged_ptr is not None:
         at = merged_ptr + rows
@@ -161,23 +194,30 @@ def _merge_kernel(
         tl.store(at + 3 * far, logits, mask=there)
         tl.store(at + 4 * far, surprise, mask=there)
         tl.store(at + 5 * far, first, mask=there)
+        tl.store(at + 6 * far, squares, mask=there)
     else:
         _, V = _place(place_ptr, 0, V)
-        label, counts = label_of(labels_ptr, rows, there, ignore, 0, V)
+        label, kept, counts = label_of(labels_ptr, rows, there, ignore, 0, V)
         log_total = tl.log(total)
         lse = largest + log_total
         log_prob = (target - largest) - log_total  # no bit lost to the size of logits
         loss = z_loss * lse * lse - (1.0 - smoothing) * log_prob
         if SMOOTHED:
             loss += smoothing * ((largest - logits / V) + log_total)
-        wrong = tl.where(label == ignore, 0.0, float("nan"))  # never a plausible number
+        wrong = tl.where(kept, float("nan"), 0.0)  # never a plausible number
         tl.store(loss_ptr + rows, tl.where(counts, loss, wrong), mask=there)
-        kept = largest.to(lse_ptr.dtype.element_ty) + log_total.to(lse_ptr.dtype.element_ty)
-        tl.store(lse_ptr + rows, tl.where(counts | FULL, kept, 0.0), mask=there)
-        if FULL:
+        lse = largest.to(lse_ptr.dtype.element_ty) + log_total.to(lse_ptr.dtype.element_ty)
+        tl.store(lse_ptr + rows, tl.where(kept, lse, 0.0), mask=there)
+        if log_prob_ptr is not None:
             tl.store(log_prob_ptr + rows, tl.where(counts, log_prob, wrong), mask=there)
-            tl.store(entropy_ptr + rows, log_total - surprise / total, mask=there)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + rows, tl.where(kept, log_total - surprise / total, 0.0), mask=there)
+        if correct_ptr is not None:
             tl.store(correct_ptr + rows, counts & (first == label.to(tl.float32)), mask=there)
+        if squares_ptr is not None:
+            tl.store(squares_ptr + rows, tl.where(kept, tl.log(squares) - 2.0 * log_total, 0.0), mask=there)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + rows, tl.where(kept, logits / V, 0.0), mask=there)
 
 
 # ---- gradient ----
@@ -185,10 +225,10 @@ def _merge_kernel(
 
 @kernel
 def _gradient_kernel(
-    x_ptr, out_ptr, labels_ptr, place_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr, dlog_prob_ptr, dentropy_ptr,
+    x_ptr, out_ptr, labels_ptr, place_ptr, bits_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr, dlog_prob_ptr, dentropy_ptr,
     M, FIRST, X_ROW, OUT_ROW, V, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient over the logits, or beside them. A row without any incoming gradient is not read, and gets zeros."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
@@ -197,10 +237,10 @@ def _gradient_kernel(
     row = tl.program_id(1) + 65535 * tl.program_id(2).to(tl.int64)
     there = row < M
     begin, V = _place(place_ptr, FIRST, V)
-    label, counts = label_of(labels_ptr, row, there, ignore, begin, V)
+    label, kept, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
-    kept = tl.load(lse_ptr + row, mask=there, other=0.0)
-    lse = kept.to(tl.float32)
+    exact = tl.load(lse_ptr + row, mask=there, other=0.0)
+    lse = exact.to(tl.float32)
     g = tl.load(g_ptr + row, mask=counts, other=0.0)
     a, b, t = g * (1.0 + 2.0 * z_loss * lse), 0.0, g * (smoothing - 1.0)
     needed = counts
@@ -209,22 +249,23 @@ def _gradient_kernel(
         a -= more
         t += more
     if dlse_ptr is not None:
-        a += tl.load(dlse_ptr + row, mask=there, other=0.0)
-        needed = there
+        a += tl.load(dlse_ptr + row, mask=kept, other=0.0)
+        needed = kept
     if dentropy_ptr is not None:
-        b = -tl.load(dentropy_ptr + row, mask=there, other=0.0)
-        a += b * tl.load(entropy_ptr + row, mask=there, other=0.0)
-        needed = there
+        b = -tl.load(dentropy_ptr + row, mask=kept, other=0.0)
+        a += b * tl.load(entropy_ptr + row, mask=kept, other=0.0)
+        needed = kept
     if EXACT:
-        less = rounding_factor(kept, lse)
+        less = rounding_factor(exact, lse)
         a, b = a * less, b * less
+    within &= needed & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & needed)
     x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
     s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)
     p = exp_above(z, lse, EXACT)
     d = gradient_of(x, z - lse, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
-    tl.store(out_ptr + row * OUT_ROW + columns, tl.where(needed & within, d, 0.0), mask=room & there)
+    tl.store(out_ptr + row * OUT_ROW + columns, tl.where(within, d, 0.0), mask=room & there)
 
 
 # ---- tiles ----
@@ -248,30 +289,36 @@ def row_tiles(W: int, most: int, each: int) -> RowTiles:
 
 
 @lru_cache(1024)
-def _statistics_plan(W: int, room: int, x_row: int, V: int, terms: LossTerms, full: bool) -> tuple[RowTiles, Bound]:
-    tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if full else STATISTICS_EACH)  # more would spill registers
+def _statistics_plan(
+    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int
+) -> tuple[RowTiles, Bound]:  # fmt: skip
+    sums = sums_of(terms, stats)
+    # the same tiles for all statistics: log_prob has the same bits whatever else is asked for
+    tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if stats else STATISTICS_EACH)  # more would spill registers
     bound: Bound = _statistics_kernel.bind(
-        x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms), full, known_align(x_row),
-        tiles.tile, tiles.block, num_warps=tiles.num_warps,
+        x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms)[:2], *sums, bits_row,
+        known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
 
 
 @lru_cache(1024)
-def _merge_plan(V: int, terms: LossTerms, full: bool) -> Bound:
+def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...]) -> Bound:
     bound: Bound = _merge_kernel.bind(
-        V, terms.smoothing, terms.z_loss, terms.ignore_index, PLANES, bool(terms.smoothing), full, MERGED_PARTS, MERGED,
-        num_warps=4,
+        V, terms.smoothing, terms.z_loss, terms.ignore_index, PLANES, bool(terms.smoothing), *sums_of(terms, stats),
+        MERGED_PARTS, MERGED, num_warps=4,
     )  # fmt: skip
     return bound
 
 
 @lru_cache(1024)
-def _gradient_plan(W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms) -> tuple[RowTiles, Bound]:
+def _gradient_plan(
+    W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms, bits_row: int
+) -> tuple[RowTiles, Bound]:  # fmt: skip
     tiles = row_tiles(W, GRADIENT_TILE, GRADIENT_EACH)
     bound: Bound = _gradient_kernel.bind(
         x_row, out_row, V, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, *flags_of(terms)[:2], known_align(x_row, out_row), tiles.tile, tiles.block,
+        W, room, *flags_of(terms)[:2], bits_row, known_align(x_row, out_row), tiles.tile, tiles.block,
         num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
@@ -280,6 +327,11 @@ def _gradient_plan(W: int, room: int, x_row: int, out_row: int, V: int, terms: L
 # ---- calls ----
 # Logits are [rows, columns] with evenly spaced rows and contiguous columns. `first` is the number of their first column, V of all
 # columns. `place` has both on the device if ranks share the vocabulary; `first` then counts from this rank's first column.
+# `bits` is a packed mask of this rank's columns, [rows or 1, bytes].
+
+
+def _bits_row(bits: Tensor | None) -> int:
+    return 0 if bits is None or bits.shape[0] == 1 else bits.stride(0)
 
 
 class RowGradients(NamedTuple):
@@ -292,49 +344,51 @@ class RowGradients(NamedTuple):
 
 
 def row_statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, full: bool, first: int, V: int, place: Tensor | None = None, room: int = 0
-) -> Tensor:
+    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
+    bits: Tensor | None = None, room: int = 0,
+) -> Tensor:  # fmt: skip
     """Return [parts, PLANES, rows], a part for each tile of columns."""
     M, W = x.shape
-    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, full)
+    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits))
     parts = x.new_empty(tiles.used, PLANES, M, dtype=torch.float32)
-    launch(grid_of(tiles.used, M), x, labels, place, parts, M, first)
+    launch(grid_of(tiles.used, M), x, labels, place, bits, parts, M, first)
     return parts
 
 
-def merge_statistics(parts: Tensor, terms: LossTerms, full: bool) -> Tensor:
+def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) -> Tensor:
     """[1, PLANES, rows]."""
     count, _, M = parts.shape
     if count == 1:
         return parts
     one = parts.new_empty(1, PLANES, M)
-    launch = _merge_plan(0, terms, full)
-    launch((ceil_div(M, MERGED), 1, 1), parts, None, None, one, None, None, None, None, None, M, count)
+    launch = _merge_plan(0, terms, stats)
+    launch((ceil_div(M, MERGED), 1, 1), parts, None, None, one, None, None, None, None, None, None, None, M, count)
     return one
 
 
 def finish_losses(
-    parts: Tensor, labels: Tensor, terms: LossTerms, full: bool, V: int, logits: torch.dtype, place: Tensor | None = None
-) -> RowLosses:
+    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
+    place: Tensor | None = None,
+) -> RowLosses:  # fmt: skip
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
     count, _, M = parts.shape
     lse = parts.new_empty(M, dtype=lse_type(logits))
-    loss, *stats = parts.new_empty(3 if full else 1, M).unbind(0)
-    log_prob, entropy = stats or (None, None)
-    correct = parts.new_empty(M, dtype=torch.bool) if full else None
-    launch = _merge_plan(V, terms, full)
-    launch((ceil_div(M, MERGED), 1, 1), parts, labels, place, None, loss, lse, log_prob, entropy, correct, M, count)
-    return RowLosses(loss, lse, log_prob, entropy, correct)
+    names = [name for name in ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit") if name in stats]
+    loss, *rows = parts.new_empty(1 + len(names), M).unbind(0)
+    correct = parts.new_empty(M, dtype=torch.bool) if "correct" in stats else None
+    found = RowLosses(loss, lse, correct=correct)._replace(**dict(zip(names, rows, strict=True)))
+    _merge_plan(V, terms, stats)((ceil_div(M, MERGED), 1, 1), parts, labels, place, None, *found, M, count)
+    return found
 
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, room: int = 0,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, room: int = 0,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     M, W = x.shape
-    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms)
+    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits))
     launch(
-        grid_of(tiles.used, M), x, out, labels, place, lse, incoming.loss, None if incoming.entropy is None else entropy,
+        grid_of(tiles.used, M), x, out, labels, place, bits, lse, incoming.loss, None if incoming.entropy is None else entropy,
         incoming.logsumexp, incoming.log_prob, incoming.entropy, M, first,
     )  # fmt: skip

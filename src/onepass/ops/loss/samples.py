@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
-from onepass.ops.loss.formula import LossTerms
+from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -112,7 +112,8 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
     options |= {
         "softcap": draw.choose((None, 5.0)),
         "logit_scale": draw.choose((1.0, 0.25)),
-        "return_stats": draw.flag(0.3),
+        "temperature": draw.choose((1.0, 0.7)),
+        "return_stats": draw.choose((False, False, True, STATISTICS, ("entropy",), ("logsumexp", "mean_logit"))),
     }
 
     def formula(**given: Any) -> Any:
@@ -177,9 +178,11 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
     def run() -> Tensor:
         x, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         incoming, place = meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
-        whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, True, incoming)
-        parts = row_kernels.merge_statistics(row_kernels.row_statistics(x, labels, terms, True, 0, 0, place), terms, True)
-        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, True, 0, dtype, place)
+        whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, STATISTICS, incoming)
+        parts = row_kernels.merge_statistics(
+            row_kernels.row_statistics(x, labels, terms, STATISTICS, 0, 0, place), terms, STATISTICS
+        )
+        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, 0, dtype, place)
         each = row_kernels.RowGradients(*[incoming] * 4)
         row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, 0, 0, place)
         return x
@@ -222,6 +225,8 @@ def _linear_cross_entropy_calls() -> Iterator[CoveringCall]:
         yield _linear_cross_entropy_call(128256, mode, option="main_grad")
     for mode in ("keep_logits", "recompute", "blocks"):
         yield _linear_cross_entropy_call(128256, mode, option="stats")
+    for mode in ("known_grad_scale", "keep_logits", "blocks"):
+        yield _linear_cross_entropy_call(128256, mode, option="mask")
     for width in (1001, 50257):
         for dtype in (torch.bfloat16, torch.float32):
             for terms in (LossTerms(), LossTerms(smoothing=0.1, z_loss=1e-3, softcap=30.0)):
@@ -236,7 +241,11 @@ def _linear_cross_entropy_call(width: int, mode: str, dtype: torch.dtype = torch
         labels = torch.empty(2048, dtype=torch.int64, device="meta")
         if option == "main_grad":
             give_main_grad(weight)
-        found = linear_cross_entropy(hidden, weight, labels, return_stats=option == "stats", backend="triton", **options)
+        mask = torch.empty(2048, ceil_div(width, 8), dtype=torch.uint8, device="meta") if option == "mask" else None
+        asked = option == "stats"
+        found = linear_cross_entropy(
+            hidden, weight, labels, return_stats=asked, vocab_mask=mask, backend="triton", **options
+        )
         result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
         return result
 
@@ -251,9 +260,10 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         buffer, labels = meta(2048, room, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
         out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
-        whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, False, incoming, room)
-        row_kernels.row_statistics(x, labels, terms, False, 0, width, None, room)
-        row_kernels.row_gradients(x, out, labels, terms, incoming, None, row_kernels.RowGradients(incoming), 0, width, None, room)
+        whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, (), incoming, room)
+        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, None, room)
+        each = row_kernels.RowGradients(incoming)
+        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, 0, width, None, None, room)
         return buffer
 
     said = "all terms" if terms.softcap else ""

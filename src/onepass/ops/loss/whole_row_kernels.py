@@ -27,6 +27,7 @@ from onepass.ops.loss.row_functions import (
     probability_under,
     rounded_lse,
     store_statistics,
+    sums_of,
 )
 from onepass.runtime.sizes import power_of_two
 
@@ -53,22 +54,26 @@ def _groups(
 
 @device_function
 def _add_groups(
-    z, columns, largest, total, logits, surprise, first,
-    MASKED: tl.constexpr, SMOOTHED: tl.constexpr, FULL: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+    z, columns, largest, total, logits, surprise, first, squares,
+    MASKED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
+    EXACT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add one more piece to the groups' statistics."""
     most = tl.maximum(largest, tl.max(z, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     before = tl.exp2((largest - base) * LOG2_E)
     e = exp_above(z, base[:, None], EXACT)
-    if FULL:
-        at = tl.reshape(columns, [columns.shape[0] // GROUP, GROUP])
+    if ENTROPY:
         surprise = tl.where(before > 0, before * (surprise + (largest - base) * total), 0.0)
         surprise += tl.sum(tl.where(e > 0, e * (z - base[:, None]), 0.0), 1)
+    if FIRSTS:
+        at = tl.reshape(columns, [columns.shape[0] // GROUP, GROUP])
         first = tl.where(most > largest, tl.min(tl.where(z == most[:, None], at, 2147483647), 1), first)
-    if SMOOTHED:
+    if SQUARES:
+        squares = before * before * squares + tl.sum(e * e, 1)
+    if LOGITS:
         logits += tl.sum(tl.where(z == float("-inf"), 0.0, z) if MASKED else z, 1)
-    return most, total * before + tl.sum(e, 1), logits, surprise, first
+    return most, total * before + tl.sum(e, 1), logits, surprise, first, squares
 
 
 @device_function
@@ -89,7 +94,8 @@ def _both_kernel(
     x_ptr, out_ptr, labels_ptr, g_ptr, parts_ptr,
     M, X_ROW, OUT_ROW, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    SMOOTHED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW, OUT_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN)
@@ -99,7 +105,7 @@ def _both_kernel(
     x_ptr += row * X_ROW
     out_ptr += row * OUT_ROW
     lanes = tl.arange(0, BLOCK)
-    label, counts = label_of(labels_ptr, row, True, ignore, 0, W)
+    label, kept, counts = label_of(labels_ptr, row, True, ignore, 0, W)
     own = tl.load(x_ptr + label, mask=counts, other=0.0)
     target = finished_logit(own, scale, cap, SCALED, CAPPED)
     g = tl.load(g_ptr + row, mask=counts, other=0.0)
@@ -108,30 +114,33 @@ def _both_kernel(
     logits = tl.zeros([BLOCK // GROUP], tl.float32)
     surprise = tl.zeros([BLOCK // GROUP], tl.float32)
     first = tl.full([BLOCK // GROUP], 2147483647, tl.int32)
-    again = tl.where(counts | FULL, AGAIN, 0)  # a row that doesn't count needs no statistics
+    squares = tl.zeros([BLOCK // GROUP], tl.float32)
+    again = tl.where(kept, AGAIN, 0)
     for begin in range(0, again, BLOCK):
         columns = begin + lanes
         z = _groups(_piece(x_ptr, columns, ROOM, False, "evict_last"), columns, scale, cap, W, False, SCALED, CAPPED, GROUP)
-        largest, total, logits, surprise, first = _add_groups(
-            z, columns, largest, total, logits, surprise, first, False, SMOOTHED, FULL, EXACT, GROUP
+        largest, total, logits, surprise, first, squares = _add_groups(
+            z, columns, largest, total, logits, surprise, first, squares, False, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP
         )
     last = AGAIN + lanes
     held = _piece(x_ptr, last, ROOM, RAGGED, "evict_first")
     z = _groups(held, last, scale, cap, W, RAGGED, SCALED, CAPPED, GROUP)
-    largest, total, logits, surprise, first = _add_groups(
-        z, last, largest, total, logits, surprise, first, RAGGED, SMOOTHED, FULL, EXACT, GROUP
+    largest, total, logits, surprise, first, squares = _add_groups(
+        z, last, largest, total, logits, surprise, first, squares, RAGGED, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP
     )
     most = tl.max(largest, 0)
     worth = probability_under(largest, most)
     sum_of_all = tl.sum(worth * total, 0)
     all_surprise, first_of_all = 0.0, 0
-    if FULL:
+    if ENTROPY:
         all_surprise = tl.sum(tl.where(worth > 0, worth * (surprise + (largest - most) * total), 0.0), 0)
+    if FIRSTS:
         first_of_all = tl.min(tl.where(largest == most, first, 2147483647), 0)
-    all_logits = tl.sum(logits, 0)
+    all_logits, all_squares = tl.sum(logits, 0), tl.sum(worth * worth * squares, 0)
     store_statistics(
-        parts_ptr, row, True, 0, M, most, sum_of_all, target, all_logits, all_surprise, first_of_all, PLANES, SMOOTHED, FULL
-    )
+        parts_ptr, row, True, 0, M, most, sum_of_all, target, all_logits, all_surprise, first_of_all, all_squares,
+        PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
+    )  # fmt: skip
     lse, less = rounded_lse(most, tl.log(sum_of_all), EXACT)
     a, s, t = g * (1.0 + 2.0 * z_loss * lse) * less, -g * smoothing / W, g * (smoothing - 1.0)
     if counts:
@@ -167,12 +176,13 @@ def tiles_of_rows(W: int, smoothed: bool, more: bool) -> tuple[int, int]:
 
 
 @lru_cache(1024)
-def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, full: bool, wide: bool) -> Bound:
-    _, capped, smoothed = flags_of(terms)
-    block, num_warps = tiles_of_rows(W, smoothed, full or capped)
+def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, stats: tuple[str, ...], wide: bool) -> Bound:
+    capped = flags_of(terms)[1]
+    sums = sums_of(terms, stats)
+    block, num_warps = tiles_of_rows(W, sums[0], any(sums[1:]) or capped)
     bound: Bound = _both_kernel.bind(
         x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, PLANES, *flags_of(terms), full, known_align(x_row, out_row), block, min(block, 4 if wide else 8),
+        W, room, PLANES, *flags_of(terms), *sums, known_align(x_row, out_row), block, min(block, 4 if wide else 8),
         num_warps=num_warps,
     )  # fmt: skip
     return bound
@@ -182,11 +192,11 @@ def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, full: b
 
 
 def row_statistics_and_gradients(
-    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, full: bool, incoming: Tensor, room: int = 0
+    x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], incoming: Tensor, room: int = 0
 ) -> Tensor:
     """Return whole rows' statistics [1, PLANES, rows], and write their gradient to out, which may be x."""
     M, W = x.shape
-    launch = _plan(W, max(W, room), x.stride(0), out.stride(0), terms, full, x.dtype is torch.float32)
+    launch = _plan(W, max(W, room), x.stride(0), out.stride(0), terms, stats, x.dtype is torch.float32)
     parts = x.new_empty(1, PLANES, M, dtype=torch.float32)
     launch((M, 1, 1), x, out, labels, incoming, parts, M)
     return parts

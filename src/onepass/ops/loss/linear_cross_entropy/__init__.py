@@ -1,7 +1,7 @@
 """linear_cross_entropy: the loss of hidden states under a language model's head, without a tensor of all logits.
 
-Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap); a row's
-         loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
+Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap), then logits / temperature; a
+         row's loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
          or the rows' own.
 Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
 Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
@@ -14,6 +14,7 @@ Files    plan.py decides how a call is divided; steps.py has the registered ops,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,27 +24,54 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
-from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import STATISTICS, LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
-from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms, validate_labels
+from onepass.ops.loss.reduction import (
+    can_validate_labels,
+    check_labels,
+    check_reduction,
+    check_statistics,
+    check_terms,
+    validate_labels,
+)
+from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
-from onepass.runtime.dispatch import cast, needs_grad, under_functorch
+from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
 
 _STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
 
 
 class Stats(NamedTuple):
-    """Statistics of each token, of labels' shape, in fp32."""
+    """Statistics of each token, of labels' shape, in fp32. Those of an ignored token are 0."""
 
     logsumexp: Tensor
-    log_prob: Tensor  # of the label; 0 if it is ignored
+    log_prob: Tensor  # of the label
     entropy: Tensor
     correct: Tensor  # bool: the label has the largest logit, the first of equals
+
+
+class NamedStats(NamedTuple):
+    """As `Stats`, of the statistics that were asked for by name; the others are None."""
+
+    logsumexp: Tensor | None
+    log_prob: Tensor | None
+    entropy: Tensor | None
+    correct: Tensor | None
+    log_sum_sq_probs: Tensor | None  # log of the sum of squared probabilities
+    mean_logit: Tensor | None  # mean over the vocabulary
+
+
+def _stats(return_stats: bool | Sequence[str], values: Sequence[Tensor]) -> Stats | NamedStats:
+    if return_stats is True:
+        return Stats(*values)
+    by_name = dict(zip(check_statistics(return_stats), values, strict=True))
+    return NamedStats(*[by_name.get(name) for name in STATISTICS])
 
 
 def linear_cross_entropy_reference(
@@ -58,22 +86,29 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     token_weight: Tensor | None = None,
-    return_stats: bool = False,
+    vocab_mask: Tensor | None = None,
+    return_stats: bool | Sequence[str] = False,
 ) -> Any:
     """Return the loss, or (loss, stats), by the formula, for every type."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale)
-    return _formula(hidden, weight, labels, bias, token_weight, terms, reduction, return_stats)
+    bits = None if vocab_mask is None else packed_mask(vocab_mask)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    return _formula(hidden, weight, labels, bias, token_weight, bits, terms, reduction, return_stats)
 
 
 def _formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, terms: LossTerms,
-    reduction: str, full: bool,
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
+    terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
-    rows = row_losses(F.linear(hidden, weight, bias), labels, terms)
+    stats = check_statistics(return_stats)
+    allowed = None if bits is None else allowed_columns(bits, 0, weight.shape[0])
+    if allowed is not None:
+        allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, weight.shape[0])
+    rows = row_losses(F.linear(hidden, weight, bias), labels, terms, stats, allowed)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
     loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
-    return (loss, Stats(*rows[1:])) if full else loss  # type: ignore[arg-type]
+    return (loss, _stats(return_stats, [getattr(rows, name) for name in stats])) if stats else loss
 
 
 # ---- the public function: check, choose a backend, run ----
@@ -91,11 +126,17 @@ def _unsupported(hidden: Tensor) -> str | None:
 
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the time and memory that this is expected to take."""
-    options, _ = _checked(**vars(call))
+    options, group = _checked(**vars(call))
     needs = Needs(needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias))
     main_grad = getattr(call.weight, "main_grad", None)
     main_grad = main_grad if isinstance(main_grad, Tensor) else None
-    return str(plan_call(call.hidden, call.weight, call.labels, options, needs, main_grad))
+    rows = _rows_to_compute(call.hidden, call.weight, call.labels, options, group, call.rows)
+    selection = None if rows is None else rows.selection(0, call.hidden.device)
+    tokens = call.labels.numel() if selection is None else selection.whole.shape[0]
+    said = f"{tokens} of {call.labels.numel()} rows" if selection is not None else "all rows"
+    if rows is None:
+        said += ": fewer with rows=kept_rows(labels)" if call.rows is None else ": how many are kept is not known here"
+    return f"{said}; {plan_call(call.hidden, call.weight, tokens, options, needs, main_grad)}"
 
 
 def _check(call: Call) -> None:
@@ -106,13 +147,15 @@ def _check(call: Call) -> None:
 def _checked(
     hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
     sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None, grad_scale: float | None,
-    chunk_bytes: int | None, return_stats: bool, deferred: DeferredWgrad | None,
+    logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
+    grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
+    vocab_mask: Tensor | None, deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
     check_floating("hidden", hidden)
     check_reduction(reduction)
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats = check_statistics(return_stats)
     product = product_type(hidden)
     if logits_dtype is not None and logits_dtype not in (product, _wide_type(product)):
         narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
@@ -131,8 +174,8 @@ def _checked(
     check_linear(hidden, hidden.shape[-1], weight, bias, "hidden")
     if weight.shape[0] == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
-    if return_stats and weight.shape[0] > _STATS_COLUMNS:
-        raise ValueError(f"return_stats knows columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
+    if "correct" in stats and weight.shape[0] > _STATS_COLUMNS:
+        raise ValueError(f"return_stats knows correct's columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
     tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
     if sequence:
         assert group is not None
@@ -142,12 +185,46 @@ def _checked(
     check_labels(labels, tokens, hidden.device, ignore_index, "hidden")
     if token_weight is not None:
         check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
+    if vocab_mask is not None:
+        check_vocab_mask(vocab_mask, labels, weight.shape[0], hidden.device)
+        for name, given in (("label_smoothing", terms.smoothing), ("mean_logit", "mean_logit" in stats)):
+            if given:
+                raise ValueError(f"vocab_mask and {name} exclude each other: a mean over the vocabulary is not over its columns")
+    if rows is not None:
+        _check_rows(rows, labels, ignore_index, group.size() if sequence and group is not None else 1)
     wide = logits_dtype is not None and logits_dtype != product
     name = "" if group is None else group.group_name
     return LossOptions(
         *terms, reduction, wide, True, product, name, sequence,
-        None if grad_scale is None else float(grad_scale), chunk_bytes, return_stats,
+        None if grad_scale is None else float(grad_scale), chunk_bytes, ",".join(stats),
     ), group  # fmt: skip
+
+
+def _check_rows(rows: KeptRows, labels: Tensor, ignore_index: int, parts: int) -> None:
+    if not isinstance(rows, KeptRows):
+        raise TypeError(f"rows must be what kept_rows returned, but is a {type(rows).__name__}")
+    if rows.labels.numel() != labels.numel():
+        raise ValueError(f"rows must be those of these {labels.numel()} labels, but is of {rows.labels.numel()}")
+    if rows.ignore_index != ignore_index:
+        raise ValueError(f"rows must be made with ignore_index {ignore_index}, but is with {rows.ignore_index}")
+    if rows.parts != parts:
+        raise ValueError(f"rows must be made for {parts} parts of the sequence, as tp_group says, but is for {rows.parts}")
+
+
+def _rows_to_compute(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, group: dist.ProcessGroup | None, rows: KeptRows | None
+) -> KeptRows | None:
+    """Return which rows are computed, or None for all. Where labels are on a CPU their number is known at once."""
+    if not can_count(labels) or needs_dispatcher(hidden, weight, labels):
+        return None
+    if rows is None:
+        on_cpu = labels.device.type == "cpu"
+        return KeptRows(labels, options.ignore_index, group.size() if options.sequence and group else 1) if on_cpu else None
+    if can_validate_labels(labels):
+        wrong = rows.mismatch(labels)
+        if wrong is not None and wrong:
+            raise ValueError(f"rows must be those of these labels, but other labels are ignored than kept_rows saw ({rows})")
+    return rows
 
 
 def _wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -168,11 +245,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     token_weight: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     grad_scale: float | None = None,
     chunk_bytes: int | None = None,
-    return_stats: bool = False,
+    return_stats: bool | Sequence[str] = False,
+    rows: KeptRows | None = None,
+    vocab_mask: Tensor | None = None,
     deferred: DeferredWgrad | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -194,6 +274,7 @@ def linear_cross_entropy(
         z_loss: this times logsumexp squared is added to a row's loss, before its weight and the reduction.
         softcap: bounds the logits' size; None leaves them.
         logit_scale: multiplies the products.
+        temperature: divides the logits, after the softcap.
         token_weight: ``[...]`` or ``[..., 1]``: multiplies each row's loss.
         logits_dtype: ``torch.float32`` never rounds a logit; None keeps them in the operands' type, as eager code does.
         grad_scale: the caller's promise that the loss's incoming gradient will be this number. Gradients are then finished in
@@ -201,17 +282,28 @@ def linear_cross_entropy(
             GPU returns NaN in hidden's gradient.
         chunk_bytes: a budget for logits and fp32 sums; None takes a part of the GPU's memory. vmap and functional derivatives
             follow the plain formula, which makes all logits at once.
-        return_stats: also return (logsumexp, log_prob, entropy, correct) of each token, the first three differentiable.
+        return_stats: names of statistics of each token that are returned too, of ``logsumexp, log_prob, entropy, correct,
+            log_sum_sq_probs, mean_logit``. Only these are computed; the first three are differentiable. True is the first four.
+            Those of an ignored token are 0.
+        rows: what `kept_rows` found of these labels: rows that are ignored are then not computed, and their gradients are zeros.
+            On a CPU that needs no rows. On a GPU all are computed without, as well as compiled and captured. Of other labels
+            they raise on a CPU and under `validate`; on a GPU the loss is NaN.
+        vocab_mask: the columns that the distribution has, if not the whole vocabulary: bools ``[V]`` or ``[..., V]``, or as bits
+            ``[V / 8, rounded up]`` or ``[..., that]`` of uint8, the lowest first. With a tp_group, of this rank's columns.
+            Other columns have no probability and no gradient. A label among them has a log_prob of -inf; a row without any
+            column is NaN.
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats).
+        The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
+        tuple of all four, or, where statistics are named, of all six with None for those that are not.
     """
     given = {
         "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
-        "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale, "chunk_bytes": chunk_bytes,
-        "return_stats": return_stats, "deferred": deferred,
+        "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale,
+        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows, "vocab_mask": vocab_mask,
+        "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
@@ -223,30 +315,33 @@ def linear_cross_entropy(
         validate_labels(labels, weight.shape[0], ignore_index)
     if chosen != "triton":
         options = options._replace(use_triton=False)
+    bits = None if vocab_mask is None else packed_mask(vocab_mask)
     if under_functorch():
         for name, value in (("tp_group", group), ("grad_scale", grad_scale), ("deferred", deferred)):
             if value is not None:
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        return _by_formula(hidden, weight, labels, bias, token_weight, options)
+        return _by_formula(hidden, weight, labels, bias, token_weight, bits, options, return_stats)
     if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
-    found = apply(hidden, weight, bias, token_weight, labels, options, group, deferred)
-    return (found[0], Stats(*found[1:])) if return_stats else found
+    kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
+    found = apply(hidden, weight, bias, token_weight, labels, bits, options, group, deferred, kept)
+    return (found[0], _stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: LossOptions
-) -> Any:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
+    options: LossOptions, return_stats: bool | Sequence[str],
+) -> Any:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
     dtype = _wide_type(product) if options.wide else product
     hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
     bias = None if bias is None else cast(cast(bias, product), dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _formula(hidden, weight, labels, bias, token_weight, options.terms, options.reduction, options.full)
+        return _formula(hidden, weight, labels, bias, token_weight, bits, options.terms, options.reduction, return_stats)
 
 
 define_op(

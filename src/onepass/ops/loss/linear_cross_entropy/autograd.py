@@ -26,7 +26,8 @@ from onepass.gradients.main_grad import (
 )
 from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
-from onepass.ops.loss.formula import LossOptions, RowLosses
+from onepass.ops.loss.formula import STATISTICS, LossOptions, RowLosses
+from onepass.ops.loss.kept_rows import KeptRows, RowSelection
 from onepass.ops.loss.linear_cross_entropy import steps
 from onepass.ops.loss.linear_cross_entropy.head import wide_type
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients, recompute_gradients
@@ -39,12 +40,13 @@ from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twi
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Outputs: the loss, and with `full` logsumexp, log_prob, entropy and correct."""
+    """Outputs: the loss, and the statistics that the options name."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, labels: Tensor,
-        options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
+        bits: Tensor | None, options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
+        kept: KeptRows | None,
     ) -> Any:  # fmt: skip
         graph_break_if_deferred(deferred)
         need_hidden, need_weight, need_bias, need_token_weight = ctx.needs_input_grad[:4]
@@ -54,21 +56,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("grad_scale can't be used under activation checkpointing, which runs forward twice: leave it away")
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
-        rows = _rows_of(hidden, weight, labels, token_weight, options, group, by_kernel)
-        losses, lse, log_prob, entropy, correct, dhidden, dweight, dbias, logits = steps.forward(
-            hidden, weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
+        selection = None if kept is None else kept.selection(0 if group is None else group.rank(), hidden.device)
+        rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
+        *found, dhidden, dweight, dbias, logits = steps.forward(
+            _selected(hidden, selection), weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
         )  # fmt: skip
+        losses, lse = found[:2]
+        stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics}
+        entropy = stats.get("entropy")
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
             loss, _ = reduce_rows(
                 losses, rows.labels, options.ignore_index, options.reduction, rows.token_weight, by_kernel, rows.scale
             )
             if options.reduction == "none":
-                loss = _shaped(loss, labels.shape)
+                loss = _returned(loss, labels, selection)
             # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
-            kept = (lse.to(losses.dtype), log_prob, entropy, correct) if options.full else ()
-            stats = [_shaped(t.clone(), labels.shape) for t in kept]
+            outputs = [
+                _returned(t.to(t.dtype if t.dtype is torch.bool else losses.dtype, copy=True), labels, selection)
+                for t in stats.values()
+            ]
+            wrong = kept.mismatch(labels) if kept is not None and labels.is_cuda else None  # a CPU has raised
+            if wrong is not None:
+                loss, *outputs = [t if t.dtype is torch.bool else torch.where(wrong, torch.nan, t) for t in (loss, *outputs)]
         ctx.options, ctx.deferred, ctx.used = options, deferred, False
         ctx.promised = options.grad_scale is not None and any(needs)
         ctx.added = added
@@ -78,13 +89,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden, weight, bias, *rows, lse, entropy if options.full else None, losses if need_token_weight else None,
+            hidden, weight, bias, *rows, *(selection or (None, None)), lse, entropy, losses if need_token_weight else None,
             logits, dhidden, dweight, dbias if need_bias and (ctx.made or ctx.promised) else None,
         )  # fmt: skip
-        if not options.full:
+        if not outputs:
             return loss
-        ctx.mark_non_differentiable(stats[-1])
-        return loss, *stats
+        ctx.mark_non_differentiable(*outputs[len(options.differentiable) :])
+        return loss, *outputs
 
     @staticmethod
     @not_twice_differentiable
@@ -104,16 +115,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _made_gradients(ctx, saved, dloss, requests)
         else:
             grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
-        return *grads, dtoken_weight, None, None, None, None
+        return *grads, dtoken_weight, None, None, None, None, None, None
 
 
 class TokenRows(NamedTuple):
-    """What both passes need to know of the tokens."""
+    """What both passes need to know of the tokens, of those that are computed."""
 
     labels: Tensor  # [N]
     token_weight: Tensor | None  # [N], fp32
     scale: Tensor | None  # the factor of a mean
     place: Tensor | None  # this rank's, in a vocabulary that several share
+    bits: Tensor | None  # which columns their distributions have
 
 
 class _Saved(NamedTuple):
@@ -124,6 +136,9 @@ class _Saved(NamedTuple):
     token_weight: Tensor | None
     scale: Tensor | None
     place: Tensor | None
+    bits: Tensor | None
+    selected: Tensor | None
+    own_selected: Tensor | None
     logsumexp: Tensor
     entropy: Tensor | None
     losses: Tensor | None
@@ -131,6 +146,18 @@ class _Saved(NamedTuple):
     hidden_made: Tensor | None
     weight_made: Tensor | None
     bias_made: Tensor | None
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that are computed, or None for all."""
+        if self.selected is None or self.own_selected is None:
+            return None
+        return RowSelection(self.selected, self.own_selected)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the computed rows' part of `values`, one a label, as a vector."""
+        values = values.reshape(-1)
+        return values if self.selection is None else self.selection.take(values)
 
 
 def _retained(t: Tensor | None) -> Tensor | None:
@@ -159,17 +186,32 @@ def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
     return shaped
 
 
+def _selected(hidden: Tensor, selection: RowSelection | None) -> Tensor:
+    """Return hidden's rows that are computed, [tokens, D], or hidden itself for all."""
+    if selection is None:
+        return hidden
+    return hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]).index_select(0, selection.own)
+
+
+def _returned(rows: Tensor, labels: Tensor, selection: RowSelection | None) -> Tensor:
+    """Return computed rows as values of labels' shape."""
+    return _shaped(rows if selection is None else selection.put(rows, labels.numel()), labels.shape)
+
+
 def _rows_of(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, options: LossOptions,
-    group: dist.ProcessGroup | None, by_kernel: bool,
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, bits: Tensor | None, options: LossOptions,
+    group: dist.ProcessGroup | None, by_kernel: bool, selection: RowSelection | None,
 ) -> TokenRows:  # fmt: skip
     labels = labels.reshape(-1).contiguous()
     weights = None if token_weight is None else token_weight.reshape(-1).to(wide_type(hidden))
+    if selection is not None:
+        labels, weights = selection.take(labels), None if weights is None else selection.take(weights)
+        bits = bits if bits is None or bits.shape[0] == 1 else selection.take(bits)
     scale = mean_scale(labels, options.ignore_index, options.reduction, wide_type(hidden), weights, by_kernel)
     place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
     if place is not None and can_validate_labels(labels):
         validate_labels(labels, int(place[1]), options.ignore_index)
-    return TokenRows(labels, weights, scale, place)
+    return TokenRows(labels, weights, scale, place, bits)
 
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, the weight and the bias
@@ -202,7 +244,8 @@ def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradR
 
 
 def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
-    return cast(dhidden, saved.hidden.dtype).view(saved.hidden.shape)
+    dhidden, shape = cast(dhidden, saved.hidden.dtype), saved.hidden.shape
+    return (dhidden if saved.selection is None else saved.selection.put_own(dhidden, shape[:-1].numel())).view(shape)
 
 
 def _put(
@@ -294,8 +337,8 @@ def _backward_gradients(
     if any(needs):
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
         hidden, sums, bias_sums = steps.backward(
-            saved.hidden, saved.weight, saved.bias, saved.labels, saved.place, saved.logsumexp, saved.entropy, *incoming,
-            ctx.options, needs, separate_sum,
+            _selected(saved.hidden, saved.selection), saved.weight, saved.bias, saved.labels, saved.place, saved.bits,
+            saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
             accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
         )  # fmt: skip
 
@@ -320,9 +363,11 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
     if dloss is None:
         g = saved.logsumexp.new_zeros(N, dtype=wide)
     else:
+        dloss = saved.rows(dloss) if options.reduction == "none" else dloss
         g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
-    rows = [None if t is None else t.reshape(N).to(wide).contiguous() for t in dstats[:3]]
-    return RowGradients(g, *rows)
+    came = zip(options.differentiable, dstats, strict=False)  # the others, which come after, have none
+    rows = {name: saved.rows(t).to(wide).contiguous() for name, t in came if t is not None}
+    return RowGradients(g, **rows)
 
 
 class _HeadWork:
@@ -332,8 +377,9 @@ class _HeadWork:
         self.weight, self.bias, self.options = saved.weight, saved.bias, ctx.options._replace(grad_scale=None)
         self.made_with = [t._version for t in (saved.weight, saved.bias) if t is not None]
         kept = {
-            "hidden": saved.hidden, "labels": saved.labels, "place": saved.place, "logsumexp": saved.logsumexp,
-            "entropy": saved.entropy, **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
+            "hidden": _selected(saved.hidden, saved.selection), "labels": saved.labels, "place": saved.place,
+            "bits": saved.bits, "logsumexp": saved.logsumexp, "entropy": saved.entropy,
+            **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
         }  # fmt: skip
         self.tensors = {name: t.detach() for name, t in kept.items() if t is not None}
 
@@ -347,9 +393,9 @@ class _HeadWork:
     def add(self, coming: Any, main_grad: Tensor) -> None:
         kept = self.tensors.get
         hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
-        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), self.options)
+        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), kept("bits"), self.options)
         only = Needs(False, True, False)
-        plan = steps.plan_call(hidden, self.weight, labels, self.options, only, main_grad, "recompute")
+        plan = steps.plan_call(hidden, self.weight, labels.shape[0], self.options, only, main_grad, "recompute")
         incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))
         found = RowLosses(lse, lse, None, kept("entropy"))
         recompute_gradients(head, plan, found, incoming, Gradients(None, ensure_allocated(main_grad), None), True)
@@ -365,7 +411,8 @@ def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, reques
         mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.scale
         losses = torch.where(kept, losses - mean, 0.0) * saved.scale
     dtype, shape = ctx.token_weight
-    return (losses * dloss.reshape(-1)).to(dtype).view(shape)
+    found = (losses * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
+    return (found if saved.selection is None else saved.selection.put(found, shape.numel())).view(shape)
 
 
 apply = fast_apply(_LinearCrossEntropy)

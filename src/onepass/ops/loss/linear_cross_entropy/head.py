@@ -49,10 +49,11 @@ class Head:
     labels: Tensor  # [N] of the whole sequence
     options: LossOptions
     shard: VocabShard | None = None
+    bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
 
     def __post_init__(self) -> None:
         options = self.options
-        self.terms, self.full, self.use_triton = options.terms, options.full, options.use_triton
+        self.terms, self.stats, self.use_triton = options.terms, options.statistics, options.use_triton
         self.columns = self.weight.shape[0]
         self.rows: Any = row_kernels if self.use_triton else row_formula
         whole: Any = whole_row_kernels if self.use_triton else row_formula
@@ -118,7 +119,15 @@ class Chunks:
 
     def take(self, chunk: slice, values: Tensor) -> Tensor:
         """Return the chunk's part of `values`, one a token."""
-        return values[chunk] if self.ranks == 1 else values.view(self.ranks, -1)[:, chunk].reshape(-1)
+        if self.ranks == 1:
+            return values[chunk]
+        own, rest = values.shape[0] // self.ranks, values.shape[1:]
+        return values.view(self.ranks, own, *rest)[:, chunk].reshape(-1, *rest)
+
+    def bits(self, chunk: slice) -> Tensor | None:
+        """Return the chunk's part of the mask."""
+        bits = self.head.bits
+        return bits if bits is None or bits.shape[0] == 1 else self.take(chunk, bits)
 
     def put(self, chunk: slice, values: Tensor, into: Tensor) -> None:
         if self.ranks == 1:
@@ -129,6 +138,10 @@ class Chunks:
     def places(self, chunk: slice) -> slice:
         """Where the chunk's tokens are when chunks lie one after the other."""
         return slice(chunk.start * self.ranks, chunk.stop * self.ranks)
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """Return `values`, one a token, as chunks lie one after the other."""
+        return values if len(self) == 1 else torch.cat([self.take(chunk, values) for chunk in self])
 
     def after(self, at: int) -> slice | None:
         return self.slices[at + 1] if at + 1 < len(self.slices) else None

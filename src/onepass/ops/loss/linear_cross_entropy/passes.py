@@ -34,13 +34,18 @@ from onepass.runtime.sizes import ceil_div
 # ---- losses ----
 
 
+def empty_rows(like: Tensor, rows: int, stats: tuple[str, ...], logits: torch.dtype) -> RowLosses:
+    """Allocate losses, the logsumexp and the named statistics; `logits` is the logits' type."""
+    kinds = {"loss": wide_type(like), "logsumexp": lse_type(logits)}
+    kinds |= {name: torch.bool if name == "correct" else wide_type(like) for name in stats if name != "logsumexp"}
+    return RowLosses(**{name: like.new_empty(rows, dtype=kind) for name, kind in kinds.items()})
+
+
 class RowStatistics:
     """Losses and statistics of all rows."""
 
     def __init__(self, head: Head) -> None:
-        kind = wide_type(head.hidden)
-        kinds = (kind, lse_type(head.logits), kind, kind, torch.bool)[: 5 if head.full else 2]
-        self.rows = RowLosses(*(head.hidden.new_empty(head.tokens, dtype=each) for each in kinds))
+        self.rows = empty_rows(head.hidden, head.tokens, head.stats, head.logits)
 
     def put(self, chunks: Chunks, chunk: slice, found: RowLosses) -> None:
         for into, values in zip(self.rows, found, strict=True):
@@ -48,23 +53,26 @@ class RowStatistics:
                 chunks.put(chunk, values, into)
 
 
-def losses(head: Head, plan: HeadPlan) -> tuple[RowLosses, LogitsBlock | None]:
-    """Return all rows' losses, and the last block of logits."""
-    chunks, found = Chunks(head, plan.rows), RowStatistics(head)
-    buffer = new_buffer(head, chunks.most, plan.columns)
+def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, LogitsBlock | None]:
+    """Return all rows' losses, and where `keep` asks for them all logits, chunk after chunk."""
+    chunks, found = Chunks(head, rows), RowStatistics(head)
+    buffer = new_buffer(head, head.tokens if keep else chunks.most, columns)
     logits, before = None, None
     for at, chunk in enumerate(chunks):
         hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
-        for first in range(0, max(head.columns, 1), plan.columns or 1):
-            logits = make_logits(head, hidden, first, plan.columns, buffer)
-            parts.append(_statistics(head, logits, labels))
+        some = (buffer[0][chunks.places(chunk)], None) if keep else buffer
+        for first in range(0, max(head.columns, 1), columns or 1):
+            logits = make_logits(head, hidden, first, columns, some)
+            parts.append(_statistics(head, logits, labels, chunks.bits(chunk)))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
         if before is not None:
             _finish(head, chunks, found, *before)
         before = chunk, labels, exchange
     assert before is not None
     _finish(head, chunks, found, *before)
-    return found.rows, logits
+    if not keep or logits is None:
+        return found.rows, None
+    return found.rows, logits._replace(x=buffer[0][:, : head.columns], out=buffer[0][:, : head.columns])
 
 
 def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
@@ -72,19 +80,20 @@ def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
     return (logits.room,) if head.use_triton else ()
 
 
-def _statistics(head: Head, logits: LogitsBlock, labels: Tensor) -> Tensor:
+def _statistics(head: Head, logits: LogitsBlock, labels: Tensor, bits: Tensor | None) -> Tensor:
     found: Tensor = head.rows.row_statistics(
-        logits.x, labels, head.terms, head.full, logits.first, head.columns, head.place, *_room(head, logits)
+        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, *_room(head, logits)
     )
     return found
 
 
 def _gradient(
-    head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients
+    head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
+    bits: Tensor | None,
 ) -> None:  # fmt: skip
     head.rows.row_gradients(
         logits.x, logits.out, labels, head.terms, lse, entropy, incoming, logits.first, head.columns, head.place,
-        *_room(head, logits),
+        bits, *_room(head, logits),
     )  # fmt: skip
 
 
@@ -92,13 +101,13 @@ def _start_exchange(head: Head, parts: Tensor) -> Pending:
     """Gather all ranks' statistics of each row."""
     if head.shard is None:
         return Pending(parts)
-    return start_gather_parts(head.rows.merge_statistics(parts, head.terms, head.full), head.shard.group)
+    return start_gather_parts(head.rows.merge_statistics(parts, head.terms, head.stats), head.shard.group)
 
 
 def _finish(head: Head, chunks: Chunks, found: RowStatistics, chunk: slice, labels: Tensor, exchange: Pending) -> RowLosses:
     """Compute a chunk's losses from all parts' statistics."""
     done: RowLosses = head.rows.finish_losses(
-        exchange.wait(), labels, head.terms, head.full, head.columns, head.logits, head.place
+        exchange.wait(), labels, head.terms, head.stats, head.columns, head.logits, head.place
     )
     found.put(chunks, chunk, done)
     return done
@@ -216,7 +225,7 @@ class _GradInForward:
     def add_whole_rows(self, chunk: slice, labels: Tensor, hidden: Tensor, logits: LogitsBlock, g: Tensor) -> None:
         """One rank has whole rows: one kernel computes statistics and gradients."""
         head = self.head
-        parts = head.row_statistics_and_gradients(logits.x, logits.out, labels, head.terms, head.full, g, *_room(head, logits))
+        parts = head.row_statistics_and_gradients(logits.x, logits.out, labels, head.terms, head.stats, g, *_room(head, logits))
         _finish(head, self.chunks, self.found, chunk, labels, Pending(parts))
         self._add(chunk, hidden, logits)
 
@@ -225,7 +234,7 @@ class _GradInForward:
     ) -> None:
         head = self.head
         done = _finish(head, self.chunks, self.found, chunk, labels, exchange)
-        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g))
+        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g), self.chunks.bits(chunk))
         self._add(chunk, hidden, logits)
 
     def _add(self, chunk: slice, hidden: Tensor, logits: LogitsBlock) -> None:
@@ -252,10 +261,13 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
             hidden, labels = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels)
             g = chunks.take(chunk, incoming)
             logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
-            if head.shard is None:
+            if head.shard is None and head.bits is None:
                 grads.add_whole_rows(chunk, labels, hidden, logits, g)
                 continue
-            exchange = _start_exchange(head, _statistics(head, logits, labels))
+            exchange = _start_exchange(head, _statistics(head, logits, labels, chunks.bits(chunk)))
+            if head.shard is None:
+                grads.add_partial_rows(chunk, labels, hidden, logits, g, exchange)
+                continue
             if before is not None:
                 grads.add_partial_rows(*before)
             before = chunk, labels, hidden, logits, g, exchange
@@ -268,16 +280,26 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
 
 
 def gradients_of_kept_logits(
-    head: Head, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
+    head: Head, rows: int, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
 ) -> None:
-    """Write the gradients from logits that waited, which become their own gradient."""
-    chunks = Chunks(head, head.tokens)
-    (chunk,) = chunks
-    _gradient(head, logits, head.labels, found.logsumexp, found.entropy, incoming)
-    hidden, weight = _HiddenSum(head, chunks, into.hidden, 1), _WeightSum(into, chunks, keep, 0, head.columns)
-    rows = chunks.start(chunk) if into.weight is not None else None
-    hidden.add(chunk, logits, 0)
-    weight.add(logits.out, head.hidden if rows is None else rows.wait())
+    """Write the gradients from logits that waited, which become their own gradient.
+
+    They lie chunk after chunk of `rows` tokens. Where ranks have parts of the sequence, a chunk has some of every part.
+    """
+    chunks = Chunks(head, rows if head.ranks > 1 else head.tokens)
+    known = head.labels, found.logsumexp, found.entropy, *incoming
+    labels, lse, entropy, *each = (None if t is None else chunks.in_order(t) for t in known)
+    assert labels is not None and lse is not None
+    bits = head.bits if head.bits is None or head.bits.shape[0] == 1 else chunks.in_order(head.bits)
+    _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
+    hidden = _HiddenSum(head, chunks, into.hidden, 1)
+    weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)
+    gathered = [chunks.start(chunk) for chunk in chunks] if into.weight is not None else []
+    for chunk in chunks:
+        part = chunks.places(chunk)
+        hidden.add(chunk, logits._replace(x=logits.x[part], out=logits.out[part]), 0)
+    parts = [pending.wait() for pending in gathered]
+    weight.add(logits.out, head.hidden if not parts else parts[0] if len(parts) == 1 else torch.cat(parts))
     weight.finish()
     hidden.finish()
 
@@ -329,6 +351,7 @@ class _Recompute:
         logits = make_logits(self.head, hidden, first, self.plan.columns, self.buffer)
         labels, lse, entropy, *each = (None if t is None else self.chunks.take(chunk, t) for t in self.rows)
         assert labels is not None and lse is not None
-        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each))  # type: ignore[arg-type]
+        bits = self.chunks.bits(chunk)
+        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
         self.hidden_sum.add(chunk, logits, block)
         sums.add(logits.out, hidden)

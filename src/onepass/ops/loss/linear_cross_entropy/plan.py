@@ -7,6 +7,10 @@
     known_grad_scale  chunk x V             3         in forward, finished: the incoming gradient is known (grad_scale)
     recompute         chunk x V or a block  4         in backward, from recomputed logits; blocks need next to no memory
 
+Where each token's own values are returned, forward multiplies and sums as a call without gradients does, so
+log_prob has the same bits in both. Where rows' incoming gradients differ, logits that wait are the only way with three products:
+they get more room.
+
 A predicted time is that of the products at the machine's rate, of the memory moved beside them, and of launches. Times need to be
 right relative to each other only.
 """
@@ -30,6 +34,8 @@ _SMALL = 32  # each product of a chunk takes as much longer as so many tokens mo
 _KEPT_ROWS = 16384  # most tokens whose logits wait where ranks share the vocabulary
 _SHARED_ROWS = 8192  # tokens of a chunk there, without a budget
 _SHARED_ROW = 1 << 17  # bytes of a row of logits there, by which a budget is divided
+_FORWARD = 304 << 20  # bytes of logits of a pass without gradients: products are as fast in chunks of this size
+_SHARED_FORWARD_ROWS = 1024  # tokens of such a chunk where ranks share the vocabulary
 _EXPOSED = 0.8  # part of the memory traffic of fp32 sums that the product's arithmetic does not hide
 
 
@@ -80,7 +86,7 @@ class PlanInputs(NamedTuple):
     wide: bool  # logits are wider than the operands
     needs_hidden: bool
     needs_weight: bool
-    scalar: bool  # the loss is one number
+    scalar: bool  # the loss is one number, and nothing else is differentiated
     into_main: bool  # the weight's gradient is added to an fp32 main_grad
     promised: bool  # the incoming gradient is known in forward
     mode: str | None  # the only one that will do, as in a compiled graph, or None
@@ -93,31 +99,39 @@ class MachineSpeed(NamedTuple):
     bandwidth: float  # bytes a second
     memory: int  # bytes
     budget: int  # bytes of logits and fp32 sums, unless the caller gives a budget
+    kept: int  # bytes of logits that wait, where there is no other way with three products
 
 
 @lru_cache
 def machine_speed(device: torch.device, size: int) -> MachineSpeed:
     """Estimate from the device's properties. GPUs reach about 0.7 of their arithmetic and 0.9 of their memory's rate."""
     if device.type != "cuda":
-        return MachineSpeed(1e11, 1e10, 16 << 30, 128 << 20)
+        return MachineSpeed(1e11, 1e10, 16 << 30, 128 << 20, 128 << 20)
     properties: Any = torch.cuda.get_device_properties(device)
     each = {8: 2048, 9: 4096, 10: 8192}.get(properties.major, 2048) / (1 if size == 2 else 2 if properties.major >= 9 else 8)
     clock = getattr(properties, "clock_rate", 1_700_000) * 1e3
     bandwidth = getattr(properties, "memory_clock_rate", 2_600_000) * 1e3 * getattr(properties, "memory_bus_width", 5120) / 4
     flops, memory = 0.7 * each * clock * properties.multi_processor_count, properties.total_memory
-    return MachineSpeed(flops, 0.9 * bandwidth, memory, memory // 32)
+    return MachineSpeed(flops, 0.9 * bandwidth, memory, memory // 32, memory // 16)
 
 
 @lru_cache(1024)
 def make_plan(inputs: PlanInputs, machine: MachineSpeed) -> HeadPlan:
     """Return the cheapest plan in time and memory that fits the budget; if none does, the smallest."""
     plans = [_shared(inputs, machine)] if inputs.shard else list(_candidates(inputs, machine))
-    budget = machine.budget if inputs.chunk_bytes is None else inputs.chunk_bytes
-    fitting = [plan for plan, working in plans if working <= budget]
+    gradients = inputs.needs_hidden or inputs.needs_weight  # without them no memory is needed later
+
+    def budget(mode: str) -> int:
+        if inputs.chunk_bytes is not None:
+            return inputs.chunk_bytes
+        if mode == "keep_logits" and not inputs.scalar:
+            return machine.kept
+        return machine.budget if gradients else min(machine.budget, _FORWARD)
+
+    fitting = [plan for plan, working in plans if working <= budget(plan.mode)]
     if not fitting:
         least = min(plans, key=lambda each: (each[1], each[0].seconds))[0]
         return replace(least, short=inputs.chunk_bytes is not None)
-    gradients = inputs.needs_hidden or inputs.needs_weight  # without them no memory is needed later
     price = (_PRICE_PROMISED if inputs.promised else _PRICE if gradients else 0.0) / machine.memory
     return min(fitting, key=lambda plan: plan.seconds * (1 + price * plan.bytes))
 
@@ -152,7 +166,7 @@ def _shared(inputs: PlanInputs, machine: MachineSpeed) -> tuple[HeadPlan, int]:
     if gradients and inputs.promised:
         return _chunked_plan("known_grad_scale", inputs, machine, rows)
     if not gradients and not chosen:
-        return _chunked_plan("loss_only", inputs, machine, rows)
+        return _chunked_plan("loss_only", inputs, machine, min(rows, _SHARED_FORWARD_ROWS))
     if inputs.mode in (None, "keep_logits") and gradients and not chosen and not inputs.wide and inputs.N <= _KEPT_ROWS:
         return _keep_logits_plan(inputs, machine)
     if inputs.mode in (None, "grad_in_forward") and gradients and not chosen and inputs.scalar:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from onepass.gradients.main_grad import GradRequest, accumulation_target
-from onepass.ops.loss.formula import LossOptions, RowLosses, lse_type
+from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.linear_cross_entropy.head import (
     Head,
     VocabShard,
@@ -26,6 +26,7 @@ from onepass.ops.loss.linear_cross_entropy.head import (
 )
 from onepass.ops.loss.linear_cross_entropy.passes import (
     Gradients,
+    empty_rows,
     gradients_of_kept_logits,
     losses,
     losses_and_gradients,
@@ -49,35 +50,51 @@ class Needs(NamedTuple):
 Accumulate = tuple[Tensor, Tensor | None, GradRequest]  # the weight, its main_grad and how the pass asks for its gradient
 
 
-def plan_call(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    options: LossOptions,
-    needs: Needs,
-    main_grad: Tensor | None,
-    mode: str | None = None,
-) -> HeadPlan:
-    size = options.product.itemsize
-    inputs = PlanInputs(
-        labels.numel(), weight.shape[1], weight.shape[0], size, options.wide and size < 4, needs[0], needs[1] or needs[2],
-        options.reduction != "none", main_grad is not None and main_grad.dtype is torch.float32, options.grad_scale is not None,
-        mode, options.group != "", options.chunk_bytes,
+def _plan_inputs(
+    N: int, D: int, V: int, options: LossOptions, needs: Needs, main_grad: Tensor | None, mode: str | None
+) -> PlanInputs:  # fmt: skip
+    size, promised = options.product.itemsize, options.grad_scale is not None
+    return PlanInputs(
+        N, D, V, size, options.wide and size < 4, needs[0], needs[1] or needs[2],
+        options.reduction != "none" and (promised or not options.differentiable),
+        main_grad is not None and main_grad.dtype is torch.float32, promised, mode, options.group != "", options.chunk_bytes,
     )  # fmt: skip
-    plan = make_plan(inputs, machine_speed(hidden.device, size))
+
+
+def plan_call(
+    hidden: Tensor, weight: Tensor, tokens: int, options: LossOptions, needs: Needs, main_grad: Tensor | None,
+    mode: str | None = None,
+) -> HeadPlan:  # fmt: skip
+    inputs = _plan_inputs(tokens, weight.shape[1], weight.shape[0], options, needs, main_grad, mode)
+    plan = make_plan(inputs, machine_speed(hidden.device, inputs.size))
     padded = padded_rows(weight, options.use_triton)
-    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * size) if padded else plan
+    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * inputs.size) if padded else plan
+
+
+def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
+    """Rows and columns at a time of a forward that makes no gradients: those of a call without gradients, for the same bits.
+
+    keep: logits wait. Then a number that is one for all tokens is made in one piece.
+    """
+    options = head.options
+    if keep and options.reduction != "none" and not options.stats:
+        return head.tokens, head.columns
+    nothing = Needs(False, False, False)
+    inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None)
+    plan = make_plan(inputs, machine_speed(head.hidden.device, inputs.size))
+    return plan.rows, head.columns if keep else plan.columns
 
 
 def head_of(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, options: LossOptions
-) -> Head:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    options: LossOptions,
+) -> Head:  # fmt: skip
     """Cast the operands to the products' type."""
     product = options.product
     group: Any = options.group  # to type checkers a name is of a type of its own
     tokens = cast(hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), product)
     shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
-    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard)
+    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard, bits)
 
 
 # ---- forward ----
@@ -85,21 +102,22 @@ def head_of(
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, mode: str | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the five of `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
+    """Return the `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
 
     Args:
         separate_sum: the weight's gradient goes to main_grad, and is rounded there only.
         accumulate: finished gradients of the weight are added to main_grad at once, and dweight is None.
         mode: the only one that will do, or None.
     """
-    plan = plan_call(hidden, weight, labels, options, needs, None if accumulate is None else accumulate[1], mode)
-    head = head_of(hidden, weight, bias, labels, place, options)
+    plan = plan_call(hidden, weight, labels.shape[0], options, needs, None if accumulate is None else accumulate[1], mode)
+    head = head_of(hidden, weight, bias, labels, place, bits, options)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
-        found, logits = losses(head, plan)
-        return *found, None, None, None, None if logits is None or plan.mode != "keep_logits" else to_global_rows(logits)
+        keep = plan.mode == "keep_logits"
+        found, logits = losses(head, *_forward_pieces(head, keep), keep)
+        return *found, None, None, None, None if logits is None else to_global_rows(logits)
     known, wide = plan.mode == "known_grad_scale", wide_type(head.hidden)
     target = accumulation_target(*accumulate) if known and needs.need_weight and accumulate is not None else None
     kind = weight.dtype if known and not separate_sum else wide_type(weight)
@@ -120,15 +138,16 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
         return "loss_only"
     if options.grad_scale is not None:
         return "known_grad_scale"
-    return "recompute" if options.reduction == "none" or options.full else "grad_in_forward"  # a graph sends zeros to all stats
+    # a graph sends zeros to statistics that nobody differentiates
+    return "recompute" if options.reduction == "none" or options.differentiable else "grad_in_forward"
 
 
 def _forward_in_graph(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _forward(
-        hidden, weight, bias, labels, token_weight, mean_scale, place, options, needs, separate_sum,
+        hidden, weight, bias, labels, token_weight, mean_scale, place, bits, options, needs, separate_sum,
         mode=_graph_mode(options, needs),
     )  # fmt: skip
 
@@ -140,12 +159,11 @@ def _tokens_like(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    N, wide, product = labels.numel(), wide_type(hidden), options.product
+    wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
-    kinds = wide, lse_type(logits), wide, wide, torch.bool
-    rows = [hidden.new_empty(N, dtype=kind) if options.full or i < 2 else None for i, kind in enumerate(kinds)]
+    rows = empty_rows(hidden, labels.numel(), options.statistics, logits)
     mode = _graph_mode(options, needs)
     known = mode == "known_grad_scale"
     if mode not in ("grad_in_forward", "known_grad_scale"):
@@ -162,11 +180,11 @@ def _forward_fake(
 
 
 # `Registered` takes an empty vector in the place of a `Tensor?` for None. So results that may have no rows are declared `Tensor`;
-# callers know by `full` and `needs` whether there are such.
+# callers know by `stats` and `needs` whether there are such.
 forward = Registered(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? token_weight, "
-    "Tensor? mean_scale, Tensor? place, LossOptions options, Needs needs, bool separate_sum) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
+    "Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, bool separate_sum) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
     _forward,
     _forward_fake,
     LossOptions,
@@ -179,8 +197,8 @@ forward = Registered(
 
 
 def _backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
-    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
     options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
@@ -188,7 +206,7 @@ def _backward(
 
     With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None.
     """
-    head = head_of(hidden, weight, bias, labels, place, options)
+    head = head_of(hidden, weight, bias, labels, place, bits, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
     kind = wide_type(weight) if separate_sum else weight.dtype
     made = Gradients(
@@ -200,16 +218,17 @@ def _backward(
     incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
     found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
     if logits is not None:
-        gradients_of_kept_logits(head, to_local_rows(logits, head.columns), found, incoming, sums, target is not None)
+        kept = to_local_rows(logits, head.columns)
+        gradients_of_kept_logits(head, _forward_pieces(head, True)[0], kept, found, incoming, sums, target is not None)
     else:
-        plan = plan_call(hidden, weight, labels, options._replace(grad_scale=None), needs, target, "recompute")
+        plan = plan_call(hidden, weight, labels.shape[0], options._replace(grad_scale=None), needs, target, "recompute")
         recompute_gradients(head, plan, found, incoming, sums, target is not None)
     return made
 
 
 def _backward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, lse: Tensor,
-    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
+    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
     options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
@@ -220,9 +239,9 @@ def _backward_fake(
 
 
 backward = Registered(
-    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor lse, "
-    "Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, Needs needs, "
-    "bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor? bits, "
+    "Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, "
+    "Needs needs, bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
     _backward,
     _backward_fake,
     LossOptions,
