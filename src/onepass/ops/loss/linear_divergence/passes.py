@@ -87,7 +87,7 @@ def _head_of(
     plain = LossOptions(
         ignore_index=options.ignore_index, smoothing=0.0, z_loss=0.0, softcap=0.0, scale=1.0, reduction=options.reduction,
         wide=options.wide, use_triton=options.use_triton, product=product, group=options.group, sequence=False, grad_scale=None,
-        chunk_bytes=None, full=False,
+        chunk_bytes=None, stats="",
     )  # fmt: skip
     return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, plain, shard)
 
