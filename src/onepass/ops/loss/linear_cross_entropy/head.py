@@ -122,7 +122,7 @@ class Chunks:
         if self.ranks == 1:
             return values[chunk]
         own, rest = values.shape[0] // self.ranks, values.shape[1:]
-        return values.view(self.ranks, own, *rest)[:, chunk].reshape(-1, *rest)
+        return values.view(self.ranks, own, *rest)[:, chunk].flatten(0, 1)
 
     def bits(self, chunk: slice) -> Tensor | None:
         """Return the chunk's part of the mask."""
