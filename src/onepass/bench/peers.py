@@ -29,7 +29,6 @@ PACKAGES = {
     "TRL": PeerPackage("trl", "trl"),
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
-    "TRL": PeerPackage("trl", "trl"),
     "torchao": PeerPackage("torchao", "torchao"),
 }
 
