@@ -24,7 +24,7 @@ from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, 
 from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
-HELD = 8192  # the longest row that a program holds in registers
+_HELD = 8192  # the longest row that a program holds in registers
 TILE_M, TILE_H = 64, 64  # of passes that write turned codes
 
 
@@ -96,7 +96,7 @@ def _tiles_kernel(
 
 @lru_cache(1024)
 def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
-    block_h = min(HELD // 2 if H > HELD else HELD, next_power_of_two(H))
+    block_h = min(_HELD // 2 if H > _HELD else _HELD, next_power_of_two(H))
     block_m = max(1, 2048 // block_h)
     bound: Bound = _rows_kernel.bind(
         x_row, H, known_align(x_row), e5m2, block_m, block_h, num_warps=max(4, min(16, block_m * block_h // 512))

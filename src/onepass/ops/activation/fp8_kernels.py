@@ -14,7 +14,6 @@ from torch import Tensor
 
 from onepass.kernels.column_sum import column_sum
 from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_cast import HELD
 from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
@@ -28,6 +27,7 @@ from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 FORWARD_VALUES = 4096  # of a forward tile: a program raises one slot for all of them
+_HELD = 16384  # the longest row that a program holds in registers: 32 values a thread
 TILE_M, TILE_H = 32, 64  # of backward, at most: turned rows of 32 bytes, rows of x of 128; 2 warps beat others, as measured
 
 # ---- device functions ----
@@ -245,7 +245,7 @@ def _backward_codes_kernel(
 
 @lru_cache(1024)
 def _rows_plan(act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, e5m2: bool) -> tuple[int, Bound]:
-    block_h = min(HELD // 2 if H > HELD else HELD, next_power_of_two(H))
+    block_h = next_power_of_two(H) if H <= _HELD else _HELD // 2  # a longer row is read twice
     block_m = max(1, 2048 // block_h)
     bound: Bound = _rows_kernel.bind(
         x_row, clamp, offset, H, act.forward, act.gated, known_align(H, x_row), e5m2, block_m, block_h,

@@ -210,6 +210,7 @@ def _codes_calls() -> Iterator[CoveringCall]:
             yield _codes_call(activation, width)
         yield _codes_call(activation, 8192, torch.float32)
         yield _codes_call(activation, 8192, torch.float16)
+        yield _codes_call(activation, 14336)
         for option in ("bare", "everything"):
             yield _codes_call(activation, 8192, option=option)
 
