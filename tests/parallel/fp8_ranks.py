@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conft
 
 import onepass
 from onepass.gradients import fp8_product, fp8_scales, fp8_weight
+from onepass.kernels import fp8_cast, fp8_turn
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.testing.mutants import mutate
@@ -32,15 +33,29 @@ RECIPES = {
 def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     world = dist.group.WORLD
-    found = {}
-    for scenario in (layer, alone, again, frozen, gathered, flushed, order):
-        found[scenario.__name__] = {(name, kind): scenario(name, kind, world) for name in CASES for kind in RECIPES}
+
+    def of_all(*scenarios):
+        return {each.__name__: {(name, kind): each(name, kind, world) for name in CASES for kind in RECIPES} for each in scenarios}
+
+    kernels = of_all(layer, alone)
+    if backend == "gloo":
+        use_formulas()
+    found = of_all(layer, alone, again, frozen, gathered, flushed, order)
+    found["kernels"] = kernels
     found["trained"] = {name: [trained(name, world, divide=divide) for divide in (True, False)] for name in CASES}
     for scenario in (shared_late, looked_at, released, validated, modules, mutants):
         found[scenario.__name__] = scenario(world)
     found["no tokens"] = {name: layer(name, "delayed", world, sequence=0)["y"].shape for name in CASES}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def use_formulas():
+    """Leave the interpreter, in which all of it would take a minute; mutants leave it too."""
+    onepass.use_backend("torch")
+    for module in (fp8_cast, fp8_turn, fp8_scales):
+        module.triton_unsupported = lambda x: "the formula is wanted"
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 # ---- layers ----
