@@ -1,4 +1,4 @@
-"""Replace the ranks of benchmarks/gpt_parallel.py: a rank fails or hangs as its row's name says. It imports no more than it needs."""
+"""Replace the ranks of benchmarks/gpt_parallel.py: a rank fails or hangs as its row is named. It imports what it needs only."""
 
 import json
 import os

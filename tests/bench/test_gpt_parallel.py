@@ -1,4 +1,4 @@
-"""benchmarks/gpt_parallel.py: each kind of row on two processes, what a trace is read as, and that one row's failure is its own."""
+"""benchmarks/gpt_parallel.py: each kind of row on two processes, what a trace is read as, and a row that fails by itself."""
 
 from __future__ import annotations
 

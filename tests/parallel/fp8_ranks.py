@@ -35,7 +35,8 @@ def run(rank, ranks, folder, backend):
     world = dist.group.WORLD
 
     def of_all(*scenarios):
-        return {each.__name__: {(name, kind): each(name, kind, world) for name in CASES for kind in RECIPES} for each in scenarios}
+        keys = [(name, kind) for name in CASES for kind in RECIPES]
+        return {scenario.__name__: {key: scenario(*key, world) for key in keys} for scenario in scenarios}
 
     kernels = of_all(layer, alone)
     if backend == "gloo":

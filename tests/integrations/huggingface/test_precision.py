@@ -487,7 +487,7 @@ def test_bad_input(monkeypatch):
 def test_compiled_as_one_graph(family):
     if family == "OPT" and torch.__version__ < "2.13":
         pytest.skip("OPT's layerdrop breaks the graph of this PyTorch")
-    model, before, _ = both(family, precision="fp8")
+    model, before, _ = both(family, num_hidden_layers=1, precision="fp8")
     uncompiled = model(**batch()).loss
     torch._dynamo.reset()
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch(), use_cache=False).loss
