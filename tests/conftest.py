@@ -40,18 +40,17 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def fp8_by_formula(monkeypatch):
-    """Cast and scale for eight bits by formulas, which the backend doesn't choose; so do copies that mutants make."""
+    """Cast and scale for eight bits by formulas, which the backend doesn't choose."""
     from onepass.gradients import fp8_scales
     from onepass.kernels import fp8_cast, fp8_turn
 
     for module in (fp8_cast, fp8_turn, fp8_scales):
         monkeypatch.setattr(module, "triton_unsupported", lambda x: "the formula is wanted")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
 def by_formula(fp8_by_formula):
-    """Run PyTorch's formulas only: the interpreter takes far longer. So do copies and processes that a test makes."""
+    """Run PyTorch's formulas only: the interpreter takes far longer."""
     import onepass
 
     with onepass.use_backend("torch"):

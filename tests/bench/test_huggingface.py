@@ -389,6 +389,7 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.usefixtures("transformers")
 def test_the_real_thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     file = tmp_path / "run.json"
     asked = [word for name in (EAGER, OURS, LIGER) for word in ("--contender", name)]  # each a process of its own
