@@ -131,10 +131,10 @@ SHAPES = ((37, 64), (1, 1), (3, 5, 33), (9, 1000), (3, 2048), (3, 5008), (2, 300
 
 
 def cases():
-    """All options and both formats at one width of each kernel, all types at each width."""
+    """All options and both formats at one width of each kernel, all types at each width that is not wide."""
     turns, formats = itertools.cycle(OPTIONS), itertools.cycle((E4M3, E5M2))
     for shape in SHAPES:
-        for kind in (BF16, FP16, FP32):
+        for kind in (BF16, FP16, FP32) if shape[-1] <= 5008 else (BF16, FP32):
             yield shape, kind, next(turns), next(formats)
     for shape in ((37, 64), (3, 5008)):
         for options in OPTIONS:
