@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ops.fp8_calls import decibels
 from parallel import fp8_ranks
-from parallel.fp8_ranks import CASES, MUTANTS, RECIPES, STEPS, B, K, N, S, part, used, whole
+from parallel.fp8_ranks import BY_KERNELS, CASES, MUTANTS, RECIPES, STEPS, B, K, N, S, part, used, whole
 from parallel.worlds import PAIRS, found_by
 
 from onepass.gradients.fp8_scales import ROLES
@@ -19,7 +19,9 @@ pytestmark = [
 ]
 cases = pytest.mark.parametrize("name", CASES)
 recipes = pytest.mark.parametrize("kind", RECIPES)
-ways = pytest.mark.parametrize("by", ("kernels", "formulas"))
+ways = pytest.mark.parametrize(
+    ("kind", "by"), [*((kind, "formulas") for kind in RECIPES), *((kind, "kernels") for kind in BY_KERNELS)]
+)
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -63,7 +65,6 @@ def by_way(found, by):
 
 @ways
 @cases
-@recipes
 def test_as_one_rank_in_fp64(found, name, kind, by):
     found = by_way(found, by)
     ours, exact = joined(name, [rank["layer"][name, kind] for rank in found]), unsharded(name)
@@ -75,7 +76,6 @@ def test_as_one_rank_in_fp64(found, name, kind, by):
 
 @ways
 @cases
-@recipes
 def test_as_one_rank_in_eight_bits_bit_for_bit(found, name, kind, by):
     """Each rank's part of the products, of all rows, is what it makes of them without the others; sums are those of these."""
     found = by_way(found, by)
