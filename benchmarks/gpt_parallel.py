@@ -1,6 +1,6 @@
 """A training step of the model 1B on several GPUs of one host: data parallel, tensor parallel, and in a pipeline.
 
-    python benchmarks/gpt_parallel.py [--case NAME ...] [--ranks N] [--json FILE] [--traces DIR] [--small]
+    python benchmarks/gpt_parallel.py [--case NAME ...] [--row NAME ...] [--ranks N] [--json FILE] [--traces DIR] [--small]
 
 It starts its own ranks, one a GPU. Each row is a model of its own, trained on the same random tokens by the trainer's own step:
 bf16 weights, fp32 main_grad (kept, also on one GPU), masters and moments, clipping, deterministic. Sequences have 4096 tokens.
@@ -466,6 +466,7 @@ def pipelines(rows: list[Row], told: dict[str, dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--row", action="append", metavar="NAME", help="only this row, by its name; may be given several times")
     parser.add_argument("--ranks", type=int, help="of dp; all GPUs there are")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--traces", type=Path, metavar="DIR", help="keep the traces of the pipelines' ranks there")
@@ -476,6 +477,9 @@ def main() -> None:
         parser.error(f"needs two GPUs or more, but there are {ranks}: --small needs none")
     size, console = SMALL if args.small else REAL, Console(width=130)
     rows = [row for row in all_rows(size, ranks) if args.case is None or row.case in args.case]
+    if unknown := set(args.row or ()) - {row.name for row in rows}:
+        parser.error(f"--row must be one of {', '.join(row.name for row in rows)}, but is {', '.join(sorted(unknown))}")
+    rows = [row for row in rows if args.row is None or row.name in args.row]
     machine = {"commit": commit(), "gpu": device_name(torch.device("cpu" if args.small else "cuda")), "versions": versions()}
     told: dict[str, dict[str, Any]] = {}
     for row, found in results(rows, args.small, args.traces):

@@ -38,6 +38,32 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(f"{count:6}  {reason}")
 
 
+@pytest.fixture
+def fp8_by_formula(monkeypatch):
+    """Cast and scale for eight bits by formulas, which the backend doesn't choose."""
+    from onepass.gradients import fp8_scales
+    from onepass.kernels import fp8_cast, fp8_turn
+
+    for module in (fp8_cast, fp8_turn, fp8_scales):
+        monkeypatch.setattr(module, "triton_unsupported", lambda x: "the formula is wanted")
+
+
+@pytest.fixture
+def by_formula(fp8_by_formula):
+    """Run PyTorch's formulas only: the interpreter takes far longer."""
+    import onepass
+
+    with onepass.use_backend("torch"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter_where_the_formula_is_tested(request):
+    callspec = getattr(request.node, "callspec", None)
+    if os.environ.get("TRITON_INTERPRET") == "1" and callspec is not None and callspec.params.get("backend") == "torch":
+        request.getfixturevalue("fp8_by_formula")
+
+
 @pytest.fixture(autouse=True)
 def _the_same_start_every_time():
     torch.manual_seed(0)

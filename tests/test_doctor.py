@@ -56,6 +56,7 @@ def test_a_machine_where_all_is_well(monkeypatch, capsys):
 
 
 def test_what_is_broken_shows_in_the_exit_status(monkeypatch):
+    monkeypatch.setattr(doctor, "OPS", {})
     monkeypatch.setattr(doctor, "_TRAPS", (lambda: [doctor.Check("a trap", doctor.WARNING, "found")],))
     assert doctor.run(types.SimpleNamespace(json=True)) == 0
     monkeypatch.setattr(doctor, "_TRAPS", (lambda: [doctor.Check("a trap", doctor.BROKEN, "found", "mend it")],))
@@ -63,6 +64,7 @@ def test_what_is_broken_shows_in_the_exit_status(monkeypatch):
 
 
 def test_as_people_read_it(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "OPS", {})
     broken = doctor.Check("a trap", doctor.BROKEN, "found [this]", "mend it")
     monkeypatch.setattr(doctor, "_TRAPS", (lambda: [broken],))
     assert doctor.run(types.SimpleNamespace(json=False)) == 1
@@ -195,6 +197,58 @@ def test_addmm_without_out_dtype():
     assert "newer PyTorch" in check.advice
 
 
+# ---- huggingface.apply ----
+
+
+@pytest.mark.parametrize(("version", "verdict"), [(None, "ok"), ("4.57.1", "warning")])
+def test_where_apply_has_nothing_to_see(version, verdict, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: version)
+    check = _only(doctor._huggingface_apply)
+    assert check.verdict == verdict
+    assert (version or "transformers is not installed") in check.found
+
+
+@pytest.fixture
+def huggingface():
+    return pytest.importorskip("onepass.integrations.huggingface") if pytest.importorskip("transformers") else None
+
+
+def test_apply_sees_the_parts_of_tiny_models(huggingface):
+    checks = list(doctor._huggingface_apply())
+    assert [check.verdict for check in checks] == [doctor.OK] * 2, checks
+    assert "norm, mlp, rope, qkv, loss" in checks[0].found
+
+
+def test_a_part_that_apply_does_not_see_is_named(huggingface, monkeypatch):
+    parts = (*doctor._FAMILIES["llama"].parts, "window")
+    monkeypatch.setitem(doctor._FAMILIES, "llama", dataclasses.replace(doctor._FAMILIES["llama"], parts=parts))
+    check = _only(doctor._applied, "apply", "llama")
+    assert check.verdict == doctor.WARNING and check.found.endswith("left: window: not recognised")
+
+
+def test_an_apply_that_changes_numbers_is_found(huggingface, monkeypatch):
+    stock = huggingface.apply
+
+    def off(model):
+        model.model.norm.weight.data.mul_(1.01)
+        return stock(model)
+
+    monkeypatch.setattr(huggingface, "apply", off)
+    check = _only(doctor._applied, "apply", "llama")
+    assert check.verdict == doctor.BROKEN and check.found.startswith("gradients differ by")
+
+
+def test_an_apply_that_notices_no_change_is_found(huggingface, monkeypatch):
+    monkeypatch.setattr(huggingface.applied.AppliedRow, "now", lambda row, model: row)
+    check = _only(doctor._applied, "apply", "llama")
+    assert check.verdict == doctor.BROKEN and check.found.startswith("a norm that was replaced is not noticed")
+
+
+def test_an_apply_that_raises_is_broken(huggingface, monkeypatch):
+    monkeypatch.setattr(huggingface, "apply", lambda model: 1 / 0)
+    assert {check.verdict for check in doctor._huggingface_apply()} == {doctor.BROKEN}
+
+
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_wrong_numbers_are_found(factor, monkeypatch):
     def wrong(x, bias, activation, backend):
@@ -269,6 +323,7 @@ def test_a_gpu_that_answers_nothing_hides_nothing_else(as_json, monkeypatch, gpu
 
 
 def test_a_machine_whose_gpus_cannot_be_counted(monkeypatch):
+    monkeypatch.setattr(doctor, "OPS", {})
     def broken():
         raise RuntimeError("NVML: driver/library version mismatch")
 
@@ -294,7 +349,7 @@ def test_every_op_has_a_sample_call():
 
 
 def test_as_a_command():
-    environment = os.environ | {"ONEPASS_BACKEND": "nope"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"ONEPASS_BACKEND": "nope"}
     done = subprocess.run([sys.executable, "-m", "onepass.cli", "doctor"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr
     assert "ONEPASS_BACKEND" in done.stdout

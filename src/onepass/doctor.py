@@ -7,6 +7,9 @@ a reason that can be fixed on this machine. What works, but slower or with fewer
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import importlib
 import importlib.metadata
 import json
 import os
@@ -285,7 +288,92 @@ def _addmm(device: torch.device) -> Iterator[Check]:
         yield Check("addmm(out_dtype=)", OK, f"works on {device}")
 
 
-_TRAPS = (_triton_version, _driver, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache)
+# ---- huggingface.apply, on tiny models of the installed transformers ----
+
+_OLDEST_TRANSFORMERS = 5
+_TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A family of models: its configuration, the parts of it that apply replaces, and the name of its last norm."""
+
+    config: dict[str, Any]
+    parts: tuple[str, ...]
+    norm: str
+
+
+_FAMILIES = {
+    "llama": _Family({"num_key_value_heads": 2, "intermediate_size": 48}, ("norm", "mlp", "rope", "qkv", "loss"), "norm"),
+    "gpt2": _Family({"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, ("norm", "mlp", "qkv", "loss"), "ln_f"),
+}
+
+
+def _huggingface_apply() -> Iterator[Check]:
+    """Whether apply sees the parts of tiny models, leaves their numbers as they are, and notices a change."""
+    version = _version("transformers")
+    if version is None:
+        yield Check("huggingface.apply", OK, "transformers is not installed: there is nothing to apply to")
+    elif int(version.split(".")[0]) < _OLDEST_TRANSFORMERS:
+        advice = f"install transformers {_OLDEST_TRANSFORMERS} or later to use huggingface.apply"
+        yield Check("huggingface.apply", WARNING, f"transformers {version} was never tried", advice)
+    else:
+        for family in _FAMILIES:
+            checks: list[Check] = []
+            name = f"huggingface.apply to {family} of transformers {version}"
+            checks += _tried(name, partial(_applied, name, family), checks)
+            yield from checks
+
+
+def _applied(name: str, family: str) -> Iterator[Check]:
+    from onepass.integrations import huggingface
+
+    known, report = _FAMILIES[family], "please report it, with `onepass doctor --json`"
+    transformers: Any = importlib.import_module("transformers")
+    logging = transformers.utils.logging
+    config = transformers.AutoConfig.for_model(family, **_TINY, **known.config)
+    with torch.random.fork_rng(devices=[]), backend.use_backend("torch"), contextlib.ExitStack() as stack:
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        torch.manual_seed(0)
+        before = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        model = copy.deepcopy(before)
+        applied = huggingface.apply(model)
+        whys = {row.part: row.why for row in applied.left}
+        missing = [part for part in known.parts if part not in {row.part for row in applied.replaced}]
+        apart = [_apart(model, before)]
+        for each in (model, before):
+            setattr(getattr(each, each.base_model_prefix), known.norm, torch.nn.Identity())
+        apart.append(_apart(model, before))
+        noticed = any("changed since" in (row.why or "") for row in applied.left)
+    if not max(apart) <= 1e-4 or not noticed:
+        found = f"gradients differ by {apart[0]:.1e}, and by {apart[1]:.1e} after a norm was replaced"
+        yield Check(name, BROKEN, found if noticed else f"a norm that was replaced is not noticed; {found}", report)
+    elif missing:
+        said = "; ".join(f"{part}: {whys.get(part) or 'not recognised'}" for part in missing)
+        yield Check(name, WARNING, f"slower than it could be, as some parts are left: {said}", report)
+    else:
+        yield Check(name, OK, f"replaces {', '.join(known.parts)}; gradients are the model's, also after a norm was replaced")
+
+
+def _apart(model: Any, before: Any) -> float:
+    """Return the relative distance of the gradients of two models."""
+    ids = torch.arange(2 * 12).view(2, 12) % 61
+    grads = []
+    for each in (model, before):
+        each.zero_grad()
+        each(input_ids=ids, labels=ids).loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
+    ours, theirs = grads
+    return float((ours - theirs).norm() / theirs.norm()) if ours.shape == theirs.shape else float("nan")
+
+
+_TRAPS = (
+    _triton_version, _driver, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache, _huggingface_apply,
+)  # fmt: skip
 _GPU_TRAPS = (_capability, _addmm)
 
 

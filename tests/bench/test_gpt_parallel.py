@@ -1,4 +1,4 @@
-"""benchmarks/gpt_parallel.py: every row on two processes, what a trace is read as, and that one row's failure is its own."""
+"""benchmarks/gpt_parallel.py: each kind of row on two processes, what a trace is read as, and a row that fails by itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+ROWS = (  # each way to divide a model, and each of a pipeline's options
+    "one, 4", "one, 8", "one, 8 x 1", "dp", "dp, sharded", "tp + sp, strong", "pp, 8 later", "pp, zero-bubble",
+    "pp, uneven, interleaved",
+)  # fmt: skip
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 
@@ -30,11 +35,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What --small writes; traces beside it."""
+    """What --small writes of ROWS; traces beside it."""
     folder = tmp_path_factory.mktemp("small")
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     kept.setdefault("ONEPASS_COMMIT", "unknown")  # of a copy that is no checkout
-    script = [sys.executable, str(BENCHMARKS / "gpt_parallel.py"), "--small"]
+    script = [sys.executable, str(BENCHMARKS / "gpt_parallel.py"), "--small", *(word for row in ROWS for word in ("--row", row))]
     done = subprocess.run(
         [*script, "--json", str(folder / "found.json"), "--traces", str(folder / "traces")],
         env=kept, capture_output=True, text=True, timeout=400,
@@ -45,9 +50,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_row_is_measured(bench: Any, record: dict[str, Any]) -> None:
-    rows = bench.all_rows(bench.SMALL, 2)
-    assert list(record["rows"]) == [row.name for row in rows] and {row.case for row in rows} == set(bench.CASES)
+def test_rows_are_measured(bench: Any, record: dict[str, Any]) -> None:
+    rows = [row for row in bench.all_rows(bench.SMALL, 2) if row.name in ROWS]
+    assert list(record["rows"]) == [row.name for row in rows] == list(ROWS) and {row.case for row in rows} == set(bench.CASES)
     assert record["commit"] and record["gpu"] and record["versions"] and record["size"]["length"] == bench.SMALL.length
     for row in rows:
         found = record["rows"][row.name]
@@ -62,13 +67,7 @@ def test_every_row_is_measured(bench: Any, record: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_same_model_and_sequences_give_the_same_loss(record: dict[str, Any]) -> None:
     rows = record["rows"]
-    assert {name for name, row in rows.items() if "apart" not in row} == {
-        "one, 4",
-        "one, 8",
-        "one, 4 x 4",
-        "one, 8 x 1",
-        "dp, 4 x 4",
-    }
+    assert {name for name, row in rows.items() if "apart" not in row} == {"one, 4", "one, 8", "one, 8 x 1"}
     for row in rows.values():
         assert row.get("apart", 0) < 1e-4 and row.get("norm_apart", 0) < 1e-3
     assert rows["one, 8"]["loss"] != pytest.approx(rows["one, 8 x 1"]["loss"], abs=1e-3)  # another model
@@ -77,12 +76,22 @@ def test_the_same_model_and_sequences_give_the_same_loss(record: dict[str, Any])
 @pytest.mark.slow
 def test_a_pipelines_step_is_told_from_its_traces(record: dict[str, Any]) -> None:
     pipelines = {name: row["pipeline"] for name, row in record["rows"].items() if "pipeline" in row}
-    assert len(pipelines) == 9 and len(record["traces"]) == 2 * len(pipelines)
+    assert len(pipelines) == 3 and len(record["traces"]) == 2 * len(pipelines)
     for name, found in pipelines.items():
         assert 0 <= found["flush_idle_ms"] <= found["flush_ms"] < found["traced_ms"] and found["drain_ms"] < found["traced_ms"]
         assert all(0 < idle < found["traced_ms"] for idle in found["idle_ms"])
         works = "later" in name or "zero" in name  # in the flush
         assert (found["flush_idle_ms"] < 0.999 * found["flush_ms"]) == works, name
+
+
+def test_every_row_is_a_model_and_a_run(bench: Any) -> None:
+    for size in (bench.SMALL, bench.REAL):
+        rows = bench.all_rows(size, 2)
+        assert len({row.name for row in rows}) == len(rows) == 18
+        for row in rows:
+            config, options = row.config(size), row.options(size)
+            assert config.pipeline_model_parallel_size == (2 if row.case == "pp" else 1)
+            assert options.global_batch_size % options.micro_batch_size == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +152,7 @@ def test_the_rows_after_one_that_fails_have_new_ranks(bench: Any, monkeypatch: p
     monkeypatch.setattr(bench, "run", gpt_parallel_ranks.run)
     monkeypatch.setattr(bench, "PATIENCE", 15)
     names = ("good", "raises", "killed", "better", "waits")
-    rows = [bench.Row(name, "dp", 2, 2, 1) for name in names]
+    rows = [SimpleNamespace(name=name, ranks=2) for name in names]
     found = {row.name: answer for row, answer in bench.results(rows, True, None)}
     assert list(found) == list(names)
     for name in ("good", "better"):

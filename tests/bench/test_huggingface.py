@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 import torch
 from bench.benching import bench
 
-import onepass
 from onepass.bench import huggingface, huggingface_process
 from onepass.bench.huggingface_cases import (
     CONTENDERS,
@@ -39,10 +38,7 @@ CPU = torch.device("cpu")
 LLAMA = cases(quick=True)[0]
 
 
-@pytest.fixture(autouse=True)
-def _not_the_interpreter() -> Iterator[None]:
-    with onepass.use_backend("torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("by_formula")
 
 
 # ---- in a contender's process ----
@@ -396,7 +392,8 @@ def test_the_real_thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     file = tmp_path / "run.json"
-    assert bench("huggingface", "--case", "llama", "--steps", "3", "--json", str(file)) == 0
+    asked = [word for name in (EAGER, OURS, LIGER) for word in ("--contender", name)]  # each a process of its own
+    assert bench("huggingface", "--case", "llama", "--steps", "3", *asked, "--json", str(file)) == 0
     rows = rows_of(file)
     assert [rows[LLAMA.name, name]["status"] for name in (EAGER, OURS)] == ["ok", "ok"]
     assert len(rows[LLAMA.name, OURS]["losses"]) == 3

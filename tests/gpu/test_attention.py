@@ -11,7 +11,7 @@ from ops.calls import equal, relative
 import onepass
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.forward import has_cudnn
-from onepass.testing.fuzz import _laid_out
+from onepass.testing.fuzz import lay_out
 
 module = importlib.import_module("onepass.ops.attention.attention")
 
@@ -49,7 +49,7 @@ def test_pytorch_reads_no_address_that_it_cannot(layout, R, how):
     qkv, cos, sin, dy = draw(case)
     more = {"cos": cos, "sin": sin} if R else {}
     found = []
-    for x, by in ((qkv, dy), (_laid_out(qkv, layout), _laid_out(dy, layout))):
+    for x, by in ((qkv, dy), (lay_out(qkv, layout), lay_out(dy, layout))):
         x = x.detach().requires_grad_()
         y = onepass.attention(x, 4, 4, **more, **({"backend": "torch"} if how == "torch" else {"deterministic": False}))
         y.backward(by)

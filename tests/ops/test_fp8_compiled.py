@@ -75,7 +75,8 @@ def alike(ours, theirs, least):
 def test_compiled_calls_are_uncompiled_ones(recipe, backend, main_grad):
     with onepass.use_backend(backend):
         plain = steps(block, parameters(main_grad=main_grad), recipe)
-        compiler = "inductor" if recipe is RECIPES["delayed"] else "aot_eager"  # which takes a tenth of the time
+        # the graph is the same, in a tenth of the time; of formulas in Inductor a test below has the codes too
+        compiler = "inductor" if recipe is RECIPES["delayed"] and main_grad and backend == "triton" else "aot_eager"
         compiled = steps(torch.compile(block, fullgraph=True, backend=compiler), parameters(main_grad=main_grad), recipe)
     # a compiler leaves out the rounding of h to 16 bits between formulas: some codes are the next ones
     assert not alike(compiled, plain, 36 if backend == "triton" else 24)
@@ -125,7 +126,9 @@ def test_a_checkpointed_block(backend):
 
     with onepass.use_backend(backend):
         plain = steps(block, parameters(), RECIPES["delayed"])
-        assert not alike(steps(torch.compile(checkpointed, fullgraph=True), parameters(), RECIPES["delayed"]), plain, 24)
+        compiler = "inductor" if backend == "triton" else "aot_eager"
+        call = torch.compile(checkpointed, fullgraph=True, backend=compiler)
+        assert not alike(steps(call, parameters(), RECIPES["delayed"]), plain, 24)
 
 
 @recipes

@@ -13,7 +13,7 @@ from onepass.ops.linear.grouped import grouped_linear
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, random_tensors
 from onepass.testing.contract import Subject, leaves_main_grad_alone_where_it_fails
-from onepass.testing.failing import MemorySteps
+from onepass.testing.faults import MemorySteps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32

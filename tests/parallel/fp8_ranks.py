@@ -4,6 +4,7 @@ import importlib
 import os
 import pickle
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conft
 
 import onepass
 from onepass.gradients import fp8_product, fp8_scales, fp8_weight
+from onepass.kernels import fp8_cast, fp8_turn
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.testing.mutants import mutate
@@ -27,20 +29,35 @@ RECIPES = {
     "row": onepass.FP8Recipe(scaling="row"),
     "16-bit wgrad": onepass.FP8Recipe(wgrad=False),
 }
+BY_KERNELS = ("delayed", "row")  # without a GPU: the others' kernels are these
 
 
 def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
     world = dist.group.WORLD
-    found = {}
-    for scenario in (layer, alone, again, frozen, gathered, flushed, order):
-        found[scenario.__name__] = {(name, kind): scenario(name, kind, world) for name in CASES for kind in RECIPES}
+
+    def of_all(*scenarios, kinds=RECIPES):
+        keys = [(name, kind) for name in CASES for kind in kinds]
+        return {scenario.__name__: {key: scenario(*key, world) for key in keys} for scenario in scenarios}
+
+    kernels = of_all(layer, alone, kinds=BY_KERNELS)
+    if backend == "gloo":
+        use_formulas()
+    found = of_all(layer, alone, again, frozen, gathered, flushed, order)
+    found["kernels"] = kernels
     found["trained"] = {name: [trained(name, world, divide=divide) for divide in (True, False)] for name in CASES}
     for scenario in (shared_late, looked_at, released, validated, modules, mutants):
         found[scenario.__name__] = scenario(world)
     found["no tokens"] = {name: layer(name, "delayed", world, sequence=0)["y"].shape for name in CASES}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def use_formulas():
+    """Leave the interpreter, in which all of it would take a minute."""
+    onepass.use_backend("torch")
+    for module in (fp8_cast, fp8_turn, fp8_scales):
+        module.triton_unsupported = lambda x: "the formula is wanted"
 
 
 # ---- layers ----
@@ -416,8 +433,11 @@ def mutants(group):
     """Return, by name, whether a mutant's results are all those of the real functions."""
     real, found = judged(group, LINEAR), {}
     for name, mutant in MUTANTS.items():
+        with patch.dict(os.environ):
+            os.environ.pop("TRITON_INTERPRET", None)  # the copy runs formulas
+            broken = mutate(*mutant, entry=LINEAR)
         try:
-            theirs = judged(group, mutate(*mutant, entry=LINEAR))
+            theirs = judged(group, broken)
         except RuntimeError:  # of both ranks alike
             found[name] = False
             continue

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ops.fp8_calls import decibels
 from parallel import fp8_ranks
-from parallel.fp8_ranks import CASES, MUTANTS, RECIPES, STEPS, B, K, N, S, part, used, whole
+from parallel.fp8_ranks import BY_KERNELS, CASES, MUTANTS, RECIPES, STEPS, B, K, N, S, part, used, whole
 from parallel.worlds import PAIRS, found_by
 
 from onepass.gradients.fp8_scales import ROLES
@@ -19,6 +19,9 @@ pytestmark = [
 ]
 cases = pytest.mark.parametrize("name", CASES)
 recipes = pytest.mark.parametrize("kind", RECIPES)
+ways = pytest.mark.parametrize(
+    ("kind", "by"), [*((kind, "formulas") for kind in RECIPES), *((kind, "kernels") for kind in BY_KERNELS)]
+)
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -55,9 +58,15 @@ def joined(name, parts):
 # ---- results ----
 
 
+def by_way(found, by):
+    """Return what each rank found by kernels, or by formulas where there is no GPU."""
+    return [rank["kernels"] if by == "kernels" else rank for rank in found]
+
+
+@ways
 @cases
-@recipes
-def test_as_one_rank_in_fp64(found, name, kind):
+def test_as_one_rank_in_fp64(found, name, kind, by):
+    found = by_way(found, by)
     ours, exact = joined(name, [rank["layer"][name, kind] for rank in found]), unsharded(name)
     for key, t in ours.items():
         assert t.shape == exact[key].shape
@@ -65,10 +74,11 @@ def test_as_one_rank_in_fp64(found, name, kind):
     assert all(rank["layer"][name, kind][key].dtype == torch.bfloat16 for rank in found for key in ours)
 
 
+@ways
 @cases
-@recipes
-def test_as_one_rank_in_eight_bits_bit_for_bit(found, name, kind):
+def test_as_one_rank_in_eight_bits_bit_for_bit(found, name, kind, by):
     """Each rank's part of the products, of all rows, is what it makes of them without the others; sums are those of these."""
+    found = by_way(found, by)
     _, by_row, divided = CASES[name]
     singles = [rank["alone"][name, kind] for rank in found]
     bias = whole()[1]["bias"]

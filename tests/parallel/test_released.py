@@ -41,7 +41,7 @@ def _all_of_it():
 
 
 def gpt(**changes):
-    return Model(preset("tiny", params_dtype="bf16", **SMALL, **changes))
+    return Model(preset("tiny", params_dtype="bf16", **SMALL | changes))
 
 
 def steps_of_gpt(release, changes, microbatches=2, deferred=False):
@@ -75,6 +75,7 @@ def assert_same(one, two):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("changes", [{}, LLAMA, {"num_moe_experts": 2}], ids=["gpt2", "llama", "experts"])
 def test_a_gpts_steps_are_the_same_bits(changes, backend):
+    changes = changes | ({"num_layers": 1} if backend == "triton" else {})  # which takes seconds in the interpreter
     with onepass.use_backend(backend):
         assert_same(steps_of_gpt(False, changes), steps_of_gpt(True, changes))
 
@@ -82,7 +83,8 @@ def test_a_gpts_steps_are_the_same_bits(changes, backend):
 @pytest.mark.parametrize("how", [{"deferred": True}, {"microbatches": 1}], ids=str)
 def test_and_however_gradients_are_made(how):
     changes = {"untie_embeddings_and_output_weights": True} if "deferred" in how else {}
-    assert_same(steps_of_gpt(False, changes, **how), steps_of_gpt(True, changes, **how))
+    with onepass.use_backend("torch"):
+        assert_same(steps_of_gpt(False, changes, **how), steps_of_gpt(True, changes, **how))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from onepass.cli import main
+from onepass.gradients import deferred
 from onepass.kernels import rows
 from onepass.kernels.language import triton
+from onepass.ops.dropout import dropout_add, formula
+from onepass.ops.dropout import kernels as dropout_kernels
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import forward as norm_forward
 from onepass.ops.norm import norm
@@ -31,12 +34,16 @@ def test_random_cases_are_within_the_budget(op):
 
 
 SHORT, SOFTMAX = (norm_forward, "short_rows"), (softmax_kernels, "_softmax_rows")
+DROPOUT_BACKWARD = (dropout_kernels, "_dropout_backward_kernel")
 MUTANTS = {
     "eps inside out": (norm, *SHORT, "tl.sqrt(tl.sum(x * x, 1) / H + eps)", "(tl.sqrt(tl.sum(x * x, 1) / H) + eps)"),
     "weight rounded to bf16": (norm, rows, "load_scale", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
     "last block of rows lost": (norm, norm_backward, "norm_backward", "ceil_div(blocks, programs)", "(blocks // programs)"),
     "a store one row too far": (norm, *SHORT, "rows < M", "rows <= M"),
     "one right of the diagonal": (softmax, *SOFTMAX, "last[:, None]", "last[:, None] + 1"),
+    "another row's elements dropped of a gradient": (dropout_add, *DROPOUT_BACKWARD, "rows + offset", "rows + offset + 1"),
+    "a gradient not scaled": (dropout_add, *DROPOUT_BACKWARD, "threshold, scale, BLOCK_H", "threshold, 1.0, BLOCK_H"),
+    "fp64 summed in fp32": (dropout_add, formula, "backward_formula", "promote_types(wide, dtype)", "float32"),
     "a fully masked row is NaN": (softmax, *SOFTMAX, "(nan.to(tl.int32), 0) > 0", "(nan.to(tl.int32), 0) > 1"),
 }
 
@@ -45,13 +52,21 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     entry, module, function, old, new = MUTANTS[name]
-    op = "softmax" if entry is softmax else "rms_norm"
+    op = "rms_norm" if entry is norm else entry.__name__.rpartition(".")[2]
     mutant = getattr(mutate(module, function, old, new, entry=entry), op)
+    backends = ("torch",) if module is formula else ("triton",)
     for seed in range(CASES[op]):
-        how = {"device": DEVICE, "function": mutant, "backends": ("triton",)}
+        how = {"device": DEVICE, "function": mutant, "backends": backends}
         if fuzz.run_case(OPS[op], seed, **how).failures:
             return
     raise AssertionError(f"not found in {CASES[op]} cases")
+
+
+def test_a_deferred_gradient_that_is_lost_is_found(monkeypatch):
+    monkeypatch.setattr(deferred._ProductWork, "add", lambda self, coming, main_grad: None)
+    tally = fuzz.fuzz(OPS["linear"], 2 * CASES["linear"], device=DEVICE, backends=("torch",), shrinks=0)
+    assert tally.failed
+    assert all("deferred" in case.what for case in tally.failed)
 
 
 # ---- a failing case ----

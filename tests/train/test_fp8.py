@@ -16,6 +16,7 @@ import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gradients.fp8_scales import FP8Scales
+from onepass.kernels.language import triton
 from onepass.nn.precision import fp8_layers
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
@@ -23,6 +24,7 @@ from onepass.train.precision import describe_precision
 from onepass.train.setup import make
 from onepass.train.steps import TrainSteps
 
+pytestmark = pytest.mark.usefixtures("by_formula")
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 QUICK = "--no-table", "--no-fusion-table", "--samples", 0
 
@@ -45,6 +47,14 @@ def test_a_resumed_run_is_the_run(settings, evaluated, tmp_path):
     assert weights(trained).equal(weights(other))
     assert equal(scales(trained), scales(other)) and scales(trained)
     assert equal(whole(path), whole(again))
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_a_resumed_run_is_the_run_by_kernels(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    with onepass.use_backend("triton"):
+        trained, other, lines, _ = resumed(tmp_path, alone(), {}, (1,))
+    assert lines[0] == lines[1] and weights(trained).equal(weights(other)) and equal(scales(trained), scales(other))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 # Sizes are few, as a kernel is compiled for each width; rows are run-time arguments. In order of simplicity.
 _WIDTHS = (8, 1, 2, 3, 17, 33, 64, 100, 129, 257)
@@ -68,11 +68,16 @@ class Draw:
         return self.choose(_LARGE_LEADS if self.flag(0.05) else _LEADS)
 
     def dtype(self) -> torch.dtype:
-        return self.choose((FP32, BF16, FP16))
+        """Return x's type. Of fp64, which kernels don't take, the formula must compute in fp64."""
+        return self.choose((FP32, BF16, FP16, FP64), (4, 4, 4, 1))
 
     def beside(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type of a tensor that may have another type than x."""
         return self.choose((dtype, FP32, BF16, FP16), (6, 2, 1, 1))
+
+    def dropout(self) -> float:
+        """Return a probability, which is 0 most of the time."""
+        return self.choose((0.0, 0.5, 0.1, 1.0), (4, 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,14 @@ class RandomCall:
     Args:
         tensors: by the names of the op's parameters.
         options: the op's other options.
-        formula: takes the tensors by their names, in any type, and returns what the op returns.
+        formula: takes the tensors by their names, in any type, and returns what the op returns. The op and the formula find the
+            random state alike, so that the formula can drop what the op drops.
         products: whether operands of products inside are rounded to the storage type.
         written: tensors that the call writes by design. They are given as results of an operator.
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
         finite: draw no infinity and no NaN, where the formula isn't the contract for them.
         incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
+        promised: the gradient that comes to the first result where the call was promised it. None comes to the others.
         floors: takes the tensors, and returns absolute errors that results ("y0", "dweight") may have where terms cancel.
     """
 
@@ -119,6 +126,7 @@ class RandomCall:
     gradients: float = 0.0
     finite: bool = False
     incoming: float = 1.0
+    promised: float | None = None
     floors: Callable[[dict[str, Tensor]], dict[str, float]] = lambda tensors: {}
 
 

@@ -87,7 +87,7 @@ def fp8_dequantise(codes: Tensor, exponents: Tensor, dtype: torch.dtype, parts: 
     size = codes.shape[-1] // parts
     scale = (exponents.int() << 23).view(torch.float32).unflatten(-1, (parts, -1))
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (parts, size))
-    largest = torch.finfo(dtype).max  # a type's largest numbers round up past it
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # a type's largest numbers round up past it
     values = (values * scale.repeat_interleave(FP8_RUN, -1)[..., :size]).clamp(-largest, largest)
     return cast(values.flatten(-2), dtype)
 

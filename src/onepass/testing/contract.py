@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS, Op
 from onepass.runtime.samples import Sample, weights_of
-from onepass.testing.failing import MemorySteps
+from onepass.testing.faults import MemorySteps
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
 

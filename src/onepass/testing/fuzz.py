@@ -13,6 +13,7 @@ Numbers come from the device's own generator, so a case repeats on the same kind
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.gradients.deferred import DeferredWgrad
 from onepass.runtime.op import OPS, Op
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.testing.fuzz_judge import PRODUCTS, judge
@@ -70,11 +72,18 @@ class _Drawn:
     """A call with its numbers."""
 
     call: RandomCall
+    seed: int  # also of the default generator before each run: the op and the formula drop the same elements
     tensors: dict[str, Tensor]
     asking: set[str]  # who gets a gradient
     main_grads: dict[str, Tensor]
     words: list[str]
+    defers: bool = False  # the weight's gradient is made after backward
     dys: list[Tensor | None] | None = None
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type in which the op computes."""
+        return torch.promote_types(next(iter(self.tensors.values())).dtype, torch.float32)
 
 
 # ---- a case ----
@@ -108,7 +117,7 @@ def run_case(
             continue
         found.ran.append(backend)
         try:
-            ours = _ours(function or op.function, drawn, backend, draw, seed)
+            ours = _ours(function or op.function, drawn, backend, draw)
         except Exception as error:
             found.failures.append(f"{backend}: {type(error).__name__}: {error}")
             if _is_lost(device):
@@ -118,7 +127,8 @@ def run_case(
         references = references or _references(drawn)
         types = {f"d{name}": drawn.main_grads.get(name, drawn.tensors[name]).dtype for name in drawn.asking}
         factor = PRODUCTS if drawn.call.products else 1.0
-        bad = judge(ours, references, types, drawn.call.gradients, factor, drawn.call.floors(drawn.tensors))
+        floors, eps = drawn.call.floors(drawn.tensors), torch.finfo(drawn.wide).eps
+        bad = judge(ours, references, types, drawn.call.gradients, factor, floors, eps)
         found.failures += [f"{backend}: {words}" for words in bad]
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)
@@ -138,7 +148,8 @@ def _is_lost(device: torch.device) -> bool:
 def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
     call: RandomCall = op.samples.RANDOM_CALLS[op.name](draw)
     source = random.Random(f"{op.name} {seed} numbers")
-    drawn = _Drawn(call, {}, set(), {}, [f"{name}={value}" for name, value in call.options.items() if value not in (None, False)])
+    words = [f"{name}={value}" for name, value in call.options.items() if value not in (None, False)]
+    drawn = _Drawn(call, seed, {}, set(), {}, words)
     first = next(iter(call.tensors.values()))
     for i, (name, tensor) in enumerate(call.tensors.items()):
         numbers = draw.choose(NUMBERS, _LIKELY, source) if tensor.kind in _REAL else "normal"
@@ -152,7 +163,7 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         if layout == "expanded" and (alike or (call.products and "weight" in tensor.kind)):
             layout = "contiguous"  # of equal rows of a weight gradients cancel, down to the rounding of operands
         values = _values(tensor, numbers, _generator(device, seed, i), device)
-        drawn.tensors[name] = _laid_out(values, layout)
+        drawn.tensors[name] = lay_out(values, layout)
         words = [f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"]
         words += [word for word in (numbers, layout) if word not in ("normal", "contiguous")]
         if tensor.kind in (*_REAL, "positive"):
@@ -160,12 +171,20 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
                 drawn.asking.add(name)
                 if tensor.parameter and draw.flag(0.2):
                     like = torch.randn(tensor.shape, generator=_generator(device, seed, 100 + i), device=device)
-                    drawn.main_grads[name] = like.to(draw.choose((torch.float32, tensor.dtype)))
+                    drawn.main_grads[name] = like.to(draw.choose((torch.float32, _main_grad_type(tensor.dtype))))
                     words.append("main_grad")
             else:
                 words.append("frozen")
         drawn.words.append(" ".join(words))
+    can_defer = "deferred" in inspect.signature(op.function).parameters and call.promised is None
+    if can_defer and "weight" in drawn.main_grads and draw.flag():
+        drawn.defers = True
+        drawn.words.append("deferred")
     return drawn
+
+
+def _main_grad_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype is torch.float64 else dtype
 
 
 def _generator(device: torch.device, seed: int, of: int) -> torch.Generator:
@@ -186,7 +205,7 @@ def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, devi
         return uniform() < 0.3
     if tensor.kind == "positive":
         return (uniform() + 0.25).to(tensor.dtype)
-    x: Tensor = torch.randn(shape, **on)
+    x: Tensor = torch.randn(shape, dtype=torch.promote_types(tensor.dtype, torch.float32), **on)
     if tensor.kind in ("cos", "sin"):
         return (x.cos() if tensor.kind == "cos" else x.sin()).to(tensor.dtype)
     if "weight" in tensor.kind:
@@ -208,7 +227,7 @@ def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, devi
     return x.to(tensor.dtype)
 
 
-def _laid_out(t: Tensor, layout: str) -> Tensor:
+def lay_out(t: Tensor, layout: str) -> Tensor:
     """Return the values in another memory layout; expanded, in all of the first dimension those of its first entry."""
     if layout == "contiguous" or not t.dim() or not t.numel():
         return t
@@ -227,18 +246,23 @@ def _laid_out(t: Tensor, layout: str) -> Tensor:
 # ---- the computations ----
 
 
-def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw, seed: int) -> dict[str, Tensor]:
+def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw) -> dict[str, Tensor]:
     """Run the op in poisoned memory. Inputs, incoming gradients, and the memory around them must stay as they are."""
     leaves = {name: t.detach().requires_grad_(name in drawn.asking) for name, t in drawn.tensors.items()}
     given = {name: t * 1 if name in drawn.call.written else t for name, t in leaves.items()}
     for name, main_grad in drawn.main_grads.items():
         leaves[name].main_grad = main_grad.clone()  # type: ignore[attr-defined]
+    deferred = DeferredWgrad() if drawn.defers else None
+    more = {} if deferred is None else {"deferred": deferred}
+    torch.manual_seed(drawn.seed)
     with unchanged(**drawn.tensors), poisoned():
-        outputs = _outputs(function(**given, **drawn.call.options, backend=backend))
+        outputs = _outputs(function(**given, **drawn.call.options, **more, backend=backend))
         if drawn.dys is None:
-            drawn.dys = [_incoming(y, i, draw, seed, drawn.call.incoming) for i, y in enumerate(outputs)]
+            drawn.dys = [_incoming(y, i, draw, drawn) for i, y in enumerate(outputs)]
         with unchanged(**{f"dy{i}": dy for i, dy in enumerate(drawn.dys)}):
             results = _results(outputs, drawn.dys)
+            if deferred is not None:
+                deferred.flush()
     for name in drawn.asking:
         grad = leaves[name].main_grad if name in drawn.main_grads else leaves[name].grad  # type: ignore[attr-defined]
         results[f"d{name}"] = torch.zeros_like(leaves[name]) if grad is None else grad
@@ -257,13 +281,15 @@ def _outputs(returned: Any) -> list[Tensor]:
     return [tensor for each in returned for tensor in _outputs(each)]
 
 
-def _incoming(y: Tensor, i: int, draw: Draw, seed: int, size: float) -> Tensor | None:
+def _incoming(y: Tensor, i: int, draw: Draw, drawn: _Drawn) -> Tensor | None:
     """Return a gradient to come back to y, in some memory layout, or None."""
-    if not y.requires_grad or (i and draw.flag(0.2)):
+    call = drawn.call
+    if not y.requires_grad or (i and (call.promised is not None or draw.flag(0.2))):
         return None
     layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
-    dy: Tensor = torch.randn(y.shape, generator=_generator(y.device, seed, 50 + i), device=y.device) * size
-    return _laid_out(dy.to(y.dtype), layout)
+    dy: Tensor = torch.randn(y.shape, generator=_generator(y.device, drawn.seed, 50 + i), device=y.device) * call.incoming
+    dy = dy if call.promised is None else torch.full_like(dy, call.promised)
+    return lay_out(dy.to(y.dtype), layout)
 
 
 def _results(outputs: list[Tensor], dys: list[Tensor | None]) -> dict[str, Tensor]:
@@ -277,12 +303,12 @@ def _references(drawn: _Drawn) -> list[dict[str, Tensor]]:
     """Return the results in fp64, in fp32, and twice in fp32 of inputs a rounding away, subnormal ones taken for 0.
 
     Those show how far the problem itself amplifies an error, as where a difference cancels. The rounding is fp32's, or the
-    storage type's where operands of products inside have that type.
+    storage type's where operands of products inside have that type. For an op that computes in fp64, fp32 becomes fp64.
     """
-    first = next(iter(drawn.tensors.values()))
-    jitter = torch.finfo(first.dtype if drawn.call.products else torch.float32).eps
-    found = [_formula(drawn, torch.float64), _formula(drawn, torch.float32)]
-    return found + [_formula(drawn, torch.float32, jitter, seed) for seed in (1, 2)]
+    first, wide = next(iter(drawn.tensors.values())), drawn.wide
+    jitter = torch.finfo(first.dtype if drawn.call.products else wide).eps
+    found = [_formula(drawn, torch.float64), _formula(drawn, wide)]
+    return found + [_formula(drawn, wide, jitter, seed) for seed in (1, 2)]
 
 
 def _formula(drawn: _Drawn, dtype: torch.dtype, jitter: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
@@ -292,13 +318,14 @@ def _formula(drawn: _Drawn, dtype: torch.dtype, jitter: float = 0.0, seed: int =
         tiny = torch.finfo(t.dtype).tiny
         t = t.detach().to(dtype, copy=True)
         if jitter:
-            step = torch.rand(t.shape, generator=_generator(t.device, seed, 0), device=t.device) - 0.5
+            step = torch.rand(t.shape, dtype=dtype, generator=_generator(t.device, seed, 0), device=t.device) - 0.5
             t = torch.where(t.abs() < tiny, 0.0, t * (1 + step * 2 * jitter))
         return t
 
     leaves = {name: converted(t).requires_grad_(name in drawn.asking) for name, t in drawn.tensors.items()}
     assert drawn.dys is not None
     dys = [None if dy is None else converted(dy) for dy in drawn.dys]
+    torch.manual_seed(drawn.seed)
     results = _results(_outputs(drawn.call.formula(**leaves)), dys)
     for name in drawn.asking:
         grad = leaves[name].grad

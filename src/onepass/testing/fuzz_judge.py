@@ -15,11 +15,13 @@ from torch import Tensor
 
 MARGIN = 8.0  # times the baselines' error: chosen cases have a strict budget, and ten thousand drawn ones their extremes
 PRODUCTS = 3.0  # times those, where operands inside are rounded: a baseline rounds inputs only
-SLACK = 1e-6
+SLACK = 1e-6  # of fp32 arithmetic
 VANISHED = 1e-13  # of gradients, whose incoming ones are about 1: fp64 has 1 + tanh(x) = 0 where the tail is 1e-16 yet
 MANY = 256  # numbers from which on what keeps less than x is judged: of few, one that turns the other way at a clamp is all
 SMALL = 32  # outputs and rows of fewer elements have too little spread
 RARE = 8.0  # more is allowed of outputs of fewer than MANY, where one row's extreme is all
+
+_FP32 = torch.finfo(torch.float32).eps
 
 Results = Mapping[str, Tensor]
 
@@ -31,6 +33,7 @@ def judge(
     gradients: float = 0.0,
     factor: float = 1.0,
     floors: Mapping[str, float] | None = None,
+    eps: float = _FP32,
 ) -> list[str]:
     """Return what is wrong with our results, in words.
 
@@ -39,7 +42,8 @@ def judge(
         types: the dtypes that results must have.
         gradients: a relative error that gradients may have beside.
         factor: multiplies what the baselines allow.
-        floors: absolute errors that results of these names may have.
+        floors: absolute errors that results of these names may have where arithmetic is fp32.
+        eps: of the arithmetic.
     """
     exact, *baselines = references
     if ours.keys() != exact.keys():
@@ -47,8 +51,8 @@ def judge(
     found = []
     for name, result in ours.items():
         wide, gradient = [baseline[name] for baseline in baselines], name.startswith("d")
-        floor = max((floors or {}).get(name, 0.0), VANISHED if gradient else 0.0)
-        allowed = Allowed(gradients if gradient else 0.0, factor, floor, gradient or factor > 1)
+        floor = max((floors or {}).get(name, 0.0) * eps / _FP32, VANISHED if gradient else 0.0)
+        allowed = Allowed(gradients if gradient else 0.0, factor, floor, gradient or factor > 1, SLACK * eps / _FP32)
         found += [f"{name} {words}" for words in _judge_one(result, exact[name], wide, types.get(name, result.dtype), allowed)]
     return found
 
@@ -60,12 +64,13 @@ class Allowed(NamedTuple):
     factor: float  # of what the baselines allow
     floor: float
     either: bool  # NaN or infinite: sums of infinities are either by the order of their terms
+    slack: float  # relative, where the result has many numbers
 
 
 def _judge_one(
     ours: Tensor, exact: Tensor, baselines: list[Tensor], dtype: torch.dtype, allowed: Allowed
 ) -> Iterator[str]:
-    extra, factor, floor, either = allowed
+    extra, factor, floor, either, least = allowed
     if ours.shape != exact.shape or ours.dtype != dtype:
         yield f"is {ours.dtype}{list(ours.shape)}, but must be {dtype}{list(exact.shape)}"
         return
@@ -93,7 +98,7 @@ def _judge_one(
     floor = max(floor, 2 * kind.tiny * (kind.eps if dtype is torch.float16 else 1.0))
     among = 2 * kind.eps * _rms(size) if factor > 1 else zero  # a row's operands are rounded, which meet in another row
     factor *= RARE if exact.numel() < MANY else 1.0
-    slack = extra + (SLACK if exact.numel() >= SMALL else max(SLACK, 2 * kind.eps))
+    slack = extra + (least if exact.numel() >= SMALL else max(least, 2 * kind.eps))
     measures = [
         ("relative RMS", _rms(error), factor * MARGIN * _rms(noise) + slack * _rms(size)),
         ("largest error", error.amax(), factor * MARGIN * noise.amax() + slack * size.amax()),

@@ -42,24 +42,24 @@ def masks_of(model, **given):
 
 
 MASKED, PLAIN = (True, False), (False, True)
+ONE = {"num_hidden_layers": 1}  # where dynamo reads all of transformers' code, which takes seconds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ("Llama", "Qwen3"))
-def test_a_call_that_masks_nothing(family):
-    model, _, _ = both(family)
+def test_a_call_that_masks_nothing():
+    model, _, _ = both(**ONE)
     given = batch() | {"use_cache": False}
     tokens = given["input_ids"].shape[1]
-    assert masks_of(model, **given) == [PLAIN] * 2
-    assert masks_of(model, **given, attention_mask=torch.ones_like(given["input_ids"])) == [MASKED] * 2
+    assert masks_of(model, **given) == [PLAIN]
+    assert masks_of(model, **given, attention_mask=torch.ones_like(given["input_ids"])) == [MASKED]
     packed = torch.arange(tokens).remainder(5).expand(2, -1)
-    assert masks_of(model, **given, position_ids=packed) == [MASKED] * 2
+    assert masks_of(model, **given, position_ids=packed) == [MASKED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", ("packed", "padded", "plain"))
+@pytest.mark.parametrize("given", ("packed", "padded"))
 def test_compiled_it_masks_what_it_masked(given):
-    model, before, _ = both()
+    model, before, _ = both(**ONE)
     more = {"position_ids": torch.arange(12).remainder(5).expand(2, -1)} if given == "packed" else {}
     call = batch(masked=given == "padded") | more | {"use_cache": False}
     assert_alike(step(torch.compile(model, fullgraph=True, backend="aot_eager"), **call), step(before, **call))
@@ -67,8 +67,8 @@ def test_compiled_it_masks_what_it_masked(given):
 
 @pytest.mark.slow
 def test_a_window_is_a_mask():
-    model, _, _ = both("Mistral")
-    assert masks_of(model, **batch(), use_cache=False) == [MASKED] * 2
+    model, _, _ = both("Mistral", **ONE)
+    assert masks_of(model, **batch(), use_cache=False) == [MASKED]
 
 
 def test_a_mask_that_is_asked_for_otherwise_is_kept():
@@ -172,7 +172,7 @@ def test_a_mask_that_a_hook_adds(where, compiled):
     def windowed(module, args, options):
         return args, options | {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril().triu(-2)[None, None]}
 
-    model, before, _ = both()
+    model, before, _ = both(**(ONE if compiled else {}))
     for each in (model, before):
         for layer in each.model.layers:
             (layer if where == "layer" else layer.self_attn).register_forward_pre_hook(windowed, with_kwargs=True)

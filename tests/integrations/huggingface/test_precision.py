@@ -17,31 +17,25 @@ from parallel.worlds import found_by
 
 import onepass
 from onepass import FP8Recipe
-from onepass.gradients import fp8_scales, fp8_updates, fp8_weight
+from onepass.gradients import fp8_updates, fp8_weight
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import linears, mlps, precision
-from onepass.kernels import fp8_cast, fp8_turn
 from onepass.kernels.language import triton
 from onepass.testing.mutants import mutate
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:max_norm is None",  # Trainer is imported by some tests, and stays
-    "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
-)
+pytestmark = [
+    pytest.mark.usefixtures("by_formula"),
+    pytest.mark.filterwarnings(
+        "ignore:max_norm is None",  # Trainer is imported by some tests, and stays
+        "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
+    ),
+]
 RECIPES = {"delayed": "fp8", "current": FP8Recipe(scaling="current"), "row": FP8Recipe(scaling="row")}
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PACKED = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # a Llama's products, by their first weights
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS = tuple(f"{'mlp' if i > 3 else 'self_attn'}.{name}" for i, name in enumerate(TARGETS))
-
-
-@pytest.fixture(autouse=True)
-def _by_pytorch(monkeypatch):
-    for module in (fp8_cast, fp8_turn, fp8_scales):  # whose kernels take most of the time in the interpreter
-        monkeypatch.setattr(module, "triton_unsupported", lambda x: "formulas are wanted")
-    with onepass.use_backend("torch"):
-        yield
 
 
 def assert_near(found, expected, least=16):
@@ -493,7 +487,7 @@ def test_bad_input(monkeypatch):
 def test_compiled_as_one_graph(family):
     if family == "OPT" and torch.__version__ < "2.13":
         pytest.skip("OPT's layerdrop breaks the graph of this PyTorch")
-    model, before, _ = both(family, precision="fp8")
+    model, before, _ = both(family, num_hidden_layers=1, precision="fp8")
     uncompiled = model(**batch()).loss
     torch._dynamo.reset()
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch(), use_cache=False).loss
@@ -546,7 +540,9 @@ def test_what_is_right_passes():
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    mutant = mutate(*MUTANTS[name], entry=applied_module)
+def test_a_mutant_is_found(name, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)  # the copy runs formulas
+        mutant = mutate(*MUTANTS[name], entry=applied_module)
     with pytest.raises((AssertionError, RuntimeError)):
         catches(mutant.apply)

@@ -159,10 +159,10 @@ def test_others_are_as_before(why):
     torch.testing.assert_close((y.float(), h.float()), tuple(t.float() for t in expected), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("family", ("Llama", "Qwen2", "Qwen3", "Gemma2"))
+@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2"))
 def test_models(family):
     """As one graph, whose weights are the model's."""
-    model, before, _ = both(family)
+    model, before, _ = both(family, num_hidden_layers=1)
     call = batch() | {"use_cache": False}
     seen = []
     assert_alike(step(compiled(model, seen), **call), step(before, **call))

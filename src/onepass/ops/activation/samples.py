@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from onepass.kernels import fp8_tile
+from onepass.kernels.philox import row_numbers, threshold_of
+from onepass.kernels.seeds import draw_seed
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.activations import ACTIVATIONS
@@ -54,6 +56,7 @@ SHAPES_OF = {
 
 # ---- random calls ----
 
+_SAVES = "input", "fp8", "offload"
 _FP8_ERROR = 2.0  # of gradients at an x of three bits, where a clamp may turn the other way
 
 
@@ -75,15 +78,21 @@ def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], 
 
 def _random_bias_activation(draw: Draw) -> RandomCall:
     tensors, options, _, _ = _random_activation("bias", draw)
-    save = draw.choose(("input", "fp8"), (4, 1))
-    formula = partial(bias_activation_reference, **options)
-    return RandomCall(tensors, {**options, "save": save}, formula, gradients=_FP8_ERROR * (save == "fp8"))
+    save, dropout = draw.choose(_SAVES, (8, 2, 1)), draw.dropout()
+    threshold = threshold_of("dropout", dropout)
+
+    def formula(x: Tensor, bias: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
+        rows, seed = (row_numbers(x), draw_seed(x)) if threshold else (None, 0)
+        return bias_activation_reference(x, bias, token_weight, rows, seed=seed, threshold=threshold, **options)
+
+    more = {"save": save, "dropout": dropout}
+    return RandomCall(tensors, options | more, formula, gradients=_FP8_ERROR * (save == "fp8"))
 
 
 def _random_activation_linear(draw: Draw) -> RandomCall:
     tensors, options, dtype, width = _random_activation("activation_bias", draw)
     tensors |= linear_tensors(draw, width, dtype)
-    save = draw.choose(("input", "fp8"), (4, 1))
+    save = draw.choose(_SAVES, (8, 2, 1))
     formula = partial(activation_linear_reference, **options)
     return RandomCall(tensors, {**options, "save": save}, formula, True, gradients=_FP8_ERROR * (save == "fp8"))
 

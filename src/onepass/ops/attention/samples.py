@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
 from onepass.ops.attention.rope import rope, rope_reference
-from onepass.runtime.random_calls import BF16, FP16, FP32, Draw, RandomCall, RandomTensor
+from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -47,7 +47,8 @@ SHAPES_OF = {"attention": {"cos": _table_shape, "sin": _table_shape}}
 
 
 def _random_attention(draw: Draw) -> RandomCall:
-    dtype, D = draw.choose((BF16, FP16, FP32), (4, 4, 1)), draw.choose((16, *SIZES[1:], 6), (8, *(1 for _ in SIZES[1:]), 1))
+    dtype = draw.choose((BF16, FP16, FP32, FP64), (8, 8, 2, 1))
+    D = draw.choose((16, *SIZES[1:], 6), (8, *(1 for _ in SIZES[1:]), 1))
     heads, groups = draw.choose(((1, 1), (2, 1), (4, 2), (3, 3)))
     batch, tokens = draw.choose((1, 2, 0)), draw.choose((3, 1, 17, 64, 100, 0), (2, 2, 2, 1, 1, 1))
     tensors = {"qkv": RandomTensor((batch, tokens, (heads + 2 * groups) * D), dtype, "tame")}

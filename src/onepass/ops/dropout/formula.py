@@ -36,7 +36,9 @@ def backward_formula(
     """dx and dbias, each where it has a type. Autograd can differentiate them again."""
     threshold, number = options
     drawn: Any = seed if number is None else number
-    wide = torch.promote_types(dy.dtype, torch.float32)
+    wide = torch.float32
+    for dtype in (dy.dtype, dx_type, dbias_type):
+        wide = wide if dtype is None else torch.promote_types(wide, dtype)
     pieces, sums = [], dy.new_zeros(dy.shape[-1], dtype=wide)
     for dz, rows in _row_blocks(dy, global_rows(dy, first_row, threshold)):
         dz = dz.to(wide)

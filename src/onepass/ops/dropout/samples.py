@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.kernels.philox import row_numbers, threshold_of
+from onepass.kernels.seeds import draw_seed
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.dropout_add import dropout_add, dropout_add_reference
 from onepass.ops.dropout.formula import DropoutOptions
@@ -47,16 +49,16 @@ SHAPES_OF: dict[str, dict[str, Any]] = {}
 
 
 def _random_dropout_add(draw: Draw) -> RandomCall:
-    """Nothing is dropped, or everything: what is dropped between is random."""
     dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
     tensors = {"x": RandomTensor((*lead, width), dtype), "residual": RandomTensor((*lead, width), draw.beside(dtype))}
     if draw.flag():
         tensors["bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
-    p, training = draw.choose((0.0, 1.0), (3, 1)), draw.flag(0.8)
+    p, training = draw.dropout(), draw.flag(0.8)
+    threshold = threshold_of("p", p) if training else 0
 
     def formula(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        added = x if bias is None else x + bias
-        return residual + (added.masked_fill(torch.ones_like(added, dtype=torch.bool), 0.0) if p and training else added)
+        seed = draw_seed(x) if threshold else 0
+        return dropout_add_reference(x, bias, residual, row_numbers(x), seed=seed, threshold=threshold)
 
     return RandomCall(tensors, {"p": p, "training": training}, formula)
 

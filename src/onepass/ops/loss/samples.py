@@ -120,9 +120,11 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         found = linear_cross_entropy_reference(**given, **options)
         return (found[0], *found[1]) if options["return_stats"] else found
 
-    more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, FP32))}
+    more: dict[str, Any] = {"chunk_bytes": draw.choose((None, 1 << 12))}
+    more["logits_dtype"] = draw.choose((None, torch.promote_types(dtype, FP32)))
     # of an ignored row with NaN the formula makes 0 * NaN, the op 0; tests/ops/test_nonfinite.py has what both must say
     scaled = (2.0**12 if options["reduction"] == "mean" else 2.0**3) if dtype is torch.float16 else 1.0
+    more["grad_scale"] = draw.choose((None, -scaled / 2), (3, 1))
 
     def floors(given: dict[str, Tensor]) -> dict[str, float]:
         rows = math.prod(lead)
@@ -131,7 +133,9 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         found = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
         return found | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
 
-    return RandomCall(tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, floors=floors)
+    return RandomCall(
+        tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors
+    )
 
 
 RANDOM_CALLS = {"cross_entropy": _random_cross_entropy, "linear_cross_entropy": _random_linear_cross_entropy}
