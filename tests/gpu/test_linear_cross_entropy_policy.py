@@ -48,6 +48,22 @@ def test_a_pass_without_gradients_takes_half_a_gib(shape):
     assert torch.cuda.max_memory_allocated() - before <= (512 << 20) + 1.01 * copy
 
 
+@shapes
+def test_a_mask_restricts_the_distribution(shape):
+    """As of a head that has the other columns left out: its columns are every third."""
+    hidden, weight, labels = policy(*shape)
+    labels = torch.where(labels < 0, labels, labels // 3 * 3)
+    mask = torch.arange(shape[2], device="cuda") % 3 == 0
+    asked = {"reduction": "none", "return_stats": ("log_prob", "entropy")}
+    loss, stats = onepass.linear_cross_entropy(hidden, weight, labels, vocab_mask=mask, **asked)
+    found = torch.autograd.grad((loss, stats.entropy), (hidden, weight), (torch.ones_like(loss),) * 2)
+    fewer = torch.where(labels < 0, labels, labels // 3)
+    loss, theirs = onepass.linear_cross_entropy(hidden, weight[mask], fewer, **asked)
+    wanted = torch.autograd.grad((loss, theirs.entropy), (hidden, weight), (torch.ones_like(loss),) * 2)
+    for one, other in zip((stats.log_prob, stats.entropy, *found), (theirs.log_prob, theirs.entropy, *wanted), strict=True):
+        assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
+
+
 # ---- rows that are ignored ----
 
 

@@ -95,7 +95,7 @@ def _both_kernel(
     M, X_ROW, OUT_ROW, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW, OUT_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN)
@@ -115,7 +115,8 @@ def _both_kernel(
     surprise = tl.zeros([BLOCK // GROUP], tl.float32)
     first = tl.full([BLOCK // GROUP], 2147483647, tl.int32)
     squares = tl.zeros([BLOCK // GROUP], tl.float32)
-    again = tl.where(kept, AGAIN, 0)
+    # without statistics a row that doesn't count needs none, and one flag less is held in registers
+    again = tl.where(kept if FULL else counts, AGAIN, 0)
     for begin in range(0, again, BLOCK):
         columns = begin + lanes
         z = _groups(_piece(x_ptr, columns, ROOM, False, "evict_last"), columns, scale, cap, W, False, SCALED, CAPPED, GROUP)
@@ -182,8 +183,8 @@ def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, stats: 
     block, num_warps = tiles_of_rows(W, sums[0], any(sums[1:]) or capped)
     bound: Bound = _both_kernel.bind(
         x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, PLANES, *flags_of(terms), *sums, known_align(x_row, out_row), block, min(block, 4 if wide else 8),
-        num_warps=num_warps,
+        W, room, PLANES, *flags_of(terms), *sums, bool(stats), known_align(x_row, out_row), block,
+        min(block, 4 if wide else 8), num_warps=num_warps,
     )  # fmt: skip
     return bound
 
