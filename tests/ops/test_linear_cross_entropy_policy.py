@@ -68,6 +68,7 @@ def test_statistics_of_a_mean_take_no_fourth_product(asked, count):
     assert products(call, inputs) == count
 
 
+@on_a_cpu  # a GPU's plan takes blocks of so few rows
 def test_statistics_that_nobody_differentiates_leave_gradients_to_forward():
     """Of a long batch, where logits don't fit: of differentiable statistics logits are made again."""
     inputs = tensors((200,), 24, 3000, rest=False)[:3]
@@ -126,11 +127,12 @@ def test_rows_alone_are_as_all_rows(stats, reduction, ignored, backend, monkeypa
             assert not any(t[gone].any() for t in found[1:4])
 
 
+@on_a_cpu
 @backends
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_that_is_ignored_is_not_read(way, backend):
-    """NaN in it goes nowhere, and its gradient is 0."""
-    if backend == "triton" and DEVICE == "cpu" and way not in ("keep_logits", "known_grad_scale"):
+    """NaN in it goes nowhere, and its gradient is 0. A GPU's products take some such rows along, up to a round number."""
+    if backend == "triton" and way not in ("keep_logits", "known_grad_scale"):
         pytest.skip("two ways stand for the others under the interpreter")
     inputs = tensors((24,), 12, 70)
     inputs[2] = PEOPLE["half"](inputs[2])
