@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from ops.linear_cross_entropy_oracle import ALL, DEVICE, FP32, FP64, op, reducti
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses
 from onepass.ops.loss.formula import STATISTICS
+from onepass.ops.loss.linear_cross_entropy import head
+from onepass.ops.loss.linear_cross_entropy.head import LogitsBlock
 from onepass.testing.poison import poisoned, unchanged
 
 # ---- what it computes ----
@@ -381,3 +384,11 @@ def test_labels_of_no_token_are_nan_where_nobody_looks(way, monkeypatch):
         if "none" in reductions_of(way):
             loss = op(way, reduction="none")(*inputs)
             assert loss.isnan().tolist() == [False] * 3 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize("dtype", (FP32, torch.bfloat16), ids=str)
+def test_a_rank_without_columns_has_zeros_as_its_part_of_the_gradient(dtype):
+    none = torch.empty(5, 0, device=DEVICE, dtype=dtype)
+    into = torch.full((5, 4), NAN, device=DEVICE)
+    head.hidden_gradient(SimpleNamespace(weight=torch.empty(0, 4, device=DEVICE, dtype=dtype)), LogitsBlock(none, none, 0, 0), into)
+    assert not into.any()

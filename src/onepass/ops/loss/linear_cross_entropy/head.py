@@ -218,7 +218,7 @@ def hidden_gradient(head: Head, logits: LogitsBlock, into: Tensor, add: bool = F
         else:
             torch.mm(d, weight, out_dtype=into.dtype, out=into)
     else:
-        for at in range(0, d.shape[1], _CPU_COLUMNS):
+        for at in range(0, max(1, d.shape[1]), _CPU_COLUMNS):  # once without columns too: it writes zeros
             part = slice(at, at + _CPU_COLUMNS)
             # in place: autocast would round the result of addmm
             into.addmm_(d[:, part].to(into.dtype), weight[part].to(into.dtype), beta=float(add or at > 0))
