@@ -390,5 +390,6 @@ def test_labels_of_no_token_are_nan_where_nobody_looks(way, monkeypatch):
 def test_a_rank_without_columns_has_zeros_as_its_part_of_the_gradient(dtype):
     none = torch.empty(5, 0, device=DEVICE, dtype=dtype)
     into = torch.full((5, 4), NAN, device=DEVICE)
-    head.hidden_gradient(SimpleNamespace(weight=torch.empty(0, 4, device=DEVICE, dtype=dtype)), LogitsBlock(none, none, 0, 0), into)
+    rank = SimpleNamespace(weight=torch.empty(0, 4, device=DEVICE, dtype=dtype))
+    head.hidden_gradient(rank, LogitsBlock(none, none, 0, 0), into)
     assert not into.any()
