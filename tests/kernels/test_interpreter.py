@@ -4,6 +4,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+interpreter_bounds = pytest.importorskip("onepass.testing.interpreter_bounds")
 tl = pytest.importorskip("triton.language")
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the real kernels", allow_module_level=True)
@@ -218,6 +219,14 @@ def _mask_kernel(x_ptr, y_ptr, bound, N: tl.constexpr):
     tl.store(y_ptr + i, x, mask=(tl.sum(x, 0) > bound) & (i.to(tl.uint64) < N - 1) & (x == x))
 
 
+@pytest.fixture
+def nothing_noted(monkeypatch):
+    """Forget memory that kernels of earlier tests reached: it is free, and this test's tensors may lie there."""
+    monkeypatch.setattr(interpreter_bounds.reached, "noted", {})
+    monkeypatch.setattr(interpreter_bounds.reached, "noted_ends", None)
+
+
+@pytest.mark.usefixtures("nothing_noted")
 def test_accesses_out_of_bounds_raise():
     x, y = torch.randn(2, 12)[0], torch.zeros(8)  # of one storage x has only the first half, and all of it may be read
     _copy_kernel[(1,)](x, y, 16, 24, -16, 16)
@@ -231,6 +240,7 @@ def test_accesses_out_of_bounds_raise():
             _count_kernel[(1,)](y, at)
 
 
+@pytest.mark.usefixtures("nothing_noted")
 def test_a_tensor_is_reached_by_its_distance():
     from onepass.kernels.reach import distance
 
