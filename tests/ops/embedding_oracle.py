@@ -32,7 +32,7 @@ class Case:
     strange: bool = False
     ids: torch.dtype = torch.int64
     layout: str = "contiguous"  # of dy, weight, ids and main_grad; or columns, rows, expanded
-    tiles: tuple[int, int] | None = None  # tokens ordered at a time, and columns a program of backward
+    tiles: tuple[int, int] | None = None  # segments of the order, and columns a program of backward
     sorts: bool = True  # in the kernel
 
     @property
@@ -128,14 +128,15 @@ def replaced(names, **changes):
 def small_tiles(module, case):
     """In the block the kernels of `module` have the case's tiles. Yield the counters, which all calls share, as on a GPU."""
     forward, backward = module.look_up.__globals__, module.rows_gradient.__globals__["sum_rows"].__globals__
-    block_t, block_h = (forward["_BLOCK_T"], backward["_BLOCK_H"]) if case.tiles is None else case.tiles
+    segments, block_h = (forward["_ORDER"].segments, backward["_BLOCK_H"]) if case.tiles is None else case.tiles
+    order = forward["_ORDER"]._replace(segments=segments)
     rows = forward["_MOST_ROWS"] if case.sorts else 0
     plans = forward["_plan"], backward["_plan"]
     for plan in plans:
         plan.cache_clear()
     counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     kept = {} if DEVICE == "cuda" else {"stream_scratch": lambda *_: (None, counters)}
-    with replaced(forward, _BLOCK_T=block_t, _MOST_ROWS=rows, **kept), replaced(backward, _BLOCK_H=block_h, **kept):
+    with replaced(forward, _ORDER=order, _MOST_ROWS=rows, **kept), replaced(backward, _BLOCK_H=block_h, **kept):
         yield counters
     for plan in plans:
         plan.cache_clear()
@@ -195,11 +196,11 @@ def main_cases():
         Case(),
         Case(7, 11, 6, BF16),
         Case(300, 9, 20, draw="alike", main=FP32),
-        Case(333, 1000, 9, BF16, FP32, "zipf", tiles=(64, 1024)),
-        Case(500, 300, 40, FP16, draw="halves", tiles=(128, 16)),
-        Case(200, 7, 33, BF16, BF16, "sorted", tiles=(64, 16)),
+        Case(333, 1000, 9, BF16, FP32, "zipf", tiles=(2, 1024)),
+        Case(500, 300, 40, FP16, draw="halves", tiles=(4, 16)),
+        Case(200, 7, 33, BF16, BF16, "sorted", tiles=(2, 16)),
         Case(129, 1, 3, FP32, FP16, "alike"),
-        Case(130, 13, 10, FP32, FP32, start=11, size=40, padding=-18, strange=True, tiles=(64, 1024)),
+        Case(130, 13, 10, FP32, FP32, start=11, size=40, padding=-18, strange=True, tiles=(2, 1024)),
         Case(90, 40, 8, padding=3, strange=True, ids=torch.int32),
         Case(128, 2, 4, draw="sorted", main=FP32),
         Case(192, 3, 4, draw="sorted", main=BF16),

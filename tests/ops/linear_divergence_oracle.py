@@ -154,7 +154,7 @@ def forced(module, case):
         mode = "recompute" if inputs.in_graph and mode.startswith("keep") else mode
         return module.plan.DivergencePlan(mode, rows, -(-inputs.N // rows), 0, False)
 
-    tiles = kernels.tiles_of_rows if case.block is None else lambda W, kind: kernels.PieceTiles(case.block, 1, 0)
+    tiles = kernels.tiles_of_rows if case.block is None else lambda *_: kernels.PieceTiles(case.block, 1, 0)
     with mock.patch.object(module.steps, "make_plan", plan), mock.patch.object(kernels, "tiles_of_rows", tiles):
         kernels._plan.cache_clear()
         yield

@@ -19,12 +19,12 @@ MAIN = Case(dtype=BF16, main=FP32, bias=True, V=300, lead=(200,), wide=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it
     "the teacher's bias forgotten": (steps, "_forward", "teacher_weight, teacher_bias)", "teacher_weight, None)", FORWARD),
     "the teacher's bias forgotten in backward": (steps, "_backward", "teacher_weight, teacher_bias)", "teacher_weight, None)", AGAIN),
-    "each chunk's logits of the first tokens": (passes, "_LogitChunks._block", "head.hidden[chunk], 0, head.columns, buffer)", "head.hidden[: chunk.stop - chunk.start], 0, head.columns, buffer)", FORWARD),
-    "what waits is the last chunk's": (passes, "_LogitChunks._block", "(kept[chunk], None)", "(kept[: chunk.stop - chunk.start], None)", TEACHER),
+    "each chunk's logits of the first tokens": (passes, "_LogitChunks._block", "_chunk_of(head.hidden, chunk), 0, head.columns, buffer)", "head.hidden[: chunk.stop - chunk.start], 0, head.columns, buffer)", FORWARD),
+    "what waits is the last chunk's": (passes, "_LogitChunks._block", "(_chunk_of(kept, chunk), None)", "(kept[: chunk.stop - chunk.start], None)", TEACHER),
     "the last chunk lost": (passes, "_LogitChunks.__init__", "range(0, pair.tokens, max(1, rows))", "range(0, pair.tokens - rows, max(1, rows))", FORWARD),
-    "the last chunk's weight gradient alone": (passes, "_GradientSums.add", "head.hidden[chunk], self.begun", "head.hidden[chunk], False", FORWARD),
+    "the last chunk's weight gradient alone": (passes, "_GradientSums.add", "chunk), self.begun", "chunk), False", FORWARD),
     "the bias's gradient of the last chunk": (passes, "_GradientSums.add", "self.into.bias.add_(sums)", "self.into.bias.copy_(sums)", FORWARD),
-    "the first chunk's hidden states for all": (passes, "_GradientSums.add", "d, head.hidden[chunk]", "d, head.hidden[: len(d)]", FORWARD),
+    "the first chunk's hidden states for all": (passes, "_GradientSums.add", "d, _chunk_of(head.hidden, chunk)", "d, head.hidden[: len(d)]", FORWARD),
     "the first chunk's incoming gradients for all": (passes, "gradients", "incoming[chunk]", "incoming[: chunk.stop - chunk.start]", AGAIN),
     "the first chunk's numbers for all": (passes, "gradients", "numbers[:, chunk]", "numbers[:, : chunk.stop - chunk.start]", AGAIN),
     "the bias's gradient in 16 bits": (passes, "_GradientSums.add", "0, dtype=self.into.bias.dtype", "0", MAIN),
@@ -44,7 +44,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the teacher's cap for the student": (rows, "_statistics", "logits.student, terms.student", "logits.student, terms.teacher", CAPPED),
     "ignored rows have a gradient": (rows, "row_gradients", "some.out.masked_fill_((some.labels == terms.ignore_index).unsqueeze(-1), 0.0)", "pass", FORWARD),
     "ignored rows have a divergence": (formula, "merge_statistics", "torch.where(labels != terms.ignore_index, found, 0.0)", "found", Case("recompute", reduction="none")),
-    "fp32 logits not asked for": (passes, "_head_of", "wide=options.wide", "wide=False", Case(dtype=BF16, wide=True)),
+    "fp32 logits not asked for": (passes, "_head_options", "wide=options.wide", "wide=False", Case(dtype=BF16, wide=True)),
 }  # fmt: skip
 LONG = {kind: Case(kind=kind, reduction="sum", lead=(20,), V=150, block=32) for kind in ("forward_kl", "reverse_kl", "jsd")}
 TERMS = Case(kind="jsd", reduction="sum", lead=(20,), V=150, block=32, temperature=2.0, softcap=3.0, teacher_softcap=2.0)

@@ -1,9 +1,9 @@
 """embedding's kernel forward: it looks the rows up, and orders the tokens by row for backward meanwhile.
 
 The order is a radix sort of two digits. A program takes four values of a digit and reads all tokens: it counts those of lesser
-values, and stores its own behind them, in their order. So programs of one digit need not know of each other. They take as long as
-the rows of wide tables do, which most programs copy in the meantime. Programs of the second digit wait for those of the first,
-which have started before and wait for nobody: a program's number is the order in which it started.
+values, and stores its own behind them, in their order. So programs of one digit need not know of each other. Most programs copy
+rows in the meantime. Programs of the second digit wait for those of the first, which have started before and wait for nobody: a
+program's number is the order in which it started.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from onepass.runtime.sizes import ceil_div, power_of_two
 _MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders
 _FEW_TOKENS, _WIDE = 1 << 16, 2048  # PyTorch's sort is faster for more tokens of narrower rows
 _TILE = 8192  # numbers of the rows that a program looks up at a time
-_BLOCK_T = 2048  # tokens that are ordered at a time
 _WARPS = 8
+
+
+class OrderTiles(NamedTuple):
+    """How programs order tokens."""
+
+    second_at: int  # eighths of the launch after which programs of the second digit begin
+    segments: int  # of the tokens, a few for each warp
+    resident: int  # programs that share a multiprocessor's registers
+
+
+_ORDER = OrderTiles(2, 32, 3)
 
 
 class EmbeddingOptions(NamedTuple):
@@ -38,93 +48,97 @@ class EmbeddingOptions(NamedTuple):
 
 
 @device_function
-def _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING):
-    """Return the row that gets each token's gradient, or ROWS where none does."""
-    ids = tl.load(ids_ptr + tokens, mask=tokens < M, other=0)
-    rows = ids.to(tl.int64) - FIRST
-    return tl.where((rows >= 0) & (rows < ROWS) & (ids != PADDING), rows, ROWS).to(tl.int32)
+def _load_tokens(in_ptr, tokens, M, SECOND: tl.constexpr):
+    """Load tokens' ids, or for the second digit words. Other programs wrote these: not from this multiprocessor's L1.
+
+    By a minimum and not by a mask, each thread loads one token, and a warp 32 neighbours: as words are stored. So no layout is
+    exchanged through shared memory.
+    """
+    at = tl.minimum(tokens, M - 1)
+    if SECOND:
+        return tl.load(in_ptr + at, cache_modifier=".cg")
+    else:
+        return tl.load(in_ptr + at)
 
 
 @device_function
-def _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the low bits of tokens' rows, and the tokens' words. Tokens past the last one have a digit above all others."""
-    tokens = start + tl.arange(0, BLOCK_T)
-    rows = _trained_rows(ids_ptr, tokens, M, ROWS, FIRST, PADDING)
-    digits = tl.where(tokens < M, rows & ((1 << LOW_BITS) - 1), 1 << LOW_BITS)
-    return digits, (rows.to(tl.int64) << 32) | tokens
+def _digits(loaded, tokens, M, ROWS, FIRST, PADDING, LOW_BITS: tl.constexpr, SECOND: tl.constexpr):
+    """Return one digit of tokens' rows, and the tokens' words. Tokens past the last one have a digit above all others.
 
-
-@device_function
-def _second_digits(words_ptr, start, M, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the high bits of words' rows, and the words. Other programs wrote them: not from this multiprocessor's L1."""
-    at = start + tl.arange(0, BLOCK_T)
-    words = tl.load(words_ptr + at, mask=at < M, other=0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
-    return (words >> (32 + LOW_BITS)).to(tl.int32), words
-
-
-@device_function
-def _count_lesser(digits, least):
-    """Return how many of each element's four comparisons hold, digit < least + 0, 1, 2, 3, in 16 bits each."""
-    equal = digits - least + 1
-    ones = tl.full(digits.shape, 0x0001000100010001, tl.int64)
-    return tl.where(equal >= 4, 0, ones << (16 * tl.maximum(equal, 0)).to(tl.int64))
+    The row of tokens whose id trains none is ROWS.
+    """
+    if SECOND:
+        digits, words = (loaded >> (32 + LOW_BITS)).to(tl.int32), loaded
+    else:
+        rows = loaded.to(tl.int64) - FIRST
+        rows = tl.where((rows >= 0) & (rows < ROWS) & (loaded != PADDING), rows, ROWS).to(tl.int32)
+        digits, words = rows & ((1 << LOW_BITS) - 1), (rows.to(tl.int64) << 32) | tokens
+    return tl.where(tokens < M, digits, 0x7FFFFFFF), words
 
 
 @device_function
 def _sum_field(packed, FIELD: tl.constexpr):
+    """Return a segment's tokens of one of the four digits."""
     return tl.sum(((packed >> (16 * FIELD)) & 0xFFFF).to(tl.int32), 0)
 
 
 @device_function
-def _place(out_ptr, digits, words, least, place0, place1, place2, place3):
-    """Store the words of the four digits from their places on, and return the places after them."""
-    field = digits - least
-    mine = (field >= 0) & (field < 4)
-    shift = (16 * tl.where(mine, field, 0)).to(tl.int64)
-    one = mine.to(tl.int64) << shift
-    rank = ((tl.cumsum(one, 0) >> shift) & 0xFFFF).to(tl.int32) - 1
-    place = tl.where(field < 2, tl.where(field == 0, place0, place1), tl.where(field == 2, place2, place3))
-    tl.store(out_ptr + place + rank, words, mask=mine)
-    count = tl.sum(one, 0)
-    place0 += (count & 0xFFFF).to(tl.int32)
-    place1 += ((count >> 16) & 0xFFFF).to(tl.int32)
-    place2 += ((count >> 32) & 0xFFFF).to(tl.int32)
-    place3 += ((count >> 48) & 0xFFFF).to(tl.int32)
-    return place0, place1, place2, place3
-
-
-@device_function
-def _place_first_digits(
-    ids_ptr, halfway_ptr, M, ROWS, FIRST, least, PADDING, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr
+def _place_digit(
+    in_ptr, out_ptr, M, least, ROWS, FIRST, PADDING,
+    LOW_BITS: tl.constexpr, SECOND: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store words by the first digit, of which this program has the values from `least` on."""
-    lesser = tl.zeros([BLOCK_T], tl.int64)
-    for start in range(0, M, BLOCK_T):
-        digits, _ = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
-        lesser += _count_lesser(digits, least)
-    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
-    for start in range(0, M, BLOCK_T):
-        digits, words = _first_digits(ids_ptr, start, M, ROWS, FIRST, PADDING, LOW_BITS, BLOCK_T)
-        place0, place1, place2, place3 = _place(halfway_ptr, digits, words, least, place0, place1, place2, place3)
+    """Store the words of this program's four digits, from `least` on, behind those of lesser ones, in the order that they have.
 
-
-@device_function
-def _place_second_digits(halfway_ptr, order_ptr, M, least, LOW_BITS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Store words by the second digit, of which this program has the values from `least` on, in the order of the first."""
-    lesser = tl.zeros([BLOCK_T], tl.int64)
-    for start in range(0, M, BLOCK_T):
-        digits, _ = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
-        lesser += _count_lesser(digits, least)
-    place0, place1, place2, place3 = _sum_field(lesser, 0), _sum_field(lesser, 1), _sum_field(lesser, 2), _sum_field(lesser, 3)
-    for start in range(0, M, BLOCK_T):
-        digits, words = _second_digits(halfway_ptr, start, M, LOW_BITS, BLOCK_T)
-        place0, place1, place2, place3 = _place(order_ptr, digits, words, least, place0, place1, place2, place3)
+    Each warp has segments of the tokens for itself, so no warp waits for another while it counts or ranks. The loads of a step
+    are under way during the step before.
+    """
+    LANES: tl.constexpr = 32  # a warp's tokens of a segment in a step
+    span = tl.cdiv(M, SEGMENTS * LANES) * LANES  # tokens of a segment
+    begins = tl.arange(0, SEGMENTS)[None, :] * span + tl.arange(0, LANES)[:, None]
+    lesser = tl.zeros([LANES, SEGMENTS], tl.int32)
+    own = tl.zeros([LANES, SEGMENTS], tl.int64)  # 16 bits for each of the four
+    ahead = _load_tokens(in_ptr, begins, M, SECOND)
+    for start in range(0, span, LANES):
+        loaded = ahead
+        ahead = _load_tokens(in_ptr, begins + (start + LANES), M, SECOND)
+        digits, _ = _digits(loaded, begins + start, M, ROWS, FIRST, PADDING, LOW_BITS, SECOND)
+        field = digits - least
+        mine = (field >= 0) & (field < 4)
+        lesser += (field < 0).to(tl.int32)
+        own += mine.to(tl.int64) << (16 * tl.where(mine, field, 0)).to(tl.int64)
+    count0, count1, count2, count3 = _sum_field(own, 0), _sum_field(own, 1), _sum_field(own, 2), _sum_field(own, 3)
+    before = tl.sum(tl.sum(lesser, 0), 0)
+    place0 = before + tl.cumsum(count0, 0) - count0
+    before += tl.sum(count0, 0)
+    place1 = before + tl.cumsum(count1, 0) - count1
+    before += tl.sum(count1, 0)
+    place2 = before + tl.cumsum(count2, 0) - count2
+    before += tl.sum(count2, 0)
+    place3 = before + tl.cumsum(count3, 0) - count3
+    ahead = _load_tokens(in_ptr, begins, M, SECOND)
+    for start in range(0, span, LANES):
+        loaded = ahead
+        ahead = _load_tokens(in_ptr, begins + (start + LANES), M, SECOND)
+        digits, words = _digits(loaded, begins + start, M, ROWS, FIRST, PADDING, LOW_BITS, SECOND)
+        field = digits - least
+        mine = (field >= 0) & (field < 4)
+        shift = 8 * tl.where(mine, field, 0)
+        one = mine.to(tl.int32) << shift  # 8 bits for each of the four
+        rank = ((tl.cumsum(one, 0) >> shift) & 0xFF) - 1
+        low = tl.where(field == 0, place0[None, :], place1[None, :])
+        high = tl.where(field == 2, place2[None, :], place3[None, :])
+        tl.store(out_ptr + (tl.where(field < 2, low, high) + rank), words, mask=mine)
+        count = tl.sum(one, 0)
+        place0 += count & 0xFF
+        place1 += (count >> 8) & 0xFF
+        place2 += (count >> 16) & 0xFF
+        place3 += (count >> 24) & 0xFF
 
 
 @device_function
 def _order_tokens(
     ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
-    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr, BLOCK_T: tl.constexpr,
+    LOW_BITS: tl.constexpr, SECONDS: tl.constexpr, SECOND_AT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do this program's part of the sort, and return the program's number, by which it started.
 
@@ -136,14 +150,14 @@ def _order_tokens(
     if program == tl.num_programs(0) - 1:  # all have started
         tl.store(arrived_ptr, 0)
     if program < FIRSTS:
-        _place_first_digits(ids_ptr, halfway_ptr, M, ROWS, FIRST, program * 4, PADDING, LOW_BITS, BLOCK_T)
+        _place_digit(ids_ptr, halfway_ptr, M, program * 4, ROWS, FIRST, PADDING, LOW_BITS, False, SEGMENTS)
         tl.debug_barrier()  # all of this program's words are written before it counts itself in
         tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel")
-    second = program - tl.maximum(FIRSTS, (tl.num_programs(0) - SECONDS) // 2)  # halfway: few wait
+    second = program - tl.maximum(FIRSTS, (tl.num_programs(0) - SECONDS) * SECOND_AT // 8)  # later: few wait
     if (second >= 0) & (second < SECONDS):
         while tl.atomic_add(arrived_ptr + 1, 0, sem="acquire") < FIRSTS:
             grid_sync.yield_to_programs()
-        _place_second_digits(halfway_ptr, order_ptr, M, second * 4, LOW_BITS, BLOCK_T)
+        _place_digit(halfway_ptr, order_ptr, M, second * 4, ROWS, FIRST, PADDING, LOW_BITS, True, SEGMENTS)
         if tl.atomic_add(arrived_ptr + 2, 1, sem="acq_rel") == SECONDS - 1:  # nobody waits any more
             tl.store(arrived_ptr + 1, 0)
             tl.store(arrived_ptr + 2, 0)
@@ -157,13 +171,15 @@ def _embedding_kernel(
     M, ROWS, FIRST,  # FIRST: the id of the first row
     VOCABULARY, PADDING, H, W_ROW, W_COLUMN,
     LOW_BITS: tl.constexpr, SECONDS: tl.constexpr,  # bits of the first digit, programs of the second
-    WHOLE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    SECOND_AT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     H, W_ROW = aligned(H, ALIGN), aligned(W_ROW, ALIGN)
     program = tl.program_id(0)
     if order_ptr is not None:
         program = _order_tokens(
-            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING, LOW_BITS, SECONDS, BLOCK_T
+            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
+            LOW_BITS, SECONDS, SECOND_AT, SEGMENTS,
         )  # fmt: skip
     tokens = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = tokens < M
@@ -210,7 +226,7 @@ def _plan(H: int, strides: tuple[int, int], rows: int, vocab_size: int, padding_
     low, seconds = order_programs(rows) if sorts else (0, 0)
     bound: Bound = _embedding_kernel.bind(
         vocab_size, padding_idx, H, *strides, low, seconds, H % tiles.block_h == 0, known_align(H, strides[0]),
-        *tiles, _BLOCK_T, num_warps=_WARPS, resident=2,
+        *tiles, *_ORDER[:2], num_warps=_WARPS, resident=_ORDER.resident if sorts else 2,
     )  # fmt: skip
     return tiles.block_m, (1 << low) // 4 + seconds if sorts else 1, bound
 

@@ -32,14 +32,14 @@ FORWARD_KL, REVERSE_KL, JSD = (tl.constexpr(i) for i in range(3))  # as in KINDS
 @device_function
 def _finished(
     x_ptr, columns, scale, cap,
-    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """A piece as stored, and its finished logits: -inf past the row's end."""
+    """A piece as stored, and its finished logits: -inf past the row's end. POLICY: evict_last where another sweep follows."""
     if MASKED:
-        x = tl.load(x_ptr + columns, mask=columns < ROOM, other=0.0)
+        x = tl.load(x_ptr + columns, mask=columns < ROOM, other=0.0, eviction_policy=POLICY)
         return x, tl.where(columns < W, finished_logit(x, scale, cap, SCALED, CAPPED), float("-inf"))
     else:
-        x = tl.load(x_ptr + columns)
+        x = tl.load(x_ptr + columns, eviction_policy=POLICY)
         return x, finished_logit(x, scale, cap, SCALED, CAPPED)
 
 
@@ -117,6 +117,7 @@ def _gradient(x, ls, lt, g, mean, beta, scale, cap, KIND: tl.constexpr, SCALED: 
 def _normalisers(
     x_ptr, teacher_ptr, scale, cap, teacher_cap, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """First sweep, to the right: statistics of a row, as `merge_statistics` takes them."""
     LAST: tl.constexpr = (W - 1) // BLOCK * BLOCK  # where the last piece begins
@@ -128,13 +129,13 @@ def _normalisers(
     cross = tl.zeros([BLOCK // GROUP], tl.float32)
     for begin in range(0, LAST, BLOCK):
         columns = begin + lanes
-        _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, False)
-        _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, False)
+        _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, False, POLICY)
+        _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, False, POLICY)
         largest, total, teacher_largest, teacher_total, cross = _add_piece(
             zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND, GROUP
         )
-    _, zs = _finished(x_ptr, LAST + lanes, scale, cap, W, ROOM, SCALED, CAPPED, LAST + BLOCK > W)
-    _, zt = _finished(teacher_ptr, LAST + lanes, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, LAST + BLOCK > W)
+    _, zs = _finished(x_ptr, LAST + lanes, scale, cap, W, ROOM, SCALED, CAPPED, LAST + BLOCK > W, POLICY)
+    _, zt = _finished(teacher_ptr, LAST + lanes, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, LAST + BLOCK > W, POLICY)
     largest, total, teacher_largest, teacher_total, cross = _add_piece(
         zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND, GROUP
     )
@@ -152,11 +153,11 @@ def _normalisers(
 def _mixture_piece(
     x_ptr, teacher_ptr, columns, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,
     W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, GROUP: tl.constexpr,
+    MASKED: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """A piece's part of KL(student || M) and of KL(teacher || M), in groups."""
-    _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED)
-    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED)
+    _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED, POLICY)
+    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED, POLICY)
     ls, lt = (zs - base) - log_total, (zt - teacher_base) - teacher_log_total
     s, t, above, teacher_above = _mixture(ls, lt, beta)
     own = tl.where(s == 0, 0.0, s * above)
@@ -170,8 +171,8 @@ def _store_gradient(
     scale, cap, teacher_cap, beta, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    x, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED)
-    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED)
+    x, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED, "evict_first")
+    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED, "evict_first")
     ls, lt = (zs - base) - log_total, (zt - teacher_base) - teacher_log_total
     d = _gradient(x, ls, lt, g, mean, beta, scale, cap, KIND, SCALED, CAPPED)
     if MASKED:
@@ -188,12 +189,14 @@ def _row(
 ):  # fmt: skip
     """The sweeps from BEGIN to END of one row."""
     LAST: tl.constexpr = (W - 1) // BLOCK * BLOCK
+    LATER: tl.constexpr = END == 3 or (KIND == JSD and END == 2)  # the first sweep is not the last
     lanes = tl.arange(0, BLOCK)
     mean = 0.0
     if BEGIN == 1:
         most, total, teacher_most, teacher_total, kl = _normalisers(
-            x_ptr, teacher_ptr, scale, cap, teacher_cap, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, BLOCK, GROUP
-        )
+            x_ptr, teacher_ptr, scale, cap, teacher_cap, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, BLOCK, GROUP,
+            "evict_last" if LATER else "evict_first",
+        )  # fmt: skip
         base, log_total, teacher_base, teacher_log_total = most, total, teacher_most, teacher_total
         if END > 1:
             base, teacher_base = _base(most), _base(teacher_most)
@@ -217,12 +220,13 @@ def _row(
     if KIND == JSD and BEGIN <= 2 and END >= 2:
         own, teachers = _mixture_piece(  # to the left
             x_ptr, teacher_ptr, LAST + lanes, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,
-            W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, LAST + BLOCK > W, GROUP,
+            W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, LAST + BLOCK > W, GROUP, "evict_last" if END == 3 else "evict_first",
         )  # fmt: skip
         for back in range(BLOCK, LAST + BLOCK, BLOCK):
             more, teachers_more = _mixture_piece(
                 x_ptr, teacher_ptr, LAST - back + lanes, base, log_total, teacher_base, teacher_log_total,
                 scale, cap, teacher_cap, beta, W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, False, GROUP,
+                "evict_last" if END == 3 else "evict_first",
             )  # fmt: skip
             own += more
             teachers += teachers_more
@@ -305,16 +309,20 @@ class PieceTiles(NamedTuple):
     resident: int
 
 
-def tiles_of_rows(W: int, kind: str) -> PieceTiles:
-    """One program of long rows fills a multiprocessor: the rows of all of them should stay in the L2 between sweeps."""
+def tiles_of_rows(W: int, kind: str, gradient: bool) -> PieceTiles:
+    """Tiles by measurement. With a gradient one program fills a multiprocessor: what it reads again should stay in caches."""
     if W <= 4096:
         return PieceTiles(power_of_two(max(W, 32)), max(1, power_of_two(W) // 512), 0)
-    return PieceTiles(4096 if kind == "jsd" else 8192, 16, 1)  # jsd has more to hold for each column
+    if kind == "jsd":
+        return PieceTiles(4096, 16, 1)  # it has more to hold for each column
+    if not gradient:
+        return PieceTiles(4096, 8, 2)
+    return PieceTiles(8192, 32 if kind == "forward_kl" else 16, 1)
 
 
 @lru_cache(1024)
 def _plan(W: int, room: int, strides: tuple[int, int, int], terms: DivergenceTerms, begin: int, end: int) -> Bound:
-    tiles = tiles_of_rows(W, terms.kind)
+    tiles = tiles_of_rows(W, terms.kind, end == GRADIENT)
     student, teacher = terms.student, terms.teacher
     bound: Bound = _divergence_kernel.bind(
         *strides, student.scale, student.softcap or 1.0, teacher.softcap or 1.0, terms.beta, terms.ignore_index,
