@@ -8,6 +8,7 @@ from parallel.cross_entropy_ranks import EMPTY, LEAD, OPTIONS, PARTS, WIDE, V, c
 from parallel.worlds import WORLDS, found_by
 
 from onepass.ops.loss.cross_entropy import cross_entropy_reference
+from onepass.ops.loss.row_functions import PLANES
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 
@@ -83,7 +84,7 @@ def test_each_rank_finds_its_place(found):
 def test_what_is_sent_is_a_size_and_the_rows_statistics(found):
     rows = LEAD[0] * LEAD[1]
     for rank in found:
-        assert rank["sent"] == {"forward": [1, 6 * rows], "backward": []}
+        assert rank["sent"] == {"forward": [1, PLANES * rows], "backward": []}
 
 
 def test_errors_say_what_to_do(found):

@@ -492,7 +492,10 @@ def test_compiled_as_one_graph(family):
     torch._dynamo.reset()
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch(), use_cache=False).loss
     loss.backward()
-    assert loss.allclose(uncompiled, rtol=1e-3) and not loss.allclose(before(**batch()).loss, rtol=1e-6)
+    before(**batch()).loss.backward()
+    assert loss.allclose(uncompiled, rtol=1e-3)
+    grads = [(parameter.grad, plain.grad) for parameter, plain in zip(model.parameters(), before.parameters(), strict=True)]
+    assert max((grad - plain).norm() / plain.norm() for grad, plain in grads if plain.any()) > 1e-2
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

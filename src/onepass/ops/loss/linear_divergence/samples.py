@@ -70,7 +70,7 @@ def _random_divergence(draw: Draw) -> RandomCall:
     def formula(**given: Any) -> Tensor:
         return linear_divergence_reference(**given, **options)
 
-    more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, FP32))}
+    more = {"chunk_bytes": draw.choose((None, 1 << 12)), "logits_dtype": draw.choose((None, torch.promote_types(dtype, FP32)))}
     rows = max(1, math.prod(lead))
     scaled = (2.0**12 if options["reduction"] == "mean" else 2.0**3) if dtype is torch.float16 else 1.0
 
