@@ -306,7 +306,7 @@ def _statistics_plan(
 def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...]) -> Bound:
     bound: Bound = _merge_kernel.bind(
         V, terms.smoothing, terms.z_loss, terms.ignore_index, PLANES, bool(terms.smoothing), *sums_of(terms, stats),
-        MERGED_PARTS, MERGED, num_warps=4,
+        MERGED_PARTS, MERGED, num_warps=8,
     )  # fmt: skip
     return bound
 
