@@ -225,7 +225,7 @@ def taken(function):
 # ---- the three computations ----
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     """Round an fp32 product to the operands' dtype unless `wide`, and always its gradient.
 
     The gradient is rounded without `factor`, which is multiplied in after the rounding.
@@ -264,7 +264,7 @@ def _eager(case, labels, rounded):
     def call(hidden, weight, bias, token_weight):
         product = F.linear(hidden, weight, bias)
         if rounded:
-            product = _Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
+            product = Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
         rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from ops.linear_cross_entropy_oracle import Rounded
 from torch.nn import functional as F
 
 from onepass.ops.loss.formula import reduce_losses
@@ -99,19 +100,6 @@ def draw(case, seed=0):
 # ---- the three computations ----
 
 
-class _Rounded(torch.autograd.Function):
-    """Round an fp32 product to the operands' dtype unless `wide`, and always its gradient, without `factor`."""
-
-    @staticmethod
-    def forward(ctx, product, dtype, wide, factor):
-        ctx.dtype, ctx.factor = dtype, factor
-        return product.clone() if wide else product.to(dtype).to(product.dtype)
-
-    @staticmethod
-    def backward(ctx, dproduct):
-        return (dproduct / ctx.factor).to(ctx.dtype).to(dproduct.dtype) * ctx.factor, None, None, None
-
-
 def _factor(case, labels):
     if case.mode != "grad_in_forward":
         return 1.0
@@ -129,7 +117,7 @@ def _theirs(case, given, labels, dy, dtype):
     )
     logits = [F.linear(*(leaves[f"{head}{name}"] for name in ("", "_weight", "_bias"))) for head in ("student", "teacher")]
     if dtype is FP32:
-        logits[0] = _Rounded.apply(logits[0], case.dtype, case.wide, _factor(case, labels))
+        logits[0] = Rounded.apply(logits[0], case.dtype, case.wide, _factor(case, labels))
         logits[1] = logits[1] if case.wide else logits[1].to(case.teacher_dtype or case.dtype).float()
     loss = reduce_losses(row_divergences(*logits, labels, terms), labels, case.ignore_index, None, case.reduction)
     if loss.requires_grad:

@@ -49,10 +49,6 @@ def _add_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_i
         mark_written(main_grad)
 
 
-def _overwrite_by_product(main_grad: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> None:
-    scaled_product(a, a_inverse, b, b_inverse, main_grad.dtype, out=main_grad)
-
-
 def _product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Tensor) -> Tensor:
     return scaled_product(a, a_inverse, b, b_inverse, weight.dtype)
 
@@ -63,7 +59,8 @@ def _product_fake(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, we
 
 def _overwrite(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Any) -> Tensor:
     """Write over the main_grad of Megatron-FSDP."""
-    return overwrite_main_grad(weight, lambda main_grad: _overwrite_by_product(main_grad, a, a_inverse, b, b_inverse))
+    operands = a, a_inverse, b, b_inverse
+    return overwrite_main_grad(weight, lambda main_grad: scaled_product(*operands, main_grad.dtype, out=main_grad))
 
 
 _OPERANDS = "Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, Tensor weight"

@@ -455,7 +455,7 @@ def _overwrite(first: Tensor, second: Tensor | None, parameter: Any) -> Tensor:
     return overwrite_main_grad(parameter, lambda main_grad: add_gradient(main_grad, first, second, keep=False))
 
 
-def overwrite_main_grad(parameter: Any, write: Callable[[Tensor], None]) -> Tensor:
+def overwrite_main_grad(parameter: Any, write: Callable[[Tensor], object]) -> Tensor:
     """Write over Megatron-FSDP's main_grad, which exists in backward only. Return zeros: its hooks always wait for a gradient."""
     _request_now(parameter)
     main_grad = parameter.get_main_grad()

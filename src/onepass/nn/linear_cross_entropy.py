@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.linear import Init, check_input
-from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
+from onepass.nn.sharding import range_of
+from onepass.nn.vocabulary_head import VocabularyHead
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.formula import finished_logits
 from onepass.ops.loss.kept_rows import KeptRows
@@ -20,7 +21,7 @@ from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.parallel.collectives import gather_last
 
 
-class LinearCrossEntropy(DividedParameters):
+class LinearCrossEntropy(VocabularyHead):
     """torch.nn.Linear and torch.nn.CrossEntropyLoss by `onepass.linear_cross_entropy`. It takes hidden states, returns the loss.
 
         head = LinearCrossEntropy(1024, 50257)
@@ -44,9 +45,12 @@ class LinearCrossEntropy(DividedParameters):
         device, dtype: of the parameters.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
     deferred: DeferredWgrad | None = None
+    usual: ClassVar[dict[str, Any]] = {
+        "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
+        "temperature": 1.0, "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
+        "sequence_parallel": False,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -71,31 +75,16 @@ class LinearCrossEntropy(DividedParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp_group)
-        check_size("hidden_size", hidden_size)
-        check_size("vocab_size", vocab_size)
-        check_init("init_method", init_method)
         check_reduction(reduction)
         check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-        self.hidden_size, self.vocab_size, self.init_method = hidden_size, vocab_size, init_method
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing, self.z_loss, self.softcap, self.logit_scale = label_smoothing, z_loss, softcap, logit_scale
         self.temperature, self.logits_dtype, self.chunk_bytes = temperature, logits_dtype, chunk_bytes
-        self.skip_weight_param_allocation = skip_weight_param_allocation
         self.sequence_parallel = sequence_parallel and self.ranks > 1  # a single rank has the whole sequence
-        self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
-        rows, division = self.vocab_range[1] - self.vocab_range[0], Division(0, vocab_size)
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if not skip_weight_param_allocation:
-            self.hold("weight", rows, hidden_size, device=device, dtype=dtype, division=division)
-        if bias:
-            self.hold("bias", rows, device=device, dtype=dtype, division=division)
-        self.reset_parameters()
-        self.mark_parameters()
-
-    def reset_parameters(self) -> None:
-        """Re-initialise all parameters, like those of the unsharded layer."""
-        self.start_as_linear(self.hidden_size, self.init_method)
+        self.hold_vocabulary(
+            hidden_size, vocab_size, bias=bias, skip_weight_param_allocation=skip_weight_param_allocation,
+            init_method=init_method, device=device, dtype=dtype,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -122,7 +111,7 @@ class LinearCrossEntropy(DividedParameters):
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         return linear_cross_entropy(
             hidden,
-            self.given(self._weight(weight)),
+            self.given(self.take_weight(weight)),
             labels,
             self.tp_group,
             self.reduction if reduction is None else reduction,
@@ -154,7 +143,7 @@ class LinearCrossEntropy(DividedParameters):
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
         y = linear(
             hidden,
-            self.given(self._weight(weight)),
+            self.given(self.take_weight(weight)),
             self.given(self.bias),
             tp_group=self.tp_group,
             allreduce_dgrad=self.ranks > 1 and not self.sequence_parallel,
@@ -168,28 +157,3 @@ class LinearCrossEntropy(DividedParameters):
             return y
         ranges = [range_of(self.vocab_size, rank, self.ranks) for rank in range(self.ranks)]
         return gather_last(y, self.tp_group, sizes=[last - first for first, last in ranges])
-
-    def _weight(self, given: Tensor | None) -> Tensor:
-        weight = self.weight if given is None else given
-        if weight is None:
-            raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
-        shape = (self.vocab_range[1] - self.vocab_range[0], self.hidden_size)
-        if weight.shape != shape:
-            part = "the rows of vocab_range" if self.ranks > 1 else "a row a token"
-            raise ValueError(f"weight must have shape {shape}, {part}, but has {tuple(weight.shape)}")
-        return weight
-
-    def extra_repr(self) -> str:
-        said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}"]
-        said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
-        for name, usual in _USUAL.items():
-            value = getattr(self, name)
-            said += [f"{name}={value!r}"] if value != usual else []
-        return ", ".join(said)
-
-
-_USUAL = {  # defaults, which extra_repr omits
-    "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
-    "temperature": 1.0, "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
-    "sequence_parallel": False,
-}  # fmt: skip

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepass.nn.linear import Init, check_input
-from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
+from onepass.nn.vocabulary_head import VocabularyHead
 from onepass.ops.loss.linear_divergence import check_divergence, linear_divergence
 from onepass.ops.loss.reduction import check_reduction
 
 
-class LinearDivergence(DividedParameters):
+class LinearDivergence(VocabularyHead):
     """A student's head and its divergence from a teacher's, by `onepass.linear_divergence`: it takes hidden states of both.
 
         head = LinearDivergence(1024, 50257, kind="jsd")
@@ -36,8 +36,11 @@ class LinearDivergence(DividedParameters):
         device, dtype: of the parameters.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
+    shown = ("kind",)
+    usual: ClassVar[dict[str, Any]] = {
+        "beta": 0.5, "temperature": 1.0, "softcap": None, "teacher_softcap": None, "reduction": "mean", "ignore_index": -100,
+        "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -61,31 +64,16 @@ class LinearDivergence(DividedParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp_group)
-        check_size("hidden_size", hidden_size)
-        check_size("vocab_size", vocab_size)
-        check_init("init_method", init_method)
         check_reduction(reduction)
         check_divergence(kind, beta, temperature, softcap, teacher_softcap)
-        self.hidden_size, self.vocab_size, self.init_method = hidden_size, vocab_size, init_method
         self.kind, self.beta, self.temperature = kind, beta, temperature
         self.softcap, self.teacher_softcap = softcap, teacher_softcap
         self.reduction, self.ignore_index = reduction, ignore_index
         self.logits_dtype, self.chunk_bytes = logits_dtype, chunk_bytes
-        self.skip_weight_param_allocation = skip_weight_param_allocation
-        self.vocab_range = range_of(vocab_size, self.rank, self.ranks)
-        rows, division = self.vocab_range[1] - self.vocab_range[0], Division(0, vocab_size)
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if not skip_weight_param_allocation:
-            self.hold("weight", rows, hidden_size, device=device, dtype=dtype, division=division)
-        if bias:
-            self.hold("bias", rows, device=device, dtype=dtype, division=division)
-        self.reset_parameters()
-        self.mark_parameters()
-
-    def reset_parameters(self) -> None:
-        """Re-initialise all parameters, like those of the unsharded layer."""
-        self.start_as_linear(self.hidden_size, self.init_method)
+        self.hold_vocabulary(
+            hidden_size, vocab_size, bias=bias, skip_weight_param_allocation=skip_weight_param_allocation,
+            init_method=init_method, device=device, dtype=dtype,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -110,12 +98,9 @@ class LinearDivergence(DividedParameters):
             reduction: replaces the module's, unless None.
         """
         check_input(student, self.hidden_size, "hidden_size", "student")
-        weight = self.weight if weight is None else weight
-        if weight is None:
-            raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
         return linear_divergence(
             student,
-            self.given(weight),
+            self.given(self.take_weight(weight)),
             teacher,
             teacher_weight,
             labels,
@@ -132,17 +117,3 @@ class LinearDivergence(DividedParameters):
             logits_dtype=self.logits_dtype,
             chunk_bytes=self.chunk_bytes,
         )
-
-    def extra_repr(self) -> str:
-        said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}", f"kind={self.kind!r}"]
-        said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
-        for name, usual in _USUAL.items():
-            value = getattr(self, name)
-            said += [f"{name}={value!r}"] if value != usual else []
-        return ", ".join(said)
-
-
-_USUAL: dict[str, Any] = {  # defaults, which extra_repr omits
-    "beta": 0.5, "temperature": 1.0, "softcap": None, "teacher_softcap": None, "reduction": "mean", "ignore_index": -100,
-    "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
-}  # fmt: skip
