@@ -200,6 +200,16 @@ def test_real_sizes_in_chunks_and_blocks(size, way):
     check(way, inputs(2048, 1024, size))
 
 
+@pytest.mark.parametrize("way", ("keep_logits", "grad_in_forward", "recompute", "both"))
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
+def test_a_bias_is_rounded_once(dtype, way):
+    """Columns that are a multiple of 8 and not of 64, whose rows have a gap where there is no bias."""
+    for size in (1000, 2088):
+        report = judge_case(module, Case(WAYS[way], dtype=dtype, lead=(200,), D=64, V=size, bias=True, reduction="mean"), seeds=2)
+        assert report, f"{size}\n{report}"
+
+
+
 @pytest.mark.parametrize("way", (None, ("known_grad_scale", ALL, ALL), ("recompute", ALL, 65536)), ids=str)
 def test_a_vocabulary_of_a_million(way):
     check(way, inputs(512, 64, 1_000_003))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -393,3 +394,22 @@ def test_a_rank_without_columns_has_zeros_as_its_part_of_the_gradient(dtype):
     rank = SimpleNamespace(weight=torch.empty(0, 4, device=DEVICE, dtype=dtype))
     head.hidden_gradient(rank, LogitsBlock(none, none, 0, 0), into)
     assert not into.any()
+
+
+def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
+    """On a GPU rows are a multiple of 64 columns apart. There cuBLAS rounds the product and then the sum with the bias."""
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, bias = (torch.randn(*size, generator=draw, dtype=FP64) for size in ((10, 4), (200, 4), (200,)))
+    # the last block of columns is narrower, and 64 columns at a time are as far apart as rows without a bias
+    for columns in (200, 128, 64):
+        for has in (True, False):
+            hidden = SimpleNamespace(is_cuda=True, dtype=FP64, new_empty=partial(torch.empty, dtype=FP64))
+            given = SimpleNamespace(hidden=hidden, weight=weight, bias=bias if has else None, columns=200, logits=FP64)
+            buffer = head.new_buffer(given, 10, columns)
+            for first in range(0, 200, columns):
+                found = head.make_logits(given, rows, first, columns, buffer)
+                last = first + found.x.shape[1]
+                expected = torch.nn.functional.linear(rows, weight[first:last], given.bias if not has else bias[first:last])
+                torch.testing.assert_close(found.x, expected)
+                assert last == min(first + columns, 200)
+                assert found.x.is_contiguous() == (has or (found.x.shape[1] % 64 == 0 and columns == found.x.shape[1]))

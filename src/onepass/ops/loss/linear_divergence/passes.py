@@ -125,8 +125,8 @@ class _LogitChunks:
         self.chunks = [slice(at, min(at + rows, pair.tokens)) for at in range(0, pair.tokens, max(1, rows))]
         most, (student, teacher) = min(rows, pair.tokens), waiting
         # the teacher's first: what lies beside fp32 logits for their gradient is not needed, and the student's takes its place
-        x = _new_logits(pair.teacher, most)[0] if teacher is None else teacher
-        own = _new_logits(pair.student, most) if student is None else (student, None)
+        x = new_buffer(pair.teacher, most, pair.teacher.columns)[0] if teacher is None else teacher
+        own = new_buffer(pair.student, most, pair.student.columns) if student is None else (student, None)
         self.buffers = [own, (x, None)]
 
     def of(self, chunk: slice) -> tuple[LogitsBlock, LogitRows]:
@@ -148,18 +148,7 @@ class _LogitChunks:
 
 def new_waiting(pair: HeadPair, mode: str) -> WaitingLogits:
     heads = (pair.student if mode == "keep_logits" else None, pair.teacher if mode.startswith("keep") else None)
-    return WaitingLogits(*(None if head is None else _new_logits(head, pair.tokens)[0] for head in heads))
-
-
-def _new_logits(head: Head, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Allocate a head's logits, and their gradient if it has another type.
-
-    With a bias, rows have no gap: cuBLAS adds a bias before it rounds only where the result is contiguous. Elsewhere it rounds
-    the product and then the sum, up to 1.4 times the error.
-    """
-    x, out = new_buffer(head, rows, head.columns)
-    columns = head.weight.shape[0]
-    return x if head.bias is None else x.view(-1)[: rows * columns].view(rows, columns), out
+    return WaitingLogits(*(None if head is None else new_buffer(head, pair.tokens, head.columns)[0] for head in heads))
 
 
 # ---- sums of products ----
