@@ -16,7 +16,7 @@ from onepass.ops.loss.linear_divergence import kernels
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
 
-TILES = [(4096, 8, 1), (4096, 8, 2), (4096, 16, 1), (8192, 16, 1), (8192, 16, 2), (8192, 32, 1), (16384, 16, 1), (16384, 32, 1)]
+TILES = [(4096, 8, 1), (4096, 16, 1), (4096, 32, 1), (8192, 16, 1), (8192, 32, 1), (16384, 32, 1), (32768, 32, 1)]
 
 
 def median_ms(run, rounds=20, unmeasured=5):

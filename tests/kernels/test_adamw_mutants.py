@@ -11,6 +11,7 @@ from onepass.gradients import adamw_kernels as kernels
 from onepass.gradients import main_grads as buffers
 from onepass.testing.mutants import copy_package, mutate
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = Case(((40000,), (33,)), BF16, ({"lr": 0.1, "weight_decay": 0.5},), 0.5)  # several chunks
 MASTERS = [0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x00000001, 0x807FFFFF]  # ties, carries, the largest, the smallest
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the backend
@@ -163,7 +164,7 @@ def _still(copy, named):
 def test_mutants_are_caught(name):
     *change, backend = MUTANTS[name]
     mutant = mutate(*change, entry=module)
-    with mutant.backend.use_backend(backend):
+    with mutant.backend.use_backend(backend), torch.device(DEVICE):
         try:
             found = wrong(mutant)
         except AssertionError:  # a read or write out of bounds
@@ -175,5 +176,5 @@ def test_mutants_are_caught(name):
 def test_a_copy_without_a_change_passes(backend):
     copy = copy_package(module)
     assert copy is not module and copy.AdamW is not module.AdamW
-    with copy.backend.use_backend(backend):
+    with copy.backend.use_backend(backend), torch.device(DEVICE):
         assert not wrong(copy)

@@ -7,6 +7,7 @@ import torch
 
 from onepass.kernels.column_reduce import helper_count, join_helpers, leave_helpers, share_strips
 from onepass.kernels.grid_sync import await_all, clear, publish
+from onepass.kernels.language import jit
 from onepass.testing.poison import poisoned, unchanged
 
 triton = pytest.importorskip("triton")
@@ -22,7 +23,7 @@ def words(count):
     return torch.zeros(count, dtype=torch.int64, device=DEVICE)
 
 
-@triton.jit
+@jit
 def _pass_kernel(in_ptr, out_ptr, word_ptr, ROUNDS: tl.constexpr, N: tl.constexpr):
     """Each program publishes a number a round, and takes everybody's."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -36,7 +37,7 @@ def _pass_kernel(in_ptr, out_ptr, word_ptr, ROUNDS: tl.constexpr, N: tl.constexp
         tl.debug_barrier()  # all threads have theirs before one of them publishes into a slot that others still wait at
 
 
-@triton.jit
+@jit
 def _wait_kernel(out_ptr, word_ptr, N: tl.constexpr):
     """The first program publishes nothing, and all wait for it."""
     program = tl.program_id(0)
@@ -46,7 +47,7 @@ def _wait_kernel(out_ptr, word_ptr, N: tl.constexpr):
     tl.store(out_ptr + i, await_all(word_ptr + tl.minimum(i, tl.num_programs(0) - 1), 1))
 
 
-@triton.jit
+@jit
 def _chain_kernel(in_ptr, out_ptr, word_ptr):
     """Each program waits for the one after it, so the last has to come first."""
     program, last = tl.program_id(0), tl.num_programs(0) - 1
@@ -57,7 +58,7 @@ def _chain_kernel(in_ptr, out_ptr, word_ptr):
     tl.store(out_ptr + program, number)
 
 
-@triton.jit
+@jit
 def _fail_kernel(x_ptr, y_ptr, word_ptr):
     """The last program fails while the others wait for it."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -65,12 +66,12 @@ def _fail_kernel(x_ptr, y_ptr, word_ptr):
     await_all(word_ptr + tl.arange(0, 1), 1)
 
 
-@triton.jit
+@jit
 def _clear_kernel(word_ptr, count):
     clear(word_ptr, count)
 
 
-@triton.jit
+@jit
 def _sums_kernel(partial_ptr, out_ptr, arrived_ptr, last_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr, ALL: tl.constexpr):
     """Each program stores a row of partials, and the last ones sum them."""
     program = tl.program_id(0)

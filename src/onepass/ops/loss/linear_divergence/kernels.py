@@ -317,7 +317,7 @@ def tiles_of_rows(W: int, kind: str, gradient: bool) -> PieceTiles:
         return PieceTiles(4096, 16, 1)  # it has more to hold for each column
     if not gradient:
         return PieceTiles(4096, 8, 2)
-    return PieceTiles(8192, 32 if kind == "forward_kl" else 16, 1)
+    return PieceTiles(16384, 32, 1)
 
 
 @lru_cache(1024)
