@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,13 @@ def test_errors_by_kind() -> None:
     parameter.grad = None
     with pytest.raises(RuntimeError, match="no gradient"):
         huggingface_process.errors(model, exact)
+
+
+def test_a_prompt_has_no_labels() -> None:
+    batch = next(huggingface_process.tokens(LLAMA, CPU))
+    assert torch.equal(huggingface_process.labels_of(LLAMA, batch), batch)
+    labels = huggingface_process.labels_of(replace(LLAMA, ignored=0.6), batch)
+    assert (labels[:, :39] == -100).all() and torch.equal(labels[:, 39:], batch[:, 39:])
 
 
 def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

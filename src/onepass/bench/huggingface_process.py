@@ -54,7 +54,7 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
     exact = exact_gradients(case, first)
     gc.collect()  # frees the fp32 model, which may have reference cycles, before peak memory is measured
     model = new_model(case, device)
-    trainer = _Trainer(model, contender)
+    trainer = _Trainer(case, model, contender)
     found = ModelResult(contender)
     begun = time.perf_counter()
     losses = [trainer.gradients(first)]
@@ -75,7 +75,7 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
 
 def _losses_again(case: ModelCase, device: torch.device, steps: int) -> list[float]:
     """Return eager's losses of a second training. On a GPU they differ: sums have no fixed order there."""
-    batches, trainer = tokens(case, device), _Trainer(new_model(case, device), EAGER)
+    batches, trainer = tokens(case, device), _Trainer(case, new_model(case, device), EAGER)
     losses = [trainer.step(next(batches)) for _ in range(steps)]
     return [float(loss) for loss in losses]
 
@@ -97,6 +97,11 @@ def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
     while True:
         ranks = case.sizes["vocab_size"] ** torch.rand(shape, generator=random)
         yield (ranks.long() - 1).to(device)
+
+
+def labels_of(case: ModelCase, batch: Tensor) -> Tensor:
+    prompt = torch.arange(case.length, device=batch.device) < case.ignored * case.length
+    return batch.masked_fill(prompt, -100)
 
 
 # ---- contenders ----
@@ -128,13 +133,14 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 class _Trainer:
-    def __init__(self, model: nn.Module, contender: str) -> None:
+    def __init__(self, case: ModelCase, model: nn.Module, contender: str) -> None:
+        self.case = case
         self.run = _MAKE.get(contender, lambda model: model)(model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.run(input_ids=batch, labels=batch).loss
+        loss: Tensor = self.run(input_ids=batch, labels=labels_of(self.case, batch)).loss
         loss.backward()
         return loss.detach()
 
@@ -157,7 +163,7 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     model = new_model(case, batch.device).float()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is the older name
     for sequence in batch.split(1):
-        (model(input_ids=sequence, labels=sequence).loss / len(batch)).backward()
+        (model(input_ids=sequence, labels=labels_of(case, sequence)).loss / len(batch)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

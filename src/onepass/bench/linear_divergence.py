@@ -6,7 +6,7 @@ Time      four matrix products dominate, so times are relative to those products
 Bytes     forward reads both heads' hidden states and weights; backward reads the student's and writes their gradients.
 Gradients of the student's hidden states and weight. "main_grad": jsd, the weight's is added to an fp32 main_grad, by .backward().
 Peers     eager: F.kl_div of log_softmax of fp32 copies of the logits, as trainers write it; torch.compile: the same.
-          TRL: its trainer's function, in chunks of 256 tokens as the trainer has them, and of 2048, which is faster.
+          TRL: its trainer's function, which also returns the student's entropy.
           Liger: its kernels, whose beta of 0 and 1 are the KLs; in chunks that it chooses.
 Errors    of the mean, from exact sums over chunks of rows.
 """
@@ -141,13 +141,13 @@ def _compiled(case: BenchCase) -> Call:
 # ---- peers ----
 
 
-def _trl(chunk: int, case: BenchCase) -> Call:
+def _trl(case: BenchCase) -> Call:
     function = imported("trl.trainer.distillation_trainer", "_chunked_divergence_loss")
 
     def call(*heads: Tensor) -> Tensor:
         student, weight, teacher, teacher_weight = heads
         mask = torch.ones(1, student.shape[0], dtype=torch.int64, device=student.device)
-        loss: Tensor = function(student[None], teacher[None], weight, teacher_weight, mask, _BETA[case.variant], chunk)[0]
+        loss: Tensor = function(student[None], teacher[None], weight, teacher_weight, mask, _BETA[case.variant])[0]
         return loss.view(1)
 
     return call
@@ -164,8 +164,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("four products", _products, floor=True),
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
-        Contender("TRL", partial(_trl, 256), package="TRL"),
-        Contender("TRL, 2048 tokens", partial(_trl, 2048), package="TRL"),
+        Contender("TRL", _trl, package="TRL"),
         Contender("Liger", _liger, package="Liger"),
     ]
 

@@ -35,7 +35,7 @@ class OrderTiles(NamedTuple):
     resident: int  # programs that share a multiprocessor's registers
 
 
-_ORDER = OrderTiles(2, 64, 2)
+_ORDER = OrderTiles(4, 64, 2)
 
 
 class EmbeddingOptions(NamedTuple):

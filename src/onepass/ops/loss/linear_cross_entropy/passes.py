@@ -54,10 +54,12 @@ class RowStatistics:
 
 
 def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, LogitsBlock | None]:
-    """Return all rows' losses, and where `keep` asks for them all logits, chunk after chunk."""
+    """Return all rows' losses, and where `keep` asks for them all logits. Products are of `rows` tokens each, either way."""
+    if keep and head.shard is None:
+        return _losses_of_all_logits(head, rows)
     chunks, found = Chunks(head, rows), RowStatistics(head)
     buffer = new_buffer(head, head.tokens if keep else chunks.most, columns)
-    logits, before = None, None
+    before = None
     for at, chunk in enumerate(chunks):
         hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
         some = (buffer[0][chunks.places(chunk)], None) if keep else buffer
@@ -70,9 +72,22 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
         before = chunk, labels, exchange
     assert before is not None
     _finish(head, chunks, found, *before)
-    if not keep or logits is None:
-        return found.rows, None
-    return found.rows, logits._replace(x=buffer[0][:, : head.columns], out=buffer[0][:, : head.columns])
+    return found.rows, _block_of(head, buffer[0], logits.room) if keep else None
+
+
+def _losses_of_all_logits(head: Head, rows: int) -> tuple[RowLosses, LogitsBlock]:
+    """One launch for all rows' statistics: those of a row are the same as in a chunk's launch."""
+    buffer = new_buffer(head, head.tokens, head.columns)[0]
+    for chunk in Chunks(head, rows):
+        room = make_logits(head, head.hidden[chunk], 0, head.columns, (buffer[chunk], None)).room
+    logits = _block_of(head, buffer, room)
+    parts = _statistics(head, logits, head.labels, head.bits)
+    return _finished(head, parts, head.labels), logits
+
+
+def _block_of(head: Head, buffer: Tensor, room: int) -> LogitsBlock:
+    x = buffer[:, : head.columns]
+    return LogitsBlock(x, x, room, 0)
 
 
 def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
@@ -106,10 +121,13 @@ def _start_exchange(head: Head, parts: Tensor) -> Pending:
 
 def _finish(head: Head, chunks: Chunks, found: RowStatistics, chunk: slice, labels: Tensor, exchange: Pending) -> RowLosses:
     """Compute a chunk's losses from all parts' statistics."""
-    done: RowLosses = head.rows.finish_losses(
-        exchange.wait(), labels, head.terms, head.stats, head.columns, head.logits, head.place
-    )
+    done = _finished(head, exchange.wait(), labels)
     found.put(chunks, chunk, done)
+    return done
+
+
+def _finished(head: Head, parts: Tensor, labels: Tensor) -> RowLosses:
+    done: RowLosses = head.rows.finish_losses(parts, labels, head.terms, head.stats, head.columns, head.logits, head.place)
     return done
 
 

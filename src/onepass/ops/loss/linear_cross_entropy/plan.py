@@ -34,7 +34,7 @@ _SMALL = 32  # each product of a chunk takes as much longer as so many tokens mo
 _KEPT_ROWS = 16384  # most tokens whose logits wait where ranks share the vocabulary
 _SHARED_ROWS = 8192  # tokens of a chunk there, without a budget
 _SHARED_ROW = 1 << 17  # bytes of a row of logits there, by which a budget is divided
-_FORWARD = 304 << 20  # bytes of logits of a pass without gradients: products are as fast in chunks of this size
+_FORWARD = 488 << 20  # bytes of logits of a pass without gradients: products are as fast in chunks of this size
 _SHARED_FORWARD_ROWS = 1024  # tokens of such a chunk where ranks share the vocabulary
 _EXPOSED = 0.8  # part of the memory traffic of fp32 sums that the product's arithmetic does not hide
 
