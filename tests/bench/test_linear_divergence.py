@@ -29,9 +29,9 @@ def _by_beta(heads: tuple[Tensor, ...], beta: float) -> Tensor:
 
 
 def _trl(
-    student: Tensor, teacher: Tensor, weight: Tensor, teacher_weight: Tensor, mask: Tensor, beta: float, chunk: int
+    student: Tensor, teacher: Tensor, weight: Tensor, teacher_weight: Tensor, mask: Tensor, beta: float
 ) -> tuple[Tensor, None, None]:  # fmt: skip
-    assert mask.all() and mask.shape == student.shape[:2] and chunk in (256, 2048)
+    assert mask.all() and mask.shape == student.shape[:2]
     return _by_beta((student[0], weight, teacher[0], teacher_weight), beta), None, None
 
 
@@ -95,3 +95,19 @@ def test_the_full_cases_are_those_of_a_gpu() -> None:
     student, teacher = (8192 + 151936) * 2048 * 2, (8192 + 151936) * 4096 * 2
     assert (cases[0].forward_bytes, cases[0].backward_bytes) == (student + teacher, 2 * student)
     assert cases[3].backward_bytes == student + 8192 * 2048 * 2 + 151936 * 2048 * 8
+
+
+def test_a_baseline_comes_in_parts_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = given("forward_kl", torch.float32)
+    call = linear_divergence.BENCH.baseline(case)  # type: ignore[misc]
+    whole = accuracy._baseline_outputs(call, inputs)
+    monkeypatch.setattr(accuracy, "_WHOLE", 7 * 96)
+
+    def share(*heads: Tensor) -> Tensor:
+        """A part's share of the mean."""
+        return call(*heads) * heads[0].shape[0] / case.shape[0]  # type: ignore[operator,return-value]
+
+    parts = accuracy._baseline_outputs(share, inputs)
+    assert parts.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value)

@@ -14,7 +14,7 @@ import onepass
 from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
-GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32, (141 << 30) // 16)
+GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32, (141 << 30) // 10)
 CPU = machine_speed(torch.device("cpu"), 4)
 HEAD = PlanInputs(8192, 4096, 128256, 2, False, True, True, True, False, False, None, False, None)
 
@@ -109,9 +109,9 @@ def test_little_memory_is_few_tokens_and_what_is_not_enough_is_said():
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 151936), (16384, 2048, 248320), (65536, 8192, 128256), (8192, 768, 50257)])
-def test_without_gradients_logits_take_300_mib(shape):
+def test_without_gradients_logits_take_488_mib(shape):
     plan = make_plan(asked(*shape, needs_hidden=False, needs_weight=False), GPU)
-    assert plan.mode == "loss_only" and plan.blocks == 1 and plan.rows >= 128 and plan.bytes <= 304 << 20
+    assert plan.mode == "loss_only" and plan.blocks == 1 and plan.rows >= 128 and plan.bytes <= 488 << 20
 
 
 def test_more_memory_is_never_slower():

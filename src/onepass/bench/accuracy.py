@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Inputs, OpBench, differentiate, outputs_of
 
+_WHOLE = 1 << 31  # elements that a baseline makes at a time, several of them
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # fp64 elements at a time; the formula needs a dozen such tensors
 _ONE_NUMBER = {torch.float32: 1e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}  # allowed relative error, by operand dtype
 _TWO_PRODUCTS_IN_FP8 = 0.16  # gradients through two products whose incoming gradients are e5m2: 16 dB; they have about 20
@@ -29,7 +30,7 @@ def judged(
     if not ours:
         return found, dict.fromkeys(found, allowed_to_peers(case))
     if bench.baseline is not None:
-        baseline, _ = errors(formula, inputs, outputs(bench.baseline(case), inputs), with_baseline=False)
+        baseline, _ = errors(formula, inputs, _baseline_outputs(bench.baseline(case), inputs), with_baseline=False)
     least = {name: _ONE_NUMBER[case.dtype] for name in inputs.summed}
     return found, {name: max(1.25 * baseline[name] + 1e-6, least.get(name, 0.0)) for name in found}
 
@@ -64,12 +65,7 @@ def errors(
     ours, baseline = _Difference(), _Difference()
     exact_sums: dict[str, Tensor] = {}
     baseline_sums: dict[str, Tensor] = {}
-    by_row = [grad for name, grad in inputs.grads.items() if name not in inputs.summed]
-    by_row += [inputs.tensors[name] for name in inputs.by_row]
-    rows, widest = by_row[0].shape[0], max(inputs.row_elements, *(tensor[0].numel() for tensor in by_row))
-    chunk = max(1, _CHUNK[by_row[0].device.type] // widest)
-    for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
+    for part in _parts(inputs, _CHUNK[next(iter(inputs.tensors.values())).device.type]):
         exact = _formula_on(formula, inputs, part, torch.float64)
         rounded = _formula_on(formula, inputs, part, torch.float32) if with_baseline else {}
         for name, value in exact.items():
@@ -86,6 +82,36 @@ def errors(
         if with_baseline:
             baseline.add(name, baseline_sums[name].to(got[name].dtype), total)
     return ours.relative(), baseline.relative()
+
+
+def _parts(inputs: Inputs, elements: int) -> list[slice]:
+    """Rows of so many elements at a time."""
+    by_row = [grad for name, grad in inputs.grads.items() if name not in inputs.summed]
+    by_row += [inputs.tensors[name] for name in inputs.by_row]
+    rows, widest = by_row[0].shape[0], max(inputs.row_elements, *(tensor[0].numel() for tensor in by_row))
+    chunk = max(1, elements // widest)
+    return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
+
+
+def _baseline_outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
+    """All rows at once where they fit. Of parts, sums over rows are added in fp64 and rounded once more."""
+    parts = _parts(inputs, _WHOLE)
+    if len(parts) == 1:
+        return outputs(call, inputs)
+    found: dict[str, list[Tensor]] = {}
+    joined: dict[str, Tensor] = {}
+    for part in parts:
+        tensors = {
+            name: (t.detach()[part] if name in inputs.by_row else t.detach()).requires_grad_(t.requires_grad)
+            for name, t in inputs.tensors.items()
+        }
+        grads = [grad if name in inputs.summed else grad[part] for name, grad in inputs.grads.items()]
+        for name, value in _by_name(call, inputs, tensors, grads).items():
+            found.setdefault(name, []).append(value)
+    for name, values in found.items():
+        whole = sum(value.double() for value in values) if _summed(name, inputs) else torch.cat(values)
+        joined[name] = torch.as_tensor(whole).to(values[0].dtype)
+    return joined
 
 
 def _summed(name: str, inputs: Inputs) -> bool:

@@ -86,7 +86,9 @@ _REAL = [
             AcceptanceBar(OURS_FP8, "ms", 0.78, LIGER),
         ),
     ),
-    ModelCase("llama_1b 4x4096 ignored", "llama", 4, 4096, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.90, LIGER),), ignored=0.6),
+    ModelCase(
+        "llama_1b 4x4096 ignored", "llama", 4, 4096, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.90, LIGER),), ignored=0.6
+    ),
     ModelCase("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.95, EAGER),)),
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.

@@ -112,7 +112,7 @@ def machine_speed(device: torch.device, size: int) -> MachineSpeed:
     clock = getattr(properties, "clock_rate", 1_700_000) * 1e3
     bandwidth = getattr(properties, "memory_clock_rate", 2_600_000) * 1e3 * getattr(properties, "memory_bus_width", 5120) / 4
     flops, memory = 0.7 * each * clock * properties.multi_processor_count, properties.total_memory
-    return MachineSpeed(flops, 0.9 * bandwidth, memory, memory // 32, memory // 16)
+    return MachineSpeed(flops, 0.9 * bandwidth, memory, memory // 32, memory // 10)
 
 
 @lru_cache(1024)
