@@ -1,4 +1,6 @@
-"""Write the figures of the README and the docs from the results of one GPU: `python benchmarks/figures.py`.
+"""Write the figures of the README and the docs from benchmarks/results: `python benchmarks/figures.py`.
+
+Figures are an H200's. What was measured on another GPU alone names it.
 
 A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`. A test compares the pages with the results.
 
@@ -128,12 +130,23 @@ def times_of_reference(rows):
 def reference_line(rows):
     ours = own(rows)
     reference = of(rows, ours["reference"])
-    cells = [named(ours), f"{ours['forward_ms']:.2f} / {ours['backward_ms']:.2f}", *times_of_reference(rows)]
+    times = " / ".join(f"{ours[f'{way}_ms']:.2f}" for way in ("forward", "backward") if ours[f"{way}_ms"] is not None)
+    cells = [named(ours), times, *times_of_reference(rows)]
     cells += [f"{mib(ours, name)} / {mib(reference, name)}" for name in ("kept_mib", "peak_mib")]
     return line(cells)
 
 
-SHAPES = {"attention": "sequences x tokens x heads x groups x width"}  # of other ops: tokens x in x out
+SHAPES = {  # of other ops: tokens x in x out
+    "attention": "sequences x tokens x heads x groups x width",
+    "linear_cross_entropy": "tokens x hidden x vocabulary",
+    "linear_divergence": "tokens x student's hidden x teacher's hidden x vocabulary",
+}
+FLOORS = {
+    "linear_cross_entropy": "*Three products*, of all rows by cuBLAS, are the least time of logits and gradients. *log_prob*: "
+    "that and the entropy of each token, both differentiated; *half*: every second label is -100; *forward*: without gradients, "
+    "over one product.",
+    "linear_divergence": "*Four products* by cuBLAS are the least time of both heads' logits and the student's gradients.",
+}
 NOTES = {
     "attention": "onepass and its peers are deterministic, but for the rows *any order*: there onepass has deterministic=False, "
     "and peers may add in any order."
@@ -145,7 +158,8 @@ def by_reference(op, cases):
     both = f"both, over {name}"
     sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
     titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", both, "best peer", *sides)
-    said = f"*{name}* are the onepass and PyTorch calls that the op replaces, one after another. {NOTES.get(op, '')}".rstrip()
+    calls = f"*{name}* are the onepass and PyTorch calls that the op replaces, one after another."
+    said = f"{FLOORS.get(op, calls)} {NOTES.get(op, '')}".rstrip()
     return [said, "", *titles, *(reference_line(rows) for rows in cases)]
 
 
@@ -219,12 +233,23 @@ def table(op, results):
     )
 
 
-def tables(folder):
-    """Return a table for each op, sorted by name."""
+def tables(folder, others=()):
+    """Return a table for each op and GPU, sorted by name, those of `folder` first."""
     found = stored(folder)
     if not found:
         raise ValueError(f"{folder} holds no results")
-    return "\n\n".join(table(op, results) for op, results in found.items())
+    every = [*found.items(), *(each for other in others for each in stored(other).items())]
+    return "\n\n".join(table(op, results) for op, results in every)
+
+
+def others_of(folder):
+    """The results of other GPUs."""
+    return sorted(other for other in folder.parent.iterdir() if other != folder)
+
+
+def short(gpu):
+    """H100 of NVIDIA H100 80GB HBM3."""
+    return gpu.split()[1]
 
 
 # ---- linear_cross_entropy: time over that of its matrix products, and memory ----
@@ -533,7 +558,39 @@ def backward_headline(title, path, case):
     return headline_line(title, "us", 0, ours, peer, ".1f")
 
 
-def headline(folder):
+def fp8_headline(title, path):
+    """The model 1B in eight bits beside the fastest of a peer."""
+    results = json.loads(path.read_text())
+    found = {name: (name, way["ms"], way["peak_gib"]) for name, way in results["rows"]["1B"].items() if "error" not in way}
+    peer = min((each for name, each in found.items() if name.startswith("torchao")), key=lambda each: each[1])
+    return headline_line(f"{title} ({short(results['gpu'])})", "ms", 1, found["onepass, fp8"], peer, ".1f")
+
+
+def both_headline(title, path, case):
+    """Forward and backward of an op."""
+    results = json.loads(path.read_text())
+    rows = [row for row in results["rows"] if row["case"] == case]
+    peers = [row for row in peers_of(rows) if row["contender"] != own(rows)["reference"]]
+    peer = min(peers, key=lambda row: row["forward_ms"] + row["backward_ms"])
+    ours, peer = (
+        (row["contender"], row["forward_ms"] + row["backward_ms"], row["peak_mib"] / 1024) for row in (own(rows), peer)
+    )
+    return headline_line(f"{title} ({short(results['hardware']['name'])})", "ms", 1, ours, peer, ".1f")
+
+
+def measured_elsewhere(others):
+    """The rows of the headline that other GPUs have."""
+    for other in others:
+        steps, head = other / "scripts" / "gpt_fp8_1B.json", other / "linear_cross_entropy.json"
+        if steps.exists():
+            yield fp8_headline("Training step, Llama 1B in eight bits, 4 x 4096 tokens", steps)
+        if head.exists():
+            title = "Log-probabilities and entropies of a policy, 8192 x 4096 x 151936"
+            yield both_headline(title, head, "log_prob 8192x4096x151936")
+            yield both_headline("The same, half of the labels ignored", head, "log_prob half 8192x4096x151936")
+
+
+def headline(folder, others=()):
     scripts = folder / "scripts"
     lines = [
         *header("", "onepass", "fastest peer", "speed", "peak GiB"),
@@ -546,6 +603,7 @@ def headline(folder):
             "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
         ),
         backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
+        *measured_elsewhere(others),
     ]
     return "\n".join(lines)
 
@@ -628,9 +686,14 @@ def loss_at_a_glance(path):
     return [case, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"]
 
 
-def ops_table(folder):
+def ops_table(folder, others=()):
     """Return one row an op. Figures are empty where nothing was measured; an op that has no row above gets one."""
-    found = {op: at_a_glance(op, results) for op, results in stored(folder).items()}
+    found = {}
+    for other in others:
+        for op, results in stored(other).items():
+            case, *rest = at_a_glance(op, results)
+            found[op] = [f"{case} ({short(results['hardware']['name'])})", *rest]
+    found |= {op: at_a_glance(op, results) for op, results in stored(folder).items()}
     loss = folder / "scripts" / "linear_cross_entropy.json"
     if loss.exists():
         found[loss.stem] = loss_at_a_glance(loss)
@@ -652,11 +715,11 @@ def between(text, name, made):
 
 def all_figures(folder=RESULTS):
     """Return the text of each table by its name."""
-    scripts = folder / "scripts"
+    scripts, others = folder / "scripts", others_of(folder)
     return {
-        HEADLINE: headline(folder),
-        OPS: ops_table(folder),
-        FIGURES: tables(folder),
+        HEADLINE: headline(folder, others),
+        OPS: ops_table(folder, others),
+        FIGURES: tables(folder, others),
         LOSS: loss_tables(scripts),
         FUSION: fusion_table(scripts / "fusion.json"),
         TRAINING: training_tables(scripts),
