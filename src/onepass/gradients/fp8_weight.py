@@ -172,7 +172,7 @@ class FP8Weight:
         with _outside_inference_mode():  # kept codes serve training too
             if self._target is None:
                 rows = FP8Operand(*cast_rows(weight, E4M3)) if codes else None
-                return rows, FP8Operand(*cast_rows(weight.t(), E4M3)) if turned else None
+                return rows, FP8Operand(*cast_rows(weight.mT, E4M3)) if turned else None
             target, inverse = self._target
             self._target = _unnoted(target), inverse
             return _operands(cast_tensor(weight, target, codes=codes, turned=turned), inverse)
