@@ -41,7 +41,7 @@ from onepass.runtime.fp8 import E4M3, check_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
 
-RECIPE = FP8Recipe(scaling="row", format="e4m3")  # what PyTorch's grouped product takes
+GROUPED_RECIPE = FP8Recipe(scaling="row", format="e4m3")  # what PyTorch's grouped product takes
 _log = logging.getLogger("onepass")
 
 
@@ -52,7 +52,7 @@ def unfit_for_grouped_fp8(precision: Precision, x: Tensor, weight: Tensor, produ
     check_fp8(x, weight)
     if under_functorch():
         raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
-    unfit = unfit_for_scaled_groups(weight, product)
+    unfit = unfit_for_scaled_groups(weight.shape, product, weight.device)
     if unfit is not None and not torch.compiler.is_compiling():
         _say(unfit, product)
     return unfit if x.numel() else "there is nothing to do"
@@ -69,7 +69,7 @@ def _say(unfit: str, product: torch.dtype) -> None:
 
 def fp8_grouped_forward(x: FP8Operand, weight: Tensor, ends: Tensor, product: torch.dtype, noted: bool) -> Tensor:
     """Return the product of x's codes. `noted`: a backward follows, and may come to need the weight's other codes."""
-    state = fp8_weight(weight, RECIPE)
+    state = fp8_weight(weight, GROUPED_RECIPE)
     state.update(weight)
     rows = state.rows(weight, lasting=not noted)
     fast = product is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
@@ -83,7 +83,7 @@ def _forward(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, note
 
 def _input_gradient(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     check_fp8(dy, weight)
-    state = fp8_weight(weight, RECIPE)
+    state = fp8_weight(weight, GROUPED_RECIPE)
     state.update(weight)  # for a weight that a compiled graph makes, and may make again in backward
     state.backwards += 1
     return scaled_grouped_product(*cast_rows(dy, E4M3), *state.turned(weight), ends, dy.dtype)

@@ -7,7 +7,7 @@ The loop waits for the GPU, to learn each group's rows. On a CPU it multiplies c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,18 +56,18 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 # ---- in eight bits ----
 
 
-def unfit_for_scaled_groups(weight: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why products of this type with weight [G, N, K], and with its transpose, can't be in eight bits, or None."""
-    groups, N, K = weight.shape
+def unfit_for_scaled_groups(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why products of this type with a weight [G, N, K], and with its transpose, can't be in eight bits, or None."""
+    groups, N, K = shape
     if not fits_fp8((N, K)):
         return f"the experts' sizes, {N} x {K}, are not multiples of {MULTIPLE}"
-    if not weight.is_cuda:
+    if device.type != "cuda":
         return None
     if not hasattr(F, "scaled_grouped_mm"):
         return f"PyTorch {torch.__version__} has no grouped product in eight bits"
-    device = torch.cuda.get_device_properties(weight.device)  # get_device_capability breaks a compiled graph
-    if (device.major, device.minor) != _SCALED_CAPABILITY:
-        return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {device.major}.{device.minor}"
+    gpu = torch.cuda.get_device_properties(device)  # get_device_capability breaks a compiled graph
+    if (gpu.major, gpu.minor) != _SCALED_CAPABILITY:
+        return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {gpu.major}.{gpu.minor}"
     if dtype is not torch.bfloat16:
         return f"PyTorch's grouped product in eight bits returns bf16, but the product's type is {dtype}"
     if groups >= _SCALED_GROUPS:
@@ -86,7 +86,7 @@ def scaled_grouped_product(
     """
     groups, N, _ = b.shape
     if a.is_cuda and a.shape[0]:
-        by_row = F.ScalingType.RowWise  # type: ignore[attr-defined]
+        by_row = F.ScalingType.RowWise
         scales = a_inverse.view(-1), by_row, b_inverse.view(groups, N), by_row
         return F.scaled_grouped_mm(  # type: ignore[attr-defined,no-any-return]
             a, b.mT, *scales, offs=ends, output_dtype=dtype, use_fast_accum=fast

@@ -66,13 +66,13 @@ class _ActivationGroupedLinear(torch.autograd.Function):
         need_dx, need_dtoken_weight, need_dweight = (each is not GradRequest.SKIP for each in requests)
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
         dactivated = fp8_input_gradient_op(dy, ctx.weight, ends) if need_dx or need_dtoken_weight else None
-        rebuild = ctx.product if need_dweight else None
+        needs, rebuild = (need_dx, False, need_dtoken_weight), ctx.product if need_dweight else None
         if dactivated is None and rebuild is None:
             return (None,) * 8
         run = backward_by_kernels if ctx.use_triton else backward_by_formula
         _, dx, _, dtoken_weight, activated = run(
-            None, dactivated, tuple(kept), None, token_weight, ctx.options, ctx.stored, (need_dx, False, need_dtoken_weight), rebuild
-        )  # fmt: skip
+            None, dactivated, tuple(kept), None, token_weight, ctx.options, ctx.stored, needs, rebuild
+        )
         dweight = None
         if need_dweight:
             assert activated is not None
