@@ -103,7 +103,7 @@ def experts(sizes, activation="swiglu", dtype=BF16, seed=0):
     return tensors, dy.to(DEVICE, dtype)
 
 
-OPTIONS = {"swiglu": {"clamp": 1.5, "linear_offset": 1.0}, "gelu": {"save": "offload"}, "squared_relu": {"save": "fp8"}}
+OPTIONS = {"swiglu": {"clamp": 4.0, "linear_offset": 1.0}, "gelu": {"save": "offload"}, "squared_relu": {"save": "fp8"}}
 activations = pytest.mark.parametrize("activation", ("swiglu", "gelu", "squared_relu"))
 
 
@@ -122,7 +122,8 @@ def test_an_experts_mlp_is_near_fp64(activation, backend):
         y = chain(activation, None, *wide, ends_of(sizes), **exact_options)
         exact = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
         least = [OUTPUT - 5] + [GRADIENT["hybrid"] - 2] * 4
-        assert all(decibels(one, other) >= bar for one, other, bar in zip(found, exact, least, strict=True))
+        far = [round(decibels(one, other), 1) for one, other in zip(found, exact, strict=True)]
+        assert all(each >= bar for each, bar in zip(far, least, strict=True)), far
         assert [t.dtype for t in found] == [BF16, BF16, BF16, BF16, FP32]
 
 
@@ -132,15 +133,15 @@ def test_the_activation_goes_to_codes_without_16_bits(activation, backend):
     """y is that of the fp32 activation, rounded once; dx and the weight's gradient are those of the activation's own backward."""
     sizes, dtype = SIZES[0], BF16 if DEVICE.type == "cuda" else FP32
     tensors, dy = experts(sizes, activation, dtype, seed=1)
-    x, down, token_weight = tensors[1].new_tensor(tensors[0].repeat(1, 4)[:, : tensors[1].shape[1]].tolist()), *tensors[2:]
-    x.requires_grad_()
+    _, up, down, token_weight = tensors
+    x = torch.randn(sum(sizes), up.shape[1], generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype).requires_grad_()
     with onepass.use_backend(backend):
         y = activation_grouped.activation_grouped_linear(
             x, down, ends_of(sizes), activation, token_weight=token_weight, precision="fp8"
         )
         dx, dweight = torch.autograd.grad(y, (x, down), dy)
     leaf = x.detach().double().requires_grad_()
-    activated = activation_formula(leaf, None, token_weight.detach().double(), ActivationOptions(activation))
+    activated = activation_formula(leaf, None, token_weight.detach().double(), ActivationOptions(activation, None, None))
     exact = by_expert(rounded(activated.detach().float()), rounded(down).mT, sizes)
     assert decibels(y.detach(), exact) > 40  # a code in some thousands is the next one
     through = by_expert(rounded(dy), rounded(down, 1), sizes)
