@@ -1,7 +1,8 @@
-"""Grouped products in eight bits: near fp64 on the same codes, of any groups, with the weight's codes as they must be; mutants."""
+"""Grouped products in eight bits: near fp64 on the same codes, of any groups, by codes of the weight as it is; mutants."""
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -221,8 +222,10 @@ def test_no_rows():
 
 
 def test_codes_are_kept_between_updates_where_they_serve_again(monkeypatch):
-    made, stock = [], fp8_weight.cast_rows
-    monkeypatch.setattr(fp8_weight, "cast_rows", lambda x, dtype: made.append(x.dim()) or stock(x, dtype))
+    made = []
+    for name in ("cast_rows", "cast_columns"):
+        stock = getattr(fp8_weight, name)
+        monkeypatch.setattr(fp8_weight, name, lambda x, *to, stock=stock: made.append(x.dim()) or stock(x, *to))
     x, weight, dy = drawn(SIZES[0])
     for microbatches, casts in ((1, 2), (3, 4), (3, 2)):  # the second microbatch makes both, and the next step its first
         made.clear()
@@ -296,10 +299,8 @@ def test_bits_are_equal_again_and_under_checkpointing(backend):
         tensors, dy = experts(SIZES[0])
         with onepass.use_backend(backend):
             given = "swiglu", "fp8", *tensors, ends_of(SIZES[0])
-            if reentrant is None:
-                y = chain(*given)
-            else:
-                y = torch.utils.checkpoint.checkpoint(chain, *given, use_reentrant=reentrant)
+            run = chain if reentrant is None else partial(torch.utils.checkpoint.checkpoint, chain, use_reentrant=reentrant)
+            y = run(*given)
             y.backward(dy)
         found.append([y.detach(), *(t.grad for t in tensors)])
     for other in found[1:]:
@@ -351,10 +352,10 @@ MUTANTS = {
     "offsets off by one": (grouped_product, "group_rows", "yield slice(start, end)", "yield slice(start, max(end - 1, start))"),
     "an expert begins where the one before began": (grouped_product, "group_rows", "start = end", "start = start"),
     "a row's scale forgotten": (grouped_product, "scaled_grouped_product", " * a_inverse.view(-1, 1)", ""),
-    "x's scales turned around": (grouped_product, "scaled_grouped_product", "a_inverse.view(-1, 1)", "a_inverse.view(-1, 1).flip(0)"),
-    "rows' scales for columns": (fp8_weight, "FP8Weight._cast_weight", "cast_rows(weight.mT, E4M3)", "cast_rows(weight, E4M3)"),
+    "x's scales turned around": (grouped_product, "scaled_grouped_product", "view(-1, 1)", "view(-1, 1).flip(0)"),
+    "rows' scales for columns": (fp8_weight, "FP8Weight._cast_weight", "cast_columns(weight)", "cast_rows(weight, E4M3)"),
     "dy in e5m2": (grouped, "_input_gradient", "cast_rows(dy, E4M3)", "cast_rows(dy, torch.float8_e5m2)"),
-    "the gradient's rows are those before": (grouped, "grouped_weight_gradient", "dy[rows], x[rows]", "dy[rows], x.roll(1, 0)[rows]"),
+    "the rows before": (grouped, "grouped_weight_gradient", "dy[rows], x[rows]", "dy[rows], x.roll(1, 0)[rows]"),
     "stale codes": (fp8_weight, "FP8Weight.update", "self._rows = self._turned = None", "pass"),
 }  # fmt: skip
 

@@ -316,12 +316,12 @@ def test_the_summary_says_what_stays_in_16_bits():
     )
     ends = {"first_last_layers_bf16": True, "fp8_recipe": "rowwise", "num_moe_experts": 4, "fp8_format": "e4m3"}
     assert describe_precision(Config(**shape | ends), CPU) == (
-        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; rowwise scales), those of experts in e4m3 with scales by row and "
-        "weight gradients in bf16; embedding, head, norms and weight gradients stay in bf16."
+        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; rowwise scales), those of experts in e4m3 with scales by "
+        "row and weight gradients in bf16; embedding, head, norms and weight gradients stay in bf16."
     )
     assert describe_precision(Config(**shape | ends | {"moe_ffn_hidden_size": 40, "fp8_recipe": "delayed"}), CPU) == (
-        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; delayed scales of 16 steps); embedding, head, norms and experts "
-        "(the experts' sizes, 128 x 40, are not multiples of 16) stay in bf16."
+        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; delayed scales of 16 steps); embedding, head, norms and "
+        "experts (the experts' sizes, 128 x 40, are not multiples of 16) stay in bf16."
     )
     odd = {"ffn_hidden_size": 100, "num_layers_at_start_in_bf16": 2, "first_last_layers_bf16": True, "fp8_wgrad": False}
     assert describe_precision(Config(**shape | odd), CPU) == (
