@@ -81,6 +81,16 @@ def test_products_are_those_of_the_rounded_operands(sizes, dtype, backend):
     assert within_budget(sizes, dtype)
 
 
+@backends
+@sizes
+def test_results_are_near_fp64(sizes, backend):
+    x, weight, dy = drawn(sizes)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = results(*wide, dy.double(), sizes, None)
+    for found, value, bar in zip(results(x, weight, dy, sizes), exact, (OUTPUT, GRADIENT["e4m3"], 40), strict=True):
+        assert decibels(found, value) >= bar
+
+
 @pytest.mark.parametrize("precision", ROW, ids=str)
 def test_every_recipe_has_scales_by_row(precision):
     given = *drawn(SIZES[0]), SIZES[0]
