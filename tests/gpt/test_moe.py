@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.calls import relative
+from ops.fp8_calls import decibels
 
+import onepass
 from onepass.gpt import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE, balance, routed
@@ -157,6 +159,21 @@ def test_an_expert_nobody_goes_to():
     y.sum().backward()
     idle = [expert for expert in range(E) if not moe.experts.weight1.grad[expert].any()]
     assert len(idle) == E - 1 and not moe.experts.weight2.grad[idle].any()
+
+
+def test_set_precision_runs_both_products_in_eight_bits_but_not_the_router():
+    moe, x = made(torch.bfloat16, hidden_size=32, moe_ffn_hidden_size=48), torch.randn(64, 32).bfloat16()
+    expected, _ = moe(x)
+    assert onepass.nn.set_precision(moe, "fp8") == 1
+    y, _ = moe(x)
+    assert 20 < decibels(y.detach(), expected.detach()) < 45
+    y.sum().backward()
+    assert {name for name, p in moe.named_parameters() if hasattr(p, "fp8")} == {"experts.weight1", "experts.weight2"}
+    saved = onepass.nn.fp8_state_dict(moe)
+    onepass.nn.load_fp8_state_dict(moe, saved)
+    assert moe(x)[0].equal(y)
+    onepass.nn.set_precision(moe, None)
+    assert moe(x)[0].equal(expected)
 
 
 def test_no_tokens():

@@ -5,7 +5,9 @@ import torch
 from gpu.calls import captured, nobody_waits, other_stream
 
 from onepass.gpt import Model, preset
-from onepass.ops.linear import grouped
+from onepass.gradients import grouped as gradients_grouped
+from onepass.kernels import grouped_product
+from onepass.ops.linear.grouped import grouped_linear
 from onepass.train.batches import TokenBatch
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
@@ -123,15 +125,16 @@ def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
     x = torch.randn(sum(sizes), 64, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(len(sizes), 48, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-    assert grouped.torch_can_group(x, weight)
+    assert grouped_product.torch_can_group(x, weight)
 
     def results():
-        y = grouped.grouped_linear(x, weight, ends)
+        y = grouped_linear(x, weight, ends)
         return [y, *torch.autograd.grad(y.sum(), (x, weight))]
 
     with nobody_waits():
         got = results()
-    monkeypatch.setattr(grouped, "torch_can_group", lambda *_: False)
+    for module in (grouped_product, gradients_grouped):
+        monkeypatch.setattr(module, "torch_can_group", lambda *_: False)
     for one, other in zip(got, results(), strict=True):
         assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
     assert not any(got[2][at].any() for at, size in enumerate(sizes) if not size)
@@ -141,6 +144,6 @@ def test_pytorchs_grouped_product_is_the_loop(sizes, monkeypatch):
 def test_what_the_grouped_product_takes(change):
     x, weight = torch.ones(4, 16, device="cuda"), torch.ones(2, 12 if change == "unaligned" else 8, 16, device="cuda")
     x, weight = (x, weight) if change == "fp32" else (x.bfloat16(), weight if change == "autocast" else weight.bfloat16())
-    assert grouped.torch_can_group(x, weight) is (change == "autocast")
-    y = grouped.grouped_linear(x, weight, torch.tensor([1, 4], device="cuda", dtype=torch.int32))
+    assert grouped_product.torch_can_group(x, weight) is (change == "autocast")
+    y = grouped_linear(x, weight, torch.tensor([1, 4], device="cuda", dtype=torch.int32))
     assert (y == 16).all() and y.dtype is x.dtype

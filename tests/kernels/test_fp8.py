@@ -147,6 +147,47 @@ def test_one_of_the_two_is_written_without_the_other():
     assert none is None and bits(turned).equal(bits(both[1]))
 
 
+COLUMN_SHAPES = ((16, 1), (64, 64), (3, 48, 203), (2, 2, 1040, 72), (5, 600, 136))
+
+
+def by_columns(x, module=fp8_cast):
+    with poisoned(), unchanged(x=x):
+        codes, inverse = module.cast_columns(x)
+    exact, expected = fp8.quantise_rows(x.mT, E4M3)
+    return bits(codes).equal(bits(exact)) and inverse.equal(expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", COLUMN_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float32), ids=str)
+def test_columns_are_the_rows_of_the_transpose(shape, kind):
+    x = torch.randn(shape, device=DEVICE).mul(3).to(kind)
+    x[..., 5, 0], x[..., 7, -1] = math.inf, math.nan
+    assert by_columns(x)
+    assert by_columns(x.mT.contiguous().mT) and by_columns(x[..., :9, :]) and by_columns(x[..., :0])
+
+
+COLUMN_MUTANTS = {
+    "another matrix's scales": ("_columns_kernel", "tl.load(amax_ptr + matrix * K", "tl.load(amax_ptr + 0 * K"),
+    "rows of the next matrix": ("_column_amax_kernel", "(rows < N)[:, None]", "(rows < N + 1)[:, None]"),
+    "only the first rows count": ("_column_amax_kernel", "* STEPS + step", "* STEPS"),
+    "another matrix's place": ("_columns_kernel", "turned_ptr + matrix * K * (N // QUAD)", "turned_ptr + matrix * (N // QUAD)"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", COLUMN_MUTANTS)
+def test_a_mutant_of_the_columns_is_found(name):
+    mutant = mutate(fp8_cast, *COLUMN_MUTANTS[name])
+    x = torch.randn(3, 1040, 72, device=DEVICE) * torch.tensor([1.0, 64, 4], device=DEVICE)[:, None, None]
+    x[:, 700:].mul_(9)
+    try:
+        right = by_columns(x, mutant)
+    except AssertionError:
+        right = False
+    assert not right
+
+
 MUTANTS = {
     "the scale's threshold": (device_functions, "exponents_below", "0x1FFFFF", "0x2FFFFF"),
     "ties away from zero": (device_functions, "operand_codes", "(shift - 1)) - 1)", "(shift - 1)))"),

@@ -16,11 +16,13 @@ from onepass.train.layout import _groups
 from onepass.train.setup import make
 
 FP8 = {"fp8_format": "hybrid", "ffn_hidden_size": 32}  # a size that eight-bit products take
+EXPERTS = {"num_moe_experts": 3, "moe_ffn_hidden_size": 32, "moe_router_topk": 2}
 LAYOUTS = {
     "data": {},
     "data, bf16": {"params_dtype": "bf16", "release_main_grads": True},
     "zero": {"use_distributed_optimizer": True},
     "fsdp": {"use_fsdp": True},
+    "fsdp, experts": {"use_fsdp": True, **EXPERTS},
     "fsdp, bf16": {"use_fsdp": True, "params_dtype": "bf16", "recompute_granularity": "full"},
     "pipeline": {"pipeline_model_parallel_size": 2, "global_batch_size": 4},
 }
@@ -91,7 +93,7 @@ class FreshCodes:
     def _checked(self, name, state, weight, **options):
         found = self._stock[name](state, weight, **options)
         self.used += 1
-        x = weight.detach() if name == "rows" else weight.detach().t()
+        x = weight.detach() if name == "rows" else weight.detach().mT
         again = quantise_rows(x, E4M3)[0] if state.recipe.scaling == "row" else quantise(x, 1 / found.inverse, E4M3)
         if not found.codes.view(torch.uint8).equal(again.view(torch.uint8)):
             self.stale.append(tuple(weight.shape))

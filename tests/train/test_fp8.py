@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallel import worlds
 from train import fp8_runs
 from train.checkpoint_runs import alone, configured, saved, whole
-from train.fp8_runs import FP8, LAYOUTS, go, resumed, scales, states, weights
+from train.fp8_runs import EXPERTS, FP8, LAYOUTS, go, resumed, scales, states, weights
 from train.test_run import SMALL, log, train
 
 import onepass
@@ -26,6 +26,7 @@ from onepass.train.steps import TrainSteps
 
 pytestmark = pytest.mark.usefixtures("by_formula")
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+CPU = torch.device("cpu")
 QUICK = "--no-table", "--no-fusion-table", "--samples", 0
 
 
@@ -64,6 +65,7 @@ def test_a_resumed_run_is_the_run_by_kernels(tmp_path, monkeypatch):
         {"fp8_amax_compute_algo": "most_recent", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0},
         {"fp8_recipe": "tensorwise"},
         {"fp8_recipe": "rowwise"},
+        EXPERTS,
         {"gradient_accumulation_fusion": False},
     ],
     ids=lambda settings: "-".join(settings) or "defaults",
@@ -307,18 +309,22 @@ def test_a_step_that_overflows_is_told_and_recovered_from(tmp_path, corpus, caps
 
 def test_the_summary_says_what_stays_in_16_bits():
     shape = {"num_layers": 4, "params_dtype": "bf16", "fp8_format": "hybrid"}
-    assert describe_precision(Config()) == ""
-    assert describe_precision(Config(**shape)) == (
+    assert describe_precision(Config(), CPU) == ""
+    assert describe_precision(Config(**shape), CPU) == (
         "The products of all blocks run in eight bits (e4m3, gradients in e5m2; delayed scales of 16 steps); embedding, head and "
         "norms stay in bf16."
     )
     ends = {"first_last_layers_bf16": True, "fp8_recipe": "rowwise", "num_moe_experts": 4, "fp8_format": "e4m3"}
-    assert describe_precision(Config(**shape | ends)) == (
-        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; rowwise scales); embedding, head, norms, experts and weight "
-        "gradients stay in bf16."
+    assert describe_precision(Config(**shape | ends), CPU) == (
+        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; rowwise scales), those of experts in e4m3 with scales by "
+        "row and weight gradients in bf16; embedding, head, norms and weight gradients stay in bf16."
+    )
+    assert describe_precision(Config(**shape | ends | {"moe_ffn_hidden_size": 40, "fp8_recipe": "delayed"}), CPU) == (
+        "The products of blocks 2 to 3 of 4 run in eight bits (e4m3; delayed scales of 16 steps); embedding, head, norms and "
+        "experts (the experts' sizes, 128 x 40, are not multiples of 16) stay in bf16."
     )
     odd = {"ffn_hidden_size": 100, "num_layers_at_start_in_bf16": 2, "first_last_layers_bf16": True, "fp8_wgrad": False}
-    assert describe_precision(Config(**shape | odd)) == (
+    assert describe_precision(Config(**shape | odd), CPU) == (
         "The products of block 3 of 4 run in eight bits (e4m3, gradients in e5m2; delayed scales of 16 steps); embedding, head, "
         "norms, weight gradients, linear_fc1 (200 x 128: not multiples of 16) and linear_fc2 (128 x 100: not multiples of 16) "
         "stay in bf16."

@@ -1,7 +1,8 @@
 """A mixture of experts in place of an MLP. A router sends each token to its top-k experts and weights their outputs.
 
 Tokens are sorted by expert, so that each linear layer of all experts is one grouped GEMM (ops/linear/grouped.py). The activation
-multiplies by the router's weight. No token is dropped. Each rank of tp_group holds a shard of every expert.
+multiplies by the router's weight. Both products may run in eight bits. No token is dropped.
+Each rank of tp_group holds a shard of every expert.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.parts import plain_activation
+from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.norm import MarkedParameters
 from onepass.nn.sharding import DividedParameters, Division
-from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route, scatter_tokens
 from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
@@ -70,7 +72,7 @@ class Router(MarkedParameters):
             return (x.to(wide) @ self.weight.to(wide).t()).softmax(-1)
 
 
-class Experts(DividedParameters):
+class Experts(DividedParameters, GroupedLayer):
     """All experts' weights: weight1 [experts, parts x size, hidden_size] and weight2 [experts, hidden_size, size].
 
     parts is 2 for a gated activation and otherwise 1. Each rank holds 1 / ranks of size.
@@ -78,6 +80,7 @@ class Experts(DividedParameters):
 
     weight1: nn.Parameter
     weight2: nn.Parameter
+    grouped_weights = ("weight1", "weight2")
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__(tp_group)
@@ -99,13 +102,14 @@ class Experts(DividedParameters):
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """Return this rank's partial sum, for rows x that are sorted by expert."""
         c = self.config
-        h = grouped_linear(x, self.given(self.weight1), routes.ends)
+        weight, precision = self.given(self.weight2), self.precision
+        h = grouped_linear(x, self.given(self.weight1), routes.ends, precision)
         if c.bias_activation_fusion:
             options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
-            a = bias_activation(h, None, c.activation, token_weight=routes.weights, save=c.activation_save, **options)
-        else:
-            a = (plain_activation(h, None, c) * routes.weights.unsqueeze(-1)).to(h.dtype)
-        return grouped_linear(a, self.given(self.weight2), routes.ends)
+            options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}
+            return activation_grouped_linear(h, weight, routes.ends, c.activation, **options)
+        a = (plain_activation(h, None, c) * routes.weights.unsqueeze(-1)).to(h.dtype)
+        return grouped_linear(a, weight, routes.ends, precision)
 
 
 class MoE(nn.Module):

@@ -38,7 +38,7 @@ from onepass.gradients.fp8_updates import (
 )
 from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.releasable_storage import storage_id
-from onepass.kernels.fp8_cast import cast_rows, cast_tensor
+from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import Pending, start_all_gather
@@ -172,7 +172,7 @@ class FP8Weight:
         with _outside_inference_mode():  # kept codes serve training too
             if self._target is None:
                 rows = FP8Operand(*cast_rows(weight, E4M3)) if codes else None
-                return rows, FP8Operand(*cast_rows(weight.t(), E4M3)) if turned else None
+                return rows, FP8Operand(*cast_columns(weight)) if turned else None
             target, inverse = self._target
             self._target = _unnoted(target), inverse
             return _operands(cast_tensor(weight, target, codes=codes, turned=turned), inverse)

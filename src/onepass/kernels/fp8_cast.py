@@ -1,9 +1,10 @@
-"""Cast a matrix to operands of eight-bit products: by row with the row's own scale, or by one scale, with the transpose beside.
+"""Cast a matrix to operands of eight-bit products: by row or column with scales of their own, or by one scale.
 
 By row    a row is read from memory once and scaled by the largest power of two that its largest number allows.
+By column the transpose, as x's gradient takes a weight. It is read twice: for the columns' largest magnitudes, and to be written.
 By tensor a tile is read once and written twice, the second time turned. The scale is known before. The pass finds the largest
           magnitude for the next scale and counts what saturates.
-Bytes     of 16-bit x, 3 a number by row, and 4 with the transpose.
+Bytes     of 16-bit x, 3 a number by row, 5 by column, and 4 by tensor with the transpose.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 _HELD = 8192  # the longest row that a program holds in registers
 TILE_M, TILE_H = 64, 64  # of passes that write turned codes
+_AMAX_N, _AMAX_K = 64, 128  # of the pass that finds columns' largest magnitudes
 
 
 @kernel
@@ -94,6 +96,56 @@ def _tiles_kernel(
         store_turned(turned_ptr, packed, groups, columns, M, within, MULTIPLE)
 
 
+@kernel
+def _column_amax_kernel(
+    x_ptr, amax_ptr, N, K,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Raise amax [matrices, K], bits of fp32 numbers, to the largest magnitudes of x's columns. A maximum has no order."""
+    K = aligned(K, ALIGN)
+    matrix = tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    within = columns < K
+    amax = tl.zeros([BLOCK_K], tl.float32)
+    for step in range(STEPS):
+        rows = (tl.program_id(1) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (rows < N)[:, None] & within[None, :]
+        x = tl.load(x_ptr + (matrix * N + rows)[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, tl.max(finite_sizes(x), 0))
+    tl.atomic_max(amax_ptr + matrix * K + columns, amax.to(tl.int32, bitcast=True), mask=within, sem="relaxed")
+
+
+@kernel
+def _columns_kernel(
+    x_ptr, turned_ptr, amax_ptr, inverse_ptr, N, K,
+    ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    K = aligned(K, ALIGN)
+    matrix = tl.program_id(2).to(tl.int64)
+    quads = tl.program_id(1) * (BLOCK_N // QUAD) + tl.arange(0, BLOCK_N // QUAD)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    within = columns < K
+    amax = tl.load(amax_ptr + matrix * K + columns, mask=within, other=0).to(tl.float32, bitcast=True)
+    biased = scale_exponents(amax, False)
+    scale = power_of_two(biased)
+    tl.store(inverse_ptr + matrix * K + columns, power_of_two(254 - biased), mask=within & (tl.program_id(1) == 0))
+    packed = tl.zeros([BLOCK_N // QUAD, BLOCK_K], tl.uint32)
+    for i in tl.static_range(QUAD):
+        rows = quads * QUAD + i
+        inside = (rows < N)[:, None] & within[None, :]
+        x = tl.load(x_ptr + (matrix * N + rows)[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        packed = packed_codes(packed, operand_codes(x, scale[None, :], False), i)
+    store_turned(turned_ptr + matrix * K * (N // QUAD), packed, quads, columns, N, within, MULTIPLE)
+
+
+@lru_cache(1024)
+def _columns_plan(N: int, K: int) -> tuple[int, Bound, Bound]:
+    steps = min(8, ceil_div(N, _AMAX_N))
+    amax: Bound = _column_amax_kernel.bind(N, K, known_align(K), _AMAX_N, _AMAX_K, steps, num_warps=4)
+    turned: Bound = _columns_kernel.bind(N, K, known_align(K), MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4)
+    return steps, amax, turned
+
+
 @lru_cache(1024)
 def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
     block_h = min(_HELD // 2 if H > _HELD else _HELD, next_power_of_two(H))
@@ -125,6 +177,20 @@ def cast_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
         launch((ceil_div(M, block_m), 1, 1), x, codes.view(torch.uint8), inverse, M)
     else:
         inverse.fill_(1)
+    return codes, inverse
+
+
+def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `cast_rows(x.mT)` does of matrices [..., N, K], in e4m3: codes [..., K, N] and inverses [columns, 1]."""
+    *lead, N, K = x.shape
+    if triton_unsupported(x) is not None or N % MULTIPLE or not x.is_contiguous() or not x.numel():
+        return cast_rows(x.mT)
+    count = math.prod(lead)
+    codes, inverse = torch.empty(*lead, K, N, dtype=E4M3, device=x.device), x.new_empty(count * K, 1, dtype=torch.float32)
+    amax = torch.zeros(count * K, dtype=torch.int32, device=x.device)
+    steps, find_amax, write = _columns_plan(N, K)
+    find_amax((ceil_div(K, _AMAX_K), ceil_div(N, _AMAX_N * steps), count), x, amax)
+    write((ceil_div(K, TILE_H), ceil_div(N, TILE_M), count), x, codes.view(torch.int32), amax, inverse)
     return codes, inverse
 
 

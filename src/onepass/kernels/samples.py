@@ -13,7 +13,7 @@ from onepass.runtime.samples import CoveringCall, meta
 
 
 def covering_calls() -> Iterator[CoveringCall]:
-    """Casts by row and by tensor: both types, rows that are held and read again, even and odd multiples of 16. Turned codes."""
+    """Casts by row, by column and by tensor: both types, rows that are held and read again, even and odd multiples of 16."""
     for width in (2048, 4096, 14336, 28672, 5008):
         for dtype in (torch.bfloat16, torch.float32):
             for to in (E4M3, E5M2):
@@ -25,6 +25,7 @@ def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
         x, scale = meta(8192, width, dtype=dtype), torch.empty((), device="meta")
         noted = torch.empty(2, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
         fp8_cast.cast_rows(x.detach(), to)
+        fp8_cast.cast_columns(x.detach().view(2, 4096, width))
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, noted[0], noted[1]), turned=True)
         codes, _ = fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
         assert codes is not None

@@ -16,6 +16,13 @@ def drop_fp8_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
         vars(weight).pop("fp8", None)
 
 
+class GroupedLayer(nn.Module):
+    """A base class of modules whose grouped products run in eight bits by `precision`, always with scales by row."""
+
+    precision: Precision = None
+    grouped_weights: tuple[str, ...]  # names of their weights, [experts, N, K]
+
+
 def shown_precision(precision: Precision) -> list[str]:
     """Return what `extra_repr` shows of a precision: nothing of the default."""
     return [] if precision is None else [f"precision={precision!r}"]

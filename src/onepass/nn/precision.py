@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from onepass.gradients.fp8_scales import ROLES, counts_of
 from onepass.gradients.fp8_updates import is_divided
 from onepass.gradients.fp8_weight import FP8Weight
+from onepass.gradients.grouped import GROUPED_RECIPE
+from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.norm_linear import NormLinear
 from onepass.runtime.fp8 import fits_fp8
@@ -22,38 +24,48 @@ _LAYERS = Linear | ColumnParallelLinear | RowParallelLinear | NormLinear
 def set_precision(module: nn.Module, precision: Precision) -> int:
     """Run the products of all onepass linear layers of a module in eight bits, or None: in their own type. Return how many.
 
+    The experts of a mixture are one layer.
+
         onepass.nn.set_precision(model.layers, "fp8")
 
     Args:
         precision: ``fp8``, an `onepass.FP8Recipe`, or None.
     """
     recipe_of(precision)
-    layers = [each for each in module.modules() if isinstance(each, _LAYERS)]
+    layers = [each for each in module.modules() if isinstance(each, _LAYERS | GroupedLayer)]
     for layer in layers:
         layer.precision = precision
     return len(layers)
 
 
 class FP8Layer(NamedTuple):
-    """A layer whose products run in eight bits. `name` is its weight's."""
+    """A weight whose products run in eight bits, and its layer. `name` is the weight's."""
 
     name: str
     layer: nn.Module
+    parameter: str  # its weight's name in the layer
     recipe: FP8Recipe
 
     @property
     def weight(self) -> Tensor:
         """The layer's parameter: a part of it between the gathers of fully_shard."""
-        weight: Tensor = self.layer.weight  # type: ignore[assignment]
+        weight: Tensor = getattr(self.layer, self.parameter)
         return weight
 
 
 def fp8_layers(module: nn.Module) -> Iterator[FP8Layer]:
     """Yield a module's onepass linear layers whose `precision` and sizes let their products run in eight bits."""
     for path, layer in module.named_modules():
-        recipe = recipe_of(layer.precision) if isinstance(layer, _LAYERS) else None
-        if recipe is not None and layer.weight is not None and fits_fp8(layer.weight.shape):
-            yield FP8Layer(f"{path}.weight" if path else "weight", layer, recipe)
+        recipe = recipe_of(layer.precision) if isinstance(layer, _LAYERS | GroupedLayer) else None
+        if recipe is None:
+            continue
+        names: tuple[str, ...] = ("weight",)
+        if isinstance(layer, GroupedLayer):
+            names, recipe = layer.grouped_weights, GROUPED_RECIPE
+        for name in names:
+            weight = getattr(layer, name)
+            if weight is not None and fits_fp8(weight.shape[-2:]):
+                yield FP8Layer(f"{path}.{name}" if path else name, layer, name, recipe)
 
 
 # ---- state ----

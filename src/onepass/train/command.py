@@ -279,7 +279,7 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
     size = stages.sequences(config, options, layout.data.size)
     sizes = f"tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}"
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
-    precision = f"{said} " if (said := describe_precision(config)) else ""
+    precision = f"{said} " if (said := describe_precision(config, layout.device)) else ""
     return (
         f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
         f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt import Config
 from onepass.gradients.fp8_scales import ROLES, counts_of
 from onepass.gradients.fp8_weight import FP8Weight
+from onepass.kernels.grouped_product import unfit_for_scaled_groups
 from onepass.nn.precision import fp8_layers
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.train.layout import ParallelLayout
@@ -20,7 +22,7 @@ _ROLES = {"input": "input", "weight": "weight", "gradient": "output's gradient"}
 # ---- the summary ----
 
 
-def describe_precision(config: Config) -> str:
+def describe_precision(config: Config, device: torch.device) -> str:
     """Return a run's sentences on its products in eight bits, or nothing where it has none."""
     recipes = {layer: recipe for layer in range(config.num_layers) if (recipe := config.precision(layer)) is not None}
     if not recipes:
@@ -29,11 +31,15 @@ def describe_precision(config: Config) -> str:
     ends = f"block {blocks[0] + 1}" if len(blocks) == 1 else f"blocks {blocks[0] + 1} to {blocks[-1] + 1}"
     which = "all blocks" if len(blocks) == config.num_layers else f"{ends} of {config.num_layers}"
     steps = f" of {recipe.amax_history_len} steps" if recipe.scaling == "delayed" else ""
-    kept = ["embedding", "head", "norms"] + (["experts"] if config.num_moe_experts else [])
-    kept += [] if recipe.has_wgrad else ["weight gradients"]
+    kept = ["embedding", "head", "norms"] + ([] if recipe.has_wgrad else ["weight gradients"])
     kept += [f"{name} ({rows} x {columns}: not multiples of {MULTIPLE})" for name, rows, columns in _unfit(config)]
+    experts = ""
+    if config.num_moe_experts:
+        why = _unfit_experts(config, device)
+        experts = "" if why else f", those of experts in e4m3 with scales by row and weight gradients in {config.params_dtype}"
+        kept += [f"experts ({why})"] if why else []
     return (
-        f"The products of {which} run in eight bits ({recipe.types}; {config.fp8_recipe} scales{steps}); "
+        f"The products of {which} run in eight bits ({recipe.types}; {config.fp8_recipe} scales{steps}){experts}; "
         f"{', '.join(kept[:-1])} and {kept[-1]} stay in {config.params_dtype}."
     )
 
@@ -46,6 +52,15 @@ def _unfit(config: Config) -> list[tuple[str, int, int]]:
     if not config.num_moe_experts:
         weights += [("linear_fc1", (1 + config.gated_linear_unit) * ffn // ranks, hidden), ("linear_fc2", hidden, ffn // ranks)]
     return [each for each in weights if not fits_fp8(each[1:])]
+
+
+def _unfit_experts(config: Config, device: torch.device) -> str | None:
+    """Return why the products of a rank's experts stay in 16 bits, or None."""
+    assert config.num_moe_experts is not None
+    hidden, size, experts = config.hidden_size, config.expert_size // config.tensor_model_parallel_size, config.num_moe_experts
+    shapes = (experts, (1 + config.gated_linear_unit) * size, hidden), (experts, hidden, size)
+    found = [unfit_for_scaled_groups(shape, config.dtype, device) for shape in shapes]
+    return found[0] or found[1]
 
 
 def has_delayed_scales(config: Config) -> bool:

@@ -219,7 +219,7 @@ def test_a_layer_by_itself_is_a_block():
 def test_what_keeps_its_type_says_why():
     model, before, applied = both("Qwen3Moe", precision="fp8")
     found = rows_of(applied)
-    assert found["model.layers.0.mlp.experts"] == "grouped products of experts keep their type"
+    assert found["model.layers.0.mlp.experts"] == "the experts' sizes, 32 x 24, are not multiples of 16"
     assert found["lm_head"] == "the head keeps its type"
     assert_near(step(model, **batch()), step(before, **batch()))
     assert states(model) == in_layers("self_attn.q_proj", "self_attn.o_proj")
@@ -234,6 +234,36 @@ def test_what_keeps_its_type_says_why():
     with pytest.raises(ValueError, match=r"precision must be None, as no linear layer of this GPT2LMHeadModel fits") as raised:
         both("GPT2", precision="fp8")
     assert "transformer.h.0.attn.c_attn: its weight is stored transposed" in str(raised.value)
+
+
+def test_experts_run_in_eight_bits_where_apply_runs_them():
+    model, before, applied = both("Mixtral", precision="fp8")
+    rows = in_layers("mlp.experts")
+    assert {rows_of(applied)[name] for name in rows} == {"fp8, scales by row"}
+    assert_near(step(model, **batch()), step(before, **batch()))
+    weights = in_layers("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert states(model) == in_layers("self_attn.q_proj", "self_attn.o_proj") | weights
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
+    said = [row.why for row in applied.rows if row.part == "precision" and row.name == "model.layers.0.mlp.experts"]
+    assert said[0].startswith("changed since: ")
+    del model.model.layers[0].mlp.experts._modules["act_fn"]
+    applied.undo()
+    assert not states(model) & weights and not any("precision" in vars(module) for module in model.modules())
+
+    _, _, applied = both("Mixtral", precision="fp8", intermediate_size=40)
+    assert rows_of(applied)["model.layers.0.mlp.experts"] == "the experts' sizes, 32 x 40, are not multiples of 16"
+    left = huggingface.apply(made("Mixtral"), precision="fp8", mlp=False)
+    why = "grouped products of experts that onepass doesn't run keep their type"
+    assert {rows_of(left)[name] for name in rows} == {why}
+
+
+def test_experts_without_gradients_have_the_weights_own_type():
+    model, before, _ = both("Mixtral", precision="fp8")
+    for each in (model, before):
+        each.eval()
+    with torch.no_grad():
+        found, expected = (each(batch()["input_ids"]).logits for each in (model, before))
+    assert decibels(found, expected) > 60
 
 
 class Linear4bit(torch.nn.Linear):

@@ -152,7 +152,8 @@ def apply(
         release_main_grad: lend the gradients' memory to activations, from a step until the next gradients
             (`MainGrads(release=True)`).
         precision: ``fp8`` or an `onepass.FP8Recipe` runs products of the linear layers in blocks in eight bits, in training. The
-            head, experts, adapters, quantised layers and those whose sizes are no multiples of 16 keep their type.
+            head, adapters, quantised layers and those whose sizes are no multiples of 16 keep their type. Experts' products run
+            in eight bits where `mlp` has made them grouped GEMMs and PyTorch has such in eight bits.
 
     Raises:
         ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision. The

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.linears import precision_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import close, own_forward, parameters_of, probe, probe_forward, randn, shallow
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activations import ACTIVATIONS, Activation
-from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import gather_tokens, route, scatter_tokens
 
@@ -34,13 +35,19 @@ class ExpertsMatch:
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
         up, down = self.module._parameters[self.up], self.module._parameters[self.down]
         assert up is not None and down is not None
+        return up, down
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        up, down = self.weights
         routes = route(weights, chosen, up.shape[0])
-        h = grouped_linear(scatter_tokens(x, routes), up, routes.ends)
-        a = bias_activation(h, None, self.activation, token_weight=routes.weights)
-        return gather_tokens(grouped_linear(a, down, routes.ends), routes)
+        precision = precision_of(self.module)
+        h = grouped_linear(scatter_tokens(x, routes), up, routes.ends, precision)
+        options: dict[str, Any] = {"token_weight": routes.weights, "precision": precision}
+        return gather_tokens(activation_grouped_linear(h, down, routes.ends, self.activation, **options), routes)
 
 
 def find_experts(module: nn.Module) -> ExpertsMatch | None:

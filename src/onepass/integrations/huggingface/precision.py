@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.experts import ExpertsMatch
 from onepass.integrations.huggingface.linears import LinearsMatch, by_linear, is_conv1d, sizes_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
+from onepass.kernels.grouped_product import unfit_for_scaled_groups
 from onepass.nn.fp8_state import drop_fp8_state
 from onepass.runtime.fp8 import MULTIPLE, check_gpu, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -56,7 +58,11 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
         elif module not in inside:
             continue
         elif _is_experts(module):
-            why = "grouped products of experts keep their type"
+            match = vars(module).get("_onepass")
+            why = _unfit_experts(match)
+            if why is None:
+                rows.append(row(by=_set_experts(name, match, patches, recipe), match=match))
+                continue
         elif not _is_like_linear(module):
             continue
         elif module in adapters:
@@ -67,7 +73,7 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
             shape = shapes.get(module) or _own_shape(module)
             why = "it has a forward of its own already" if not Patches.own(module) else _unfit(module, shape)
             if why is None:
-                _check(name, module)
+                _check(name, module.weight)
                 _set(module, patches, recipe)
                 rows.append(row(by=f"fp8, {recipe.scaling} scales", match=PrecisionMatch(module, shape)))
                 continue
@@ -91,10 +97,21 @@ def _start_anew(module: nn.Module, *_: Any) -> None:
     drop_fp8_state(module, {"weight": None}, "")
 
 
-def _check(name: str, module: Any) -> None:
-    if module.weight.dtype is torch.float64:
+def _set_experts(name: str, match: ExpertsMatch, patches: Patches, recipe: FP8Recipe) -> str:
+    """Let experts' products run in eight bits. Return what the report says."""
+    first, *rest = match.weights
+    _check(name, first)
+    patches.set(match.module, "precision", recipe)
+    for weight in (first, *rest):
+        patches.on_undo(partial(vars(weight).pop, "fp8", None))
+    by_autocast = first.is_cuda and first.dtype is torch.float32
+    return f"fp8, scales by row{', under autocast to bf16' if by_autocast else ''}"
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if weight.dtype is torch.float64:
         raise TypeError(f"model must be fp32, bf16 or fp16 with precision='fp8', but {name} is fp64")
-    check_gpu("precision", module.weight)
+    check_gpu("precision", weight)
 
 
 # ---- which layers ----
@@ -142,6 +159,17 @@ def _unfit(module: nn.Module, shape: tuple[int, ...]) -> str | None:
         return f"its weight is {'missing' if weight is None else f'a {type(weight).__name__} of {weight.dtype}'}"
     if not fits_fp8(shape):
         return f"the weight's sizes, {shape[0]} x {shape[1]}, are not multiples of {MULTIPLE}"
+    return None
+
+
+def _unfit_experts(match: object) -> str | None:
+    """Return why experts' products keep their type, or None. Autocast may make bf16 products of fp32 weights."""
+    if not isinstance(match, ExpertsMatch):
+        return "grouped products of experts that onepass doesn't run keep their type"
+    for weight in match.weights:
+        product = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
+        if (unfit := unfit_for_scaled_groups(weight.shape, product, weight.device)) is not None:
+            return unfit
     return None
 
 

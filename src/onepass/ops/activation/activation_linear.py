@@ -99,10 +99,10 @@ def _activation(
     """Return the activation in the product's type."""
     if use_triton:
         return kernels.forward(x, bias, token_weight, None, options, product)  # type: ignore[no-any-return]
-    return _activation_by_formula(x, bias, token_weight, options, product)
+    return activation_by_formula(x, bias, token_weight, options, product)
 
 
-def _activation_by_formula(
+def activation_by_formula(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, product: torch.dtype,
     save: str = "input",
 ) -> Tensor:  # fmt: skip
@@ -130,7 +130,7 @@ def _activation_and_kept(
     return _activation(x, bias, token_weight, options, use_triton, product), saved.pack(x, stored)
 
 
-def _backward_by_kernels(
+def backward_by_kernels(
     grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
     options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
 ) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -148,7 +148,7 @@ def _backward_by_kernels(
     )
 
 
-def _backward_by_formula(
+def backward_by_formula(
     grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
     options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
 ) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -158,10 +158,10 @@ def _backward_by_formula(
     given = saved.unpack(kept, stored), bias, token_weight
     if dy is None:
         assert product is not None
-        return None, None, None, None, _activation_by_formula(*given, options, product)
+        return None, None, None, None, activation_by_formula(*given, options, product)
     leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
     with torch.enable_grad():
-        activated = _activation_by_formula(leaves[0], leaves[1], leaves[2], options, dy.dtype)
+        activated = activation_by_formula(leaves[0], leaves[1], leaves[2], options, dy.dtype)
     found = iter(torch.autograd.grad(activated, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad], dy))
     dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
     return None, dx, dbias, dtoken_weight, activated.detach()
@@ -176,9 +176,9 @@ def _traced(
     A product in eight bits is opaque too. It takes the activation in fp32, which is rounded once.
     """
     if state is not None:
-        activated = _activation_by_formula(x, activation_bias, token_weight, options, torch.float32, save)
+        activated = activation_by_formula(x, activation_bias, token_weight, options, torch.float32, save)
         return fp8_product(activated, weight, bias, state, layout, deferred, product_type(x))
-    activated = _activation_by_formula(x, activation_bias, token_weight, options, product_type(x), save)
+    activated = activation_by_formula(x, activation_bias, token_weight, options, product_type(x), save)
     if layout is not None or (not under_functorch() and (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
         return linear_product(activated, weight, bias, layout, deferred)
     return tp_product(activated, weight, bias, None)
@@ -236,7 +236,7 @@ class _ActivationLinear(torch.autograd.Function):
                 whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
             else:
                 dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, weight, any(needs), need_dweight, later=later)
-            backward = _backward_by_kernels if ctx.use_triton else _backward_by_formula
+            backward = backward_by_kernels if ctx.use_triton else backward_by_formula
             rebuild = ctx.product if need_dweight and operand is None else None
             if operand is not None and need_dx and ctx.taker is not None:
                 x = saved.unpack(tuple(kept), ctx.stored)

@@ -1,0 +1,115 @@
+"""Experts' grouped products, bf16 beside eight bits: each product and pass by itself, and the experts' MLP forward and backward.
+
+    python benchmarks/grouped.py                # all shapes
+    python benchmarks/grouped.py --shape mixtral
+
+Rows are spread over the experts as a random router spreads them. "first of a step" makes the weights' codes, "codes kept" is a
+later microbatch. Weights have an fp32 main_grad. A write of 512 MiB before each call empties the L2. Decibels are those of y
+against bf16's own.
+"""
+
+import argparse
+import math
+from functools import partial
+
+import torch
+from torch.autograd.graph import increment_version
+
+from onepass.kernels.fp8_cast import cast_columns, cast_rows
+from onepass.kernels.grouped_product import grouped_product, scaled_grouped_product, unfit_for_scaled_groups
+from onepass.ops.activation.grouped import activation_grouped_linear
+from onepass.ops.linear.grouped import grouped_linear
+
+SHAPES = {  # tokens, experts of a token, experts, hidden, inner
+    "mixtral": (8192, 2, 8, 4096, 14336),
+    "deepseek": (16384, 6, 64, 2048, 1408),
+    "qwen3": (16384, 8, 128, 2048, 768),
+}
+BF16 = torch.bfloat16
+
+
+def median_us(run, flush, rounds=15, unmeasured=4):
+    times = []
+    for _ in range(rounds + unmeasured):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return sorted(times[unmeasured:])[rounds // 2]
+
+
+def measure(name, flush):
+    tokens, k, experts, hidden, inner = SHAPES[name]
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator).to(BF16)
+
+    chosen = torch.rand(tokens, experts, device="cuda", generator=generator).topk(k).indices
+    ends = chosen.flatten().bincount(minlength=experts).cumsum(0).int()
+    M = tokens * k
+    x, dy, token_weight = random(M, hidden).requires_grad_(), random(M, hidden), torch.rand(M, device="cuda")
+    up, down = torch.nn.Parameter(random(experts, 2 * inner, hidden)), torch.nn.Parameter(random(experts, hidden, inner))
+    with torch.no_grad():
+        up.div_(hidden**0.5)
+        down.div_(inner**0.5)
+    for weight in (up, down):
+        weight.main_grad = torch.zeros(weight.shape, device="cuda")
+    print(f"\n{name}: {M} rows, {experts} experts, {hidden} -> 2 x {inner} -> {hidden}")
+
+    def report(what, run, per=None):
+        took = median_us(run, flush)
+        print(f"  {what:44} {took:9.1f} us{'' if per is None else f'{per / took / 1e6:8.3f} TB/s'}")
+
+    h = random(M, 2 * inner)
+    for said, a, weight in (("x -> up", x.detach(), up.detach()), ("d up -> dx", h, up.detach().mT)):
+        codes = *cast_rows(a), *cast_rows(weight)
+        report(f"{said}, bf16", partial(grouped_product, a, weight, ends))
+        for fast in (True, False):
+            run = partial(scaled_grouped_product, *codes, ends, BF16, fast=fast)
+            report(f"{said}, eight bits, {'fast' if fast else 'exact'} sums", run)
+    report("cast of x by row", lambda: cast_rows(x.detach()), 3 * x.numel())
+    report("cast of the weight by row", lambda: cast_rows(up.detach()), 3 * up.numel())
+    report("cast of the weight's columns, turned", lambda: cast_columns(up.detach()), 5 * up.numel())
+
+    def call(precision, update):
+        if update:
+            increment_version([up, down])
+        h = grouped_linear(x, up, ends, precision)
+        y = activation_grouped_linear(h, down, ends, "swiglu", token_weight=token_weight, precision=precision)
+        y.backward(dy)
+        return y.detach()
+
+    exact = call(None, False).float()
+    lost = (call("fp8", True).float() - exact).square().sum()
+    kinds = {"bf16": (None, False), "eight bits, first of a step": ("fp8", True), "eight bits, codes kept": ("fp8", False)}
+    for said, given in kinds.items():
+        report(f"MLP, forward and backward, {said}", partial(call, *given))
+        for _ in range(2):
+            call(*given)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(*given)
+        print(f"  {'peak above what is held':44} {(torch.cuda.max_memory_allocated() - before) / 2**20:9.1f} MiB")
+    print(f"  {'y, eight bits against bf16':44} {10 * math.log10(exact.square().sum() / lost):9.1f} dB")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES)
+    args = parser.parse_args()
+    unfit = unfit_for_scaled_groups((8, 64, 64), BF16, torch.device("cuda", torch.cuda.current_device()))
+    if unfit is not None:
+        raise SystemExit(unfit)
+    flush = torch.empty(1 << 29, device="cuda", dtype=torch.uint8)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
+    for name in SHAPES if args.shape is None else [args.shape]:
+        measure(name, flush)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Products of rows that are sorted by group, each with its group's matrix: PyTorch's where it has them, else a loop over groups.
+
+Shapes   a [M, K], b [G, N, K], ends [G] int32: where each group's rows end. A group may have none. The result is [M, N].
+Codes    a has a scale a row, and b one for each of its G N rows. The result of a row is multiplied by the inverses of both.
+The loop waits for the GPU, to learn each group's rows. On a CPU it multiplies codes in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.runtime.fp8 import MULTIPLE, fits_fp8
+
+_ALIGNED = 8  # 16-bit numbers: PyTorch's product takes rows that start at multiples of 16 bytes
+_SCALED_CAPABILITY = 9, 0  # PyTorch's kernel is Hopper's alone, though it lets 10.0 call it
+_SCALED_GROUPS = 1024  # PyTorch takes fewer
+
+
+def group_rows(ends: Tensor) -> Iterator[slice]:
+    """Yield each group's rows. On a GPU this waits for the device."""
+    start = 0
+    for end in ends.tolist():
+        yield slice(start, end)
+        start = end
+
+
+# ---- in the operands' type ----
+
+
+def torch_can_group(x: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these. It does not wait for the GPU to learn each group's rows."""
+    return (
+        hasattr(F, "grouped_mm")
+        and x.is_cuda
+        and x.dtype is torch.bfloat16
+        and weight.shape[1] % _ALIGNED == 0
+        and weight.shape[2] % _ALIGNED == 0
+        and torch.cuda.get_device_properties(x.device).major >= 8  # get_device_capability breaks a compiled graph
+    )
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return a @ b[g].T for each group's rows. Both have the same type."""
+    if torch_can_group(a, b):
+        return F.grouped_mm(a, b.mT, offs=ends)
+    y = a.new_empty(a.shape[0], b.shape[1])
+    for group, rows in enumerate(group_rows(ends)):
+        torch.mm(a[rows], b[group].t(), out=y[rows])
+    return y
+
+
+# ---- in eight bits ----
+
+
+def unfit_for_scaled_groups(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why products of this type with a weight [G, N, K], and with its transpose, can't be in eight bits, or None."""
+    groups, N, K = shape
+    if not fits_fp8((N, K)):
+        return f"the experts' sizes, {N} x {K}, are not multiples of {MULTIPLE}"
+    if device.type != "cuda":
+        return None
+    if not hasattr(F, "scaled_grouped_mm"):
+        return f"PyTorch {torch.__version__} has no grouped product in eight bits"
+    gpu = torch.cuda.get_device_properties(device)  # get_device_capability breaks a compiled graph
+    if (gpu.major, gpu.minor) != _SCALED_CAPABILITY:
+        return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {gpu.major}.{gpu.minor}"
+    if dtype is not torch.bfloat16:
+        return f"PyTorch's grouped product in eight bits returns bf16, but the product's type is {dtype}"
+    if groups >= _SCALED_GROUPS:
+        return f"PyTorch's grouped product in eight bits takes fewer than {_SCALED_GROUPS} experts, but there are {groups}"
+    return None
+
+
+def scaled_grouped_product(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, ends: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """Return the product of e4m3 codes, over their scales, in `dtype`: bf16 on a GPU.
+
+    Args:
+        a_inverse, b_inverse: the inverses of scales, fp32, of M and G N elements.
+        fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
+    """
+    groups, N, _ = b.shape
+    if a.is_cuda and a.shape[0]:
+        by_row = F.ScalingType.RowWise
+        scales = a_inverse.view(-1), by_row, b_inverse.view(groups, N), by_row
+        return F.scaled_grouped_mm(  # type: ignore[attr-defined,no-any-return]
+            a, b.mT, *scales, offs=ends, output_dtype=dtype, use_fast_accum=fast
+        )
+    y = a.new_empty(a.shape[0], N, dtype=dtype)
+    wide, inverses = a.float() * a_inverse.view(-1, 1), b_inverse.view(groups, N, 1)
+    for group, rows in enumerate(group_rows(ends)):
+        y[rows] = wide[rows] @ (b[group].float() * inverses[group]).t()
+    return y
