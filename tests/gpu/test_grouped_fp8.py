@@ -20,13 +20,13 @@ SIZES = ((30, 0, 1, 69, 0), (0, 0, 8), (1,), (128, 256, 64), (127, 129, 3, 0, 0,
 SHAPES = ((64, 48), (16, 16), (2048, 4096), (4096, 256))  # K, N: tiles that PyTorch chooses by size
 
 
-def drawn(sizes, K, N, seed=0):
+def drawn(sizes, K, N, seed=0, spread=8.0):
     """Rows and experts whose magnitudes differ, so that another's scale is seen."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(sum(sizes), K, device="cuda", generator=generator)
-    x *= 8.0 ** torch.randn(sum(sizes), 1, device="cuda", generator=generator)
+    x *= spread ** torch.randn(sum(sizes), 1, device="cuda", generator=generator)
     weight = torch.randn(len(sizes), N, K, device="cuda", generator=generator) / K**0.5
-    weight *= 8.0 ** torch.randn(len(sizes), 1, 1, device="cuda", generator=generator)
+    weight *= spread ** torch.randn(len(sizes), 1, 1, device="cuda", generator=generator)
     return x.bfloat16(), weight.bfloat16(), torch.tensor(sizes, device="cuda").cumsum(0).int()
 
 
@@ -40,17 +40,16 @@ def test_the_product_is_the_loops(sizes, shape):
         wide = [each.double() for each in (codes[0].float() * codes[1], codes[2].float() * codes[3].view(*b.shape[:2], 1))]
         exact = torch.cat([part @ each.mT for part, each in zip(wide[0].split(sizes), wide[1], strict=True)])
         plain = relative(exact.bfloat16(), exact)
-        for fast in (False, True):
-            with nobody_waits():
-                y = scaled_grouped_product(*codes, ends, torch.bfloat16, fast=fast)
-            assert relative(y, exact) <= 1.25 * plain + 1e-6
-            rows = y.double().sub(exact).norm(dim=1) <= 0.02 * exact.norm(dim=1)
-            assert rows.all(), rows.logical_not().nonzero().flatten().tolist()[:8]
-            assert y.equal(scaled_grouped_product(*codes, ends, torch.bfloat16, fast=fast))
+        with nobody_waits():
+            y = scaled_grouped_product(*codes, ends, torch.bfloat16)
+        assert relative(y, exact) <= 1.25 * plain + 1e-6
+        rows = y.double().sub(exact).norm(dim=1) <= 0.02 * exact.norm(dim=1)
+        assert rows.all(), rows.logical_not().nonzero().flatten().tolist()[:8]
+        assert y.equal(scaled_grouped_product(*codes, ends, torch.bfloat16))
 
 
 def experts(sizes=(200, 0, 1, 69, 0, 242), K=256, inner=384):
-    x, up, ends = drawn(sizes, K, 2 * inner)
+    x, up, ends = drawn(sizes, K, 2 * inner, spread=1.0)  # else few rows' token_weights would make the whole error
     generator = torch.Generator("cuda").manual_seed(1)
     down = (torch.randn(len(sizes), K, inner, device="cuda", generator=generator) / inner**0.5).bfloat16()
     token_weight = torch.rand(sum(sizes), device="cuda", generator=generator)

@@ -35,6 +35,12 @@ def test_a_ratio_of_policies_starts_at_1(shape, budget):
         assert new.requires_grad and torch.equal(old, new)
 
 
+def test_rows_are_counted_where_a_gpu_is_the_default_device():
+    labels = policy(5000, 8, 16)[2]
+    with torch.device("cuda"):
+        assert sum(onepass.kept_rows(labels).counts()) == int((labels >= 0).sum())
+
+
 @shapes
 def test_a_pass_without_gradients_takes_half_a_gib(shape):
     """An odd vocabulary's copy of the weight comes on top."""

@@ -144,6 +144,8 @@ class _Plan:
         listed, count = (_Algorithm * _LISTED)(), c_int()
         matrices = *self._matrices, self._matrices[-1]
         call("MatmulAlgoGetHeuristic", self._handle, self._product, *matrices, preference, _LISTED, listed, byref(count))
+        if not count.value:
+            raise RuntimeError("cuBLASLt has no algorithm for these products")
         for each in listed[: count.value] if hides_ends else []:
             if self._config(each, _ALGORITHM_ID) == _NVJET and self._config(each, _ALGORITHM_VARIANT) < _PING_PONG:
                 return each
@@ -173,6 +175,11 @@ class _Plan:
         library.check(status, "Matmul")
 
 
+def _aligned(scales: Tensor) -> Tensor:
+    """A copy of what lies where cuBLAS can't read it, as some rows' scales of a longer vector may."""
+    return scales.clone() if scales.data_ptr() % _ALIGNMENT else scales
+
+
 @lru_cache(4096)
 def _plan(*kind: Any) -> _Plan:
     return _Plan(*kind)
@@ -195,6 +202,7 @@ def scaled_mm(
         with torch.cuda.device(device):
             return scaled_mm(a, a_inverse, b, b_inverse, out, fast=fast, add=add)
     (M, K), N = a.shape, b.shape[0]
+    a_inverse, b_inverse = (_aligned(t) if t.dim() else t for t in (a_inverse, b_inverse))
     places = a.data_ptr(), a_inverse.data_ptr(), b.data_ptr(), b_inverse.data_ptr(), out.data_ptr()
     plan = _plan(device, M, N, K, a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0)
     plan.run(*places, torch._C._cuda_getCurrentRawStream(device))

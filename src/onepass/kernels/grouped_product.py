@@ -45,7 +45,7 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
-    if torch_can_group(a, b):
+    if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
         return F.grouped_mm(a, b.mT, offs=ends)
     y = a.new_empty(a.shape[0], b.shape[1])
     for group, rows in enumerate(group_rows(ends)):
@@ -76,20 +76,20 @@ def unfit_for_scaled_groups(shape: Sequence[int], dtype: torch.dtype, device: to
 
 
 def scaled_grouped_product(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, ends: Tensor, dtype: torch.dtype, *, fast: bool = False
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the product of e4m3 codes, over their scales, in `dtype`: bf16 on a GPU.
 
     Args:
         a_inverse, b_inverse: the inverses of scales, fp32, of M and G N elements.
-        fast: sums may be kept in fewer bits than fp32, as the tensor cores of Hopper do.
     """
     groups, N, _ = b.shape
     if a.is_cuda and a.shape[0]:
         by_row = F.ScalingType.RowWise
         scales = a_inverse.view(-1), by_row, b_inverse.view(groups, N), by_row
+        # with fast sums the error is up to 1.4 times that of rounding to 16 bits, at K = 4096
         return F.scaled_grouped_mm(  # type: ignore[attr-defined,no-any-return]
-            a, b.mT, *scales, offs=ends, output_dtype=dtype, use_fast_accum=fast
+            a, b.mT, *scales, offs=ends, output_dtype=dtype, use_fast_accum=False
         )
     y = a.new_empty(a.shape[0], N, dtype=dtype)
     wide, inverses = a.float() * a_inverse.view(-1, 1), b_inverse.view(groups, N, 1)

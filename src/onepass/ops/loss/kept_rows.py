@@ -52,7 +52,7 @@ class KeptRows:
         self._event: torch.cuda.Event | None = None
         if labels.is_cuda:
             with torch.cuda.device(labels.device):
-                self._known = torch.empty(parts, dtype=torch.int64, pin_memory=True)
+                self._known = torch.empty(parts, dtype=torch.int64, device="cpu", pin_memory=True)
                 self._known.copy_(self._counts, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record()
