@@ -320,16 +320,20 @@ class PieceTiles(NamedTuple):
     resident: int
 
 
-def tiles_of_rows(W: int, gradient: bool) -> PieceTiles:
+def tiles_of_rows(W: int, kind: str, gradient: bool) -> PieceTiles:
     """Tiles by measurement. With a gradient one program fills a multiprocessor: what it reads again should stay in caches."""
     if W <= 4096:
         return PieceTiles(power_of_two(max(W, 32)), max(1, power_of_two(W) // 512), 0)
-    return PieceTiles(16384, 32, 1) if gradient else PieceTiles(4096, 8, 2)
+    if kind == "jsd":
+        return PieceTiles(4096, 16, 1)  # it has more to hold for each column
+    if not gradient:
+        return PieceTiles(4096, 8, 2)
+    return PieceTiles(8192, 32 if kind == "forward_kl" else 16, 1)
 
 
 @lru_cache(1024)
 def _plan(W: int, room: int, strides: tuple[int, int, int], terms: DivergenceTerms, begin: int, end: int) -> Bound:
-    tiles = tiles_of_rows(W, end == GRADIENT)
+    tiles = tiles_of_rows(W, terms.kind, end == GRADIENT)
     student, teacher = terms.student, terms.teacher
     bound: Bound = _divergence_kernel.bind(
         *strides, student.scale, student.softcap or 1.0, teacher.softcap or 1.0, terms.beta, terms.ignore_index,
