@@ -108,7 +108,7 @@ def _rank_of(lora_a: Tensor | None) -> int:
     return 0 if lora_a is None else lora_a.shape[0]
 
 
-def _new_lora_gradients(lora_a: Tensor | None, lora_b: Tensor | None, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+def new_lora_gradients(lora_a: Tensor | None, lora_b: Tensor | None, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
     """Memory for the gradients of LoRA's a and b, which are summed in fp32 wherever they go to: they are small."""
     return (
         torch.empty_like(lora_a, dtype=wide_type(lora_a)) if lora_a is not None and needs.need_lora_a else None,
@@ -146,7 +146,7 @@ def _forward(
         torch.empty_like(head.hidden, dtype=options.product if known else wide) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
         head.hidden.new_empty(head.columns, dtype=wide) if needs.need_bias else None,
-        *_new_lora_gradients(lora_a, lora_b, needs),
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
     incoming = options.grad_scale if known and options.grad_scale is not None else 1.0
     one = torch.full((), incoming, dtype=wide, device=hidden.device)
@@ -199,7 +199,7 @@ def _forward_fake(
         if needs.need_weight
         else None,
         hidden.new_empty(weight.shape[0], dtype=wide) if needs.need_bias else None,
-        *_new_lora_gradients(lora_a, lora_b, needs),
+        *new_lora_gradients(lora_a, lora_b, needs),
         None,
     )
 
@@ -239,7 +239,7 @@ def _backward(
         torch.empty_like(head.hidden) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
         head.hidden.new_empty(head.columns, dtype=wide_type(head.hidden)) if needs.need_bias else None,
-        *_new_lora_gradients(lora_a, lora_b, needs),
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
     sums = made if target is None else made._replace(weight=target)
     incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
@@ -263,7 +263,7 @@ def _backward_fake(
         _tokens_like(hidden, options.product) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=wide_type(weight) if separate_sum else weight.dtype) if needs.need_weight else None,
         hidden.new_empty(weight.shape[0], dtype=wide_type(hidden)) if needs.need_bias else None,
-        *_new_lora_gradients(lora_a, lora_b, needs),
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
 
 
