@@ -313,6 +313,6 @@ def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
     kept = torch.empty(1000, 8, dtype=BF16)
     hidden = SimpleNamespace(is_cuda=True, dtype=BF16, new_empty=partial(torch.empty, dtype=BF16))
     for bias in (None, kept[:, 0]):
-        head = SimpleNamespace(hidden=hidden, weight=kept, bias=bias, columns=1000, logits=BF16)
+        head = SimpleNamespace(hidden=hidden, weight=kept, bias=bias, lora=None, columns=1000, logits=BF16)
         x, _ = module.passes._new_logits(head, 10)
         assert x[:, :1000].is_contiguous() == (bias is not None) and len(x) == 10

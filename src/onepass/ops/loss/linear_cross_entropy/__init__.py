@@ -1,15 +1,16 @@
 """linear_cross_entropy: the loss of hidden states under a language model's head, without a tensor of all logits.
 
-Formula  logits = logit_scale * (hidden @ weight.T + bias), with lora of weight + lora.scale * b @ a; then softcap * tanh(logits / softcap), then logits / temperature; a
+Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap), then logits / temperature; a
          row's loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
-         or the rows' own.
+         or the rows' own. With lora the weight is weight + lora.scale * b @ a.
 Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
 Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
 Bytes    N V elements of logits are written by the product, read for the statistics, and read and written as their own gradient,
          a chunk at a time; the weight's gradient is read and written once more a chunk. With lora the weight is read once more a
          chunk, and the gradient of logits twice.
 Files    plan.py decides how a call is divided; steps.py has the registered ops, autograd.py the gradients' times, passes.py the
-         loops over chunks and blocks, head.py the products, adapter.py LoRA's gradients. cross_entropy shares the kernels: ops/loss/row_kernels.py.
+         loops over chunks and blocks, head.py the products, adapter.py LoRA's gradients. cross_entropy shares the kernels:
+         ops/loss/row_kernels.py.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class HeadPlan:
     def _said(self) -> str:
         chunks = f"{self.chunks} chunks of {self.rows} tokens" if self.chunks > 1 else "one chunk"
         if self.blocks > 1:
-            return f"{self.blocks} blocks of {self.columns} columns of the vocabulary, in {chunks}, logits made again in backward"
+            gradients = "no gradients" if self.mode == "loss_only" else "logits made again in backward"
+            return f"{self.blocks} blocks of {self.columns} columns of the vocabulary, in {chunks}, {gradients}"
         return {
             "loss_only": f"{chunks}, no gradients",
             "keep_logits": "one chunk, its logits become their own gradient in backward",
@@ -142,7 +143,8 @@ def _candidates(inputs: PlanInputs, machine: MachineSpeed) -> Iterator[tuple[Hea
     gradients = inputs.needs_hidden or inputs.needs_weight
     if not gradients:
         for rows in _row_counts(inputs, few=True):
-            for columns in _column_counts(inputs) if inputs.low_rank else (inputs.V,):  # blocks copy the weight once, not per chunk
+            # with LoRA a chunk copies the weight: more tokens at a time, and blocks of the vocabulary, copy it less often
+            for columns in _column_counts(inputs) if inputs.low_rank else (inputs.V,):
                 yield _chunked_plan("loss_only", inputs, machine, rows, columns)
         return
     if inputs.promised:

@@ -224,8 +224,8 @@ forward = Registered(
 
 def _backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    options: LossOptions, needs: Needs, separate_sum: bool, *,
+    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
@@ -256,8 +256,8 @@ def _backward(
 
 def _backward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    options: LossOptions, needs: Needs, separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
         _tokens_like(hidden, options.product) if needs.need_hidden else None,

@@ -1,9 +1,9 @@
 """linear_divergence: how far a student's distribution is from a teacher's, of both hidden states, without a tensor of all logits.
 
-Formula  logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature, of each head, the student's with student_lora
-         of weight + lora.scale * b @ a; s and t their softmax. A row's
+Formula  logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature, of each head; s and t their softmax. A row's
          divergence is KL(t || s), KL(s || t), or beta KL(t || M) + (1 - beta) KL(s || M) with M = beta t + (1 - beta) s; their
          mean over the rows that are kept, their sum, or the rows' own.
+         With student_lora the student's weight is student_weight + lora.scale * b @ a.
          The gradient by the student's logits, times the temperature, is s - t; s (log s/t - KL(s || t)); or
          (1 - beta) s (log s/M - KL(s || M)).
 Shapes   student [..., D], student_weight [V, D], teacher [..., E], teacher_weight [V, E], biases [V], labels [...]. N tokens.
@@ -187,8 +187,8 @@ def linear_divergence(
 ) -> Tensor:
     """The divergence of a student's next-token distribution from a teacher's, as distillation trains on, from both hidden states.
 
-    Gradients go to student, student_weight, student_bias and student_lora, as far as these ask for one; the teacher gets none. It is
-    differentiable once; `linear_divergence_reference`, a plain formula, can be differentiated again.
+    Gradients go to student, student_weight, student_bias and student_lora, as far as these ask for one; the teacher gets none.
+    It is differentiable once; `linear_divergence_reference`, a plain formula, can be differentiated again.
 
     Args:
         student: ``[..., D]``, hidden states.

@@ -86,8 +86,8 @@ def _fake_gradients(
 
 def _forward(
     student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None, options: DivergenceOptions, needs: Needs, *,
-    in_graph: bool = False,
+    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None,
+    options: DivergenceOptions, needs: Needs, *, in_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return rows' divergences and numbers, the gradients of their sum where those are made already, and logits that wait."""
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
@@ -108,7 +108,8 @@ def _forward_in_graph(*args: Any) -> tuple[Tensor | None, ...]:
 
 def _forward_fake(
     student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None, options: DivergenceOptions, needs: Needs,
+    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None,
+    options: DivergenceOptions, needs: Needs,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     N, wide = labels.numel(), torch.promote_types(options.product, torch.float32)
     rows = (student.new_empty(*shape, N, dtype=wide) for shape in ((), (PLANES,)))
@@ -137,8 +138,8 @@ forward = Registered(
 
 def _backward(
     student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None, numbers: Tensor, incoming: Tensor,
-    options: DivergenceOptions, needs: Needs, *, waiting: WaitingLogits = WaitingLogits(),  # noqa: B008
+    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None,
+    numbers: Tensor, incoming: Tensor, options: DivergenceOptions, needs: Needs, *, waiting: WaitingLogits = WaitingLogits(),  # noqa: B008
 ) -> Gradients:  # fmt: skip
     """Return the gradients of rows' divergences, from logits that waited or from new ones."""
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
@@ -153,8 +154,8 @@ def _backward(
 
 def _backward_fake(
     student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None, numbers: Tensor, incoming: Tensor,
-    options: DivergenceOptions, needs: Needs,
+    teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None,
+    numbers: Tensor, incoming: Tensor, options: DivergenceOptions, needs: Needs,
 ) -> Gradients:  # fmt: skip
     return _fake_gradients(student, student_weight, lora_a, lora_b, needs, options.product)
 
