@@ -19,6 +19,7 @@ from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
+from onepass.ops.loss.lora import LoRA
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
@@ -43,6 +44,7 @@ __all__ = [
     "FP8Target",
     "FP8Tensor",
     "KeptRows",
+    "LoRA",
     "activation_linear",
     "attention",
     "bias_activation",

@@ -48,6 +48,7 @@ def whole_sums():
 
 
 UPSTREAM = 1.75  # the loss's incoming gradient
+LORA_SCALE = 0.7
 
 
 _FIRST = 1 << 60  # the first of the chunk_bytes values that stand for a way
@@ -131,6 +132,7 @@ class Case:
     main: torch.dtype | None = None
     frozen: str = ""
     ignore_index: int = -100
+    lora: int = 0  # the rank
 
     @property
     def options(self):
@@ -156,10 +158,11 @@ class Case:
         said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
         said += [name for name in ("bias", "weighted", "wide", "full", "masked", "kept") if getattr(self, name)]
         said += [f"main={self.main}"] if self.main else []
+        said += [f"lora={self.lora}"] if self.lora else []
         return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
 
 
-NAMES = ("hidden", "weight", "bias", "token_weight")
+NAMES = ("hidden", "weight", "bias", "token_weight", "lora_a", "lora_b")
 
 
 def draw(case, seed=0):
@@ -181,11 +184,15 @@ def draw(case, seed=0):
     plain = case.reduction != "none" or case.promised
     dys = [torch.full(case.lead if case.reduction == "none" else (), UPSTREAM) if plain else drawn(*case.lead) + 2]
     dys += [drawn(*case.lead) for _ in range(3 * case.full)]
+    lora_a = drawn(case.lora, case.D) / case.D**0.5 if case.lora else None
+    lora_b = drawn(case.V, case.lora) / case.lora**0.5 if case.lora else None
     given = {
         "hidden": hidden.to(DEVICE, case.dtype),
         "weight": weight.to(DEVICE, case.dtype),
         "bias": None if bias is None else bias.to(DEVICE, case.dtype),
         "token_weight": None if token_weight is None else token_weight.to(DEVICE),
+        "lora_a": None if lora_a is None else lora_a.to(DEVICE, case.dtype),
+        "lora_b": None if lora_b is None else lora_b.to(DEVICE, case.dtype),
     }
     return given, labels.to(DEVICE), [dy.to(DEVICE) for dy in dys]
 
@@ -261,10 +268,13 @@ def _eager(case, labels, rounded):
     cap, scale = (case.softcap or 0.0) / case.temperature, case.scale / case.temperature
     terms = LossTerms(case.ignore_index, case.smoothing, case.z_loss, cap, scale)
 
-    def call(hidden, weight, bias, token_weight):
-        product = F.linear(hidden, weight, bias)
+    def call(hidden, weight, bias, token_weight, lora_a, lora_b):
+        product, factor = F.linear(hidden, weight, bias), _factor(case, labels, token_weight)
+        if lora_a is not None:
+            low = LORA_SCALE * F.linear(hidden, lora_a)
+            product = product + F.linear(Rounded.apply(low, case.dtype, False, factor) if rounded else low, lora_b)
         if rounded:
-            product = Rounded.apply(product, case.dtype, case.wide, _factor(case, labels, token_weight))
+            product = Rounded.apply(product, case.dtype, case.wide, factor)
         rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
         return (loss, *rows[1:]) if case.full else (loss,)
@@ -310,12 +320,13 @@ def _theirs(case, given, labels, dys, dtype):
 
 def _ours(module, case, given, labels, dys, backend):
     leaves = _leaves(case, given)
-    moved = [name for name in ("weight", "bias") if case.main and leaves[name] is not None]
+    moved = [name for name in ("weight", "bias", "lora_a", "lora_b") if case.main and leaves[name] is not None]
     for name in moved:
         leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
     call = op(case.mode, module, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
     more = {"grad_scale": UPSTREAM} if case.promised else {}
     more |= {"vocab_mask": _mask(case, labels)} if case.masked else {}
+    more |= {"lora": module.LoRA(leaves["lora_a"], leaves["lora_b"], LORA_SCALE)} if case.lora else {}
     rows = nullcontext() if case.kept else mock.patch.object(module, "_rows_to_compute", return_value=None)
     watch = {name: t for name, t in leaves.items() if t is not None}
     with unchanged(labels=labels, **watch, **{f"dy{i}": dy for i, dy in enumerate(dys)}), poisoned(), rows:
@@ -349,8 +360,8 @@ def judge_case(module, case, seeds=1, backend="triton"):
 
 def _wrong(case, given, ours, exact):
     """Count rows with a wrong `correct`, except where the two largest logits are so close that rounding may swap them."""
-    wide = [None if given[name] is None else given[name].double() for name in NAMES[:3]]
-    most = F.linear(*wide).topk(2).values
+    hidden, weight, bias, _, a, b = (None if t is None else t.double() for t in given.values())
+    most = F.linear(hidden, weight if a is None else weight + LORA_SCALE * b @ a, bias).topk(2).values
     sure = most[..., 0] - most[..., 1] > (0 if case.dtype is FP32 else 0.05)
     return int(((ours != exact) & sure).sum())
 
@@ -368,7 +379,7 @@ def _exactly(case, ours, given, labels):
     types = {name: FP32 for name in ("loss", *STATISTICS) if name != "correct"}
     types |= {f"d{name}": t.dtype for name, t in given.items() if t is not None}
     if case.main:
-        types |= {"dweight": case.main, "dbias": case.main}
+        types |= dict.fromkeys(("dweight", "dbias", "dlora_a", "dlora_b"), case.main)
     others = [name for name, t in ours.items() if name in types and t.dtype is not types[name]]
     return [
         Finding("ignored rows", "numbers that are not 0", rest, 0, 0),

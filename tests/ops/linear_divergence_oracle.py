@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from ops.linear_cross_entropy_oracle import Rounded
+from ops.linear_cross_entropy_oracle import LORA_SCALE, Rounded
 from torch.nn import functional as F
 
 from onepass.ops.loss.formula import reduce_losses
@@ -54,6 +54,7 @@ class Case:
     ignore_index: int = -100
     teacher_dtype: torch.dtype | None = None
     block: int | None = None
+    lora: int = 0  # the student's rank
 
     @property
     def options(self):
@@ -64,12 +65,12 @@ class Case:
         said = [self.mode, self.kind, self.reduction, str(self.dtype).removeprefix("torch.")]
         said += ["x".join(map(str, (*self.lead, self.D, self.E, self.V)))]
         usual = Case()
-        for name in ("rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block"):
+        for name in ("rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block", "lora"):
             said += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(usual, name) else []
         return "-".join(said)
 
 
-STUDENT = ("student", "student_weight", "student_bias")
+STUDENT = ("student", "student_weight", "student_bias", "lora_a", "lora_b")
 NAMES = (*STUDENT, "teacher", "teacher_weight", "teacher_bias")
 
 
@@ -81,6 +82,8 @@ def draw(case, seed=0):
     for head, width in (("student", case.D), ("teacher", case.E)):
         given[head], given[f"{head}_weight"] = drawn(*case.lead, width), case.size * drawn(case.V, width) / width**0.5
         given[f"{head}_bias"] = drawn(case.V) if case.bias else None
+    lora = (drawn(case.lora, case.D) / case.D**0.5, drawn(case.V, case.lora) / case.lora**0.5) if case.lora else (None, None)
+    given["lora_a"], given["lora_b"] = lora
     if case.near:
         assert case.D >= case.E
         for name in ("", "_weight"):
@@ -116,8 +119,12 @@ def _theirs(case, given, labels, dy, dtype):
         case.ignore_index, case.kind, case.beta, case.temperature, case.softcap or 0.0, case.teacher_softcap or 0.0
     )
     logits = [F.linear(*(leaves[f"{head}{name}"] for name in ("", "_weight", "_bias"))) for head in ("student", "teacher")]
+    factor = _factor(case, labels)
+    if case.lora:
+        low = LORA_SCALE * F.linear(leaves["student"], leaves["lora_a"])
+        logits[0] = logits[0] + F.linear(Rounded.apply(low, case.dtype, False, factor) if dtype is FP32 else low, leaves["lora_b"])
     if dtype is FP32:
-        logits[0] = Rounded.apply(logits[0], case.dtype, case.wide, _factor(case, labels))
+        logits[0] = Rounded.apply(logits[0], case.dtype, case.wide, factor)
         logits[1] = logits[1] if case.wide else logits[1].to(case.teacher_dtype or case.dtype).float()
     loss = reduce_losses(row_divergences(*logits, labels, terms), labels, case.ignore_index, None, case.reduction)
     if loss.requires_grad:
@@ -154,7 +161,10 @@ def call(module, case, backend, given, labels):
     heads = [given[name] for name in ("student", "student_weight", "teacher", "teacher_weight")]
     biases = {name: given[name] for name in ("student_bias", "teacher_bias")}
     wide = FP32 if case.wide else None
-    return module.linear_divergence(*heads, labels, logits_dtype=wide, backend=backend, **biases, **case.options)
+    lora = module.LoRA(given["lora_a"], given["lora_b"], LORA_SCALE) if case.lora else None
+    return module.linear_divergence(
+        *heads, labels, student_lora=lora, logits_dtype=wide, backend=backend, **biases, **case.options
+    )  # fmt: skip
 
 
 def _ours(module, case, given, labels, dy, backend):

@@ -404,7 +404,7 @@ def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
     for columns in (200, 128, 64):
         for has in (True, False):
             hidden = SimpleNamespace(is_cuda=True, dtype=FP64, new_empty=partial(torch.empty, dtype=FP64))
-            given = SimpleNamespace(hidden=hidden, weight=weight, bias=bias if has else None, columns=200, logits=FP64)
+            given = SimpleNamespace(hidden=hidden, weight=weight, bias=bias if has else None, lora=None, columns=200, logits=FP64)
             buffer = head.new_buffer(given, 10, columns)
             for first in range(0, 200, columns):
                 found = head.make_logits(given, rows, first, columns, buffer)

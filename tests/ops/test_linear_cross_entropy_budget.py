@@ -50,6 +50,35 @@ def test_every_way_of_every_reduction(options, dtype, way):
         check(Case(way, reduction, dtype, **OPTIONS[options]))
 
 
+LORAS = {
+    "plain": {"lora": 3},
+    "frozen": {"lora": 3, "frozen": "weight bias", "bias": True, "weighted": True, "softcap": 3.0},
+    "wide": {"lora": 3, "wide": True, "bias": True, "z_loss": 1e-2},
+    "main": {"lora": 9, "main": FP32, "masked": True, "frozen": "weight"},
+    "kept": {"lora": 1, "kept": True, "full": True, "temperature": 0.7},
+}
+
+
+@ways
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("options", LORAS)
+def test_lora(options, dtype, way):
+    """A few rows, as a's, have errors of much spread: that takes more draws."""
+    reductions = reductions_of(way)
+    check(Case(way, reductions[len(options) % len(reductions)], dtype, **LORAS[options]), seeds=10)
+
+
+@pytest.mark.parametrize("way", ("keep_logits", "known_grad_scale"))
+def test_lora_in_fp16(way):
+    check(Case(way, dtype=FP16, lora=3, bias=True), seeds=10)
+
+
+@ways
+@pytest.mark.parametrize("left", ("hidden weight", "lora_a weight", "lora_b weight", "hidden weight lora_a", "hidden weight lora_b"))
+def test_what_is_frozen_beside_lora(left, way):
+    check(Case(way, dtype=BF16, lora=3, frozen=left), seeds=4)
+
+
 @ways
 @pytest.mark.parametrize("left", frozen)
 def test_whatever_is_frozen(left, way):
@@ -117,6 +146,8 @@ KERNELS = [  # few and fat: a program costs about the same whatever the size of 
     Case("known_grad_scale", "sum", BF16, (2,), D=32, V=40003, smoothing=0.1),
     Case("known_grad_scale", "sum", BF16, (2,), D=32, V=70001, z_loss=1e-2),
     Case("both", "none", BF16, (20,), V=130, full=True, smoothing=0.1, main=BF16),
+    Case("both", "none", BF16, (20,), V=130, full=True, smoothing=0.1, bias=True, lora=5, frozen="weight"),
+    Case("grad_in_forward", "mean", BF16, (20,), V=9001, lora=5, frozen="weight"),
     Case(("recompute", 6, 2500), "mean", FP32, (8,), V=6001, full=True, z_loss=1e-2, bias=True),
     Case("blocks", "sum", FP16, (9,), wide=True, softcap=2.0, scale=1.5),
     Case(("loss_only", 8, ALL), "mean", BF16, (11,), V=2100, frozen="hidden weight", full=False, smoothing=0.1),

@@ -13,7 +13,7 @@ import onepass.ops.loss.linear_cross_entropy as module
 
 pytest.importorskip("triton")
 from onepass.ops.loss import formula, kept_rows, reduction, row_formula, row_functions, row_kernels, scale, whole_row_kernels
-from onepass.ops.loss.linear_cross_entropy import autograd, head, passes, steps
+from onepass.ops.loss.linear_cross_entropy import adapter, autograd, head, passes, steps
 from onepass.testing.mutants import copy_package, mutate
 
 KEEP, FORWARD, AGAIN, BLOCKS = Case("keep_logits"), Case("grad_in_forward"), Case("recompute"), Case("blocks")
@@ -23,17 +23,17 @@ MAIN, PROMISED = Case("recompute", main=FP32), Case("known_grad_scale", main=FP3
 NARROW, WIDE = Case("both", dtype=BF16), Case("grad_in_forward", dtype=BF16, wide=True, bias=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it
     # ---- products and sums ----
-    "a block of the wrong columns": (head, "make_logits", "weight[first:] if whole else head.weight[first:last]", "weight[: last - first]", BLOCKS),
-    "a block's bias of the first columns": (head, "make_logits", "first : first +", ":", FULL),
+    "a block of the wrong columns": (head, "make_logits", "head.weight[part]", "head.weight[: part.stop - part.start]", BLOCKS),
+    "a block's bias of the first columns": (head, "make_logits", "head.bias[part]", "head.bias[: part.stop - part.start]", FULL),
     "no bias": (head, "_product", "bias is None else torch.addmm(bias, hidden, weight.t(), out=out)", "True else None", WEIGHTED),
     "no bias in fp32 logits": (head, "_product", "(rows, weight[part].to(out.dtype).t(), out=out[:, part])\n        if bias is not None:\n            out += bias", "(rows, weight[part].to(out.dtype).t(), out=out[:, part])", WIDE),
     "fp32 logits rounded": (head, "_product", "(rows, weight[part].to(out.dtype).t(), out=out[:, part])", "(rows, weight[part].to(out.dtype).t(), out=out[:, part])\n            out[:, part] = out[:, part].bfloat16()", WIDE),
     "fp32 logits not asked for": (head, "Head.__post_init__", "wide_type(self.hidden) if options.wide else ", "", WIDE),
     "hidden's gradient of the first block's weight": (head, "hidden_gradient", "logits.first : logits.first +", ":", BLOCKS),
-    "hidden's gradient of the last block": (head, "hidden_gradient", "addmm(into, d, weight, beta=float(add), out=into)", "mm(d, weight, out=into)", BLOCKS),
-    "hidden's gradient of the last block, 16 bits": (head, "hidden_gradient", "add or at", "at", Case("blocks", dtype=BF16)),
-    "hidden's gradient summed in 16 bits": (passes, "_HiddenSum.__init__", "(head.shard is not None or into.dtype != wide_type(into))", "head.shard is not None", Case(("recompute", ALL, 8), dtype=BF16)),
-    "hidden's gradient of the first chunk everywhere": (passes, "_HiddenSum.add", "into[chunk]", "into[: logits.out.shape[0]]", FORWARD),
+    "hidden's gradient of the last block": (head, "multiply", "addmm(into, d, matrix, beta=float(add), out=into)", "mm(d, matrix, out=into)", BLOCKS),
+    "hidden's gradient of the last block, 16 bits": (head, "multiply", "add or at", "at", Case("blocks", dtype=BF16)),
+    "hidden's gradient summed in 16 bits": (passes, "_HiddenSum.__init__", "(head.shard is not None or self.into.dtype != wide_type(self.into))", "head.shard is not None", Case(("recompute", ALL, 8), dtype=BF16)),
+    "hidden's gradient of the first chunk everywhere": (passes, "_HiddenSum._add", "self.into[chunk]", "self.into[: logits.out.shape[0]]", FORWARD),
     "the last chunk's weight gradient alone": (passes, "_WeightSum.add", "begun or self.", "", FORWARD),
     "the weight's gradient over main_grad": (passes, "_WeightSum.__init__", "keep, False", "False, False", Case("keep_logits", main=FP32)),
     "the weight's gradient summed in 16 bits": (passes, "_WeightSum.__init__", "self.weight is not None and len(chunks) > 1 and self.weight.dtype != wide_type(self.weight)", "False", Case(("recompute", 2, ALL), dtype=BF16)),
@@ -53,7 +53,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "what waits is not multiplied": (autograd, "_times", "torch.mul(made, factor, out=into)", "into.copy_(made)", FORWARD),
     "what waits is multiplied by the mean's alone": (autograd, "_made_gradients", "dloss * saved", "saved", FORWARD),
     "what waits is not divided by the mean's": (autograd, "_made_gradients", "dloss if saved.scale is None else dloss * saved.scale", "dloss", FORWARD),
-    "the bias that waits is forgotten": (autograd, "_made_gradients", " * factor", "", WEIGHTED),
+    "the bias that waits is forgotten": (autograd, "_made_gradients", "requests, factor)", "requests)", WEIGHTED),
     "what waits is of 16 bits": (steps, "_forward", "dtype if known and not separate_sum else wide_type(weight)", "dtype", Case("grad_in_forward", dtype=BF16, main=FP32, V=300)),
     "main_grad's gradient rounded first": (autograd, "_made_gradients", "saved.weight_made.dtype if moved else ", "", Case("grad_in_forward", dtype=BF16, main=FP32, V=300)),
     "a promise of 1": (steps, "_forward", "options.grad_scale if known and options.grad_scale is not None else ", "", PROMISED),
@@ -110,6 +110,26 @@ KERNEL_MUTANTS = {
     "both: squares of pieces under other maxima": (whole_row_kernels, "_add_groups", "before * before * squares", "squares", LONG_STATS),
     "an ignored row's entropy": (row_kernels, "_merge_kernel", "tl.where(kept, log_total - surprise / total, 0.0)", "log_total - surprise / total", PARTS),
     "a mean of this block's columns": (row_kernels, "_merge_kernel", "logits / V, 0.0", "logits / S, 0.0", PARTS),
+}  # fmt: skip
+LORA, LORA_BLOCKS = Case("recompute", lora=3, bias=True), Case("both", "none", lora=3, bias=True)
+LORA_MADE = Case("grad_in_forward", lora=3)
+MUTANTS |= {
+    "lora: no scale": (head, "Head.low", "found.mul_(self.lora.scale)", "found", LORA),
+    "lora: a gradient without the scale": (adapter, "AdapterSum.rounded", " * self.scale", "", LORA),
+    "lora: the scale twice": (adapter, "AdapterSum.rounded", " * self.scale", " * self.scale * self.scale", LORA),
+    "lora: the logits rounded before it is added": (head, "_products_with_lora", "_product(operand, head.joined(first + at, first + end), None, out[:, at:end])", "joined, K = head.joined(first + at, first + end), hidden.shape[1]\n        out[:, at:end] = hidden @ joined[:, :K].t()\n        out[:, at:end] += operand[:, K:] @ joined[:, K:].t()", Case("keep_logits", dtype=BF16, lora=3, D=64, lead=(40,))),
+    "lora: b's rows of the first block": (head, "_products_with_lora", "first + at, first + end", "at, end", LORA_BLOCKS),
+    "lora: the bias forgotten": (head, "Head.operand", "x[:, width + rank] = 1", "pass", LORA),
+    "lora: the bias of the first block": (head, "Head.joined", "self.bias[first:last]", "self.bias[: last - first]", LORA_BLOCKS),
+    "lora: nothing for hidden": (passes, "_HiddenSum._add", "low is not None", "False", LORA),
+    "lora: hidden's part of each block": (adapter, "AdapterSum.add", "block == self.blocks - 1", "True", LORA_BLOCKS),
+    "lora: the last block's part": (adapter, "AdapterSum.add", "block > 0", "False", LORA_BLOCKS),
+    "lora: b's rows of the first block in backward": (head, "low_gradient", "logits.first : logits.first +", ":", LORA_BLOCKS),
+    "lora: a's gradient of the last chunk": (adapter, "AdapterSum.add_a", "self.begun)", "False)", LORA),
+    "lora: b's gradient of the last chunk": (passes, "_WeightSum.add", "self.head.low(hidden), self.begun", "self.head.low(hidden), False", LORA),
+    "lora: b's gradient of each block in the first's place": (passes, "_WeightSum.__init__", "into.lora_b[self.part]", "into.lora_b[:columns]", LORA_BLOCKS),
+    "lora: b's gradient without the scale": (passes, "_WeightSum.add", "self.head.low(hidden)", "self.head.low(hidden) / self.head.lora.scale", LORA),
+    "lora: what waits is not multiplied": (autograd, "_sums_of", "t if factor is None else t * factor", "t", LORA_MADE),
 }  # fmt: skip
 MASKED = Case(("recompute", 5, 64), "none", FP32, (9,), V=130, masked=True)
 KEPT, KEPT_MASKED = Case("keep_logits", "none", kept=True, weighted=True, full=True), replace(MASKED, kept=True)

@@ -32,6 +32,26 @@ def test_every_plan(options, dtype, mode, kind):
         check(Case(mode, kind, reduction, dtype, **OPTIONS[options]))
 
 
+LORAS = {
+    "plain": {"lora": 3},
+    "frozen": {"lora": 3, "frozen": "student_weight student_bias", "bias": True},
+    "wide": {"lora": 3, "wide": True, "temperature": 2.0, "softcap": 4.0},
+    "main": {"lora": 9, "main": FP32, "frozen": "student_weight"},
+    "a alone": {"lora": 3, "frozen": "student student_weight lora_b"},
+    "b alone": {"lora": 3, "frozen": "student student_weight lora_a"},
+}
+
+
+@kinds
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("options", LORAS)
+def test_lora(options, dtype, mode, kind):
+    """A few rows, as a's, have errors of much spread: that takes more draws."""
+    reduction = "mean" if mode == "grad_in_forward" else "none"
+    check(Case(mode, kind, reduction, dtype, **LORAS[options]), seeds=8)
+
+
 @backends
 @kinds
 def test_pieces_of_rows(kind, backend):

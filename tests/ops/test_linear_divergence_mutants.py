@@ -46,6 +46,18 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "ignored rows have a divergence": (formula, "merge_statistics", "torch.where(labels != terms.ignore_index, found, 0.0)", "found", Case("recompute", reduction="none")),
     "fp32 logits not asked for": (passes, "_head_options", "wide=options.wide", "wide=False", Case(dtype=BF16, wide=True)),
 }  # fmt: skip
+LORA = Case(lora=3, bias=True)
+MUTANTS |= {
+    "lora: not for the student": (steps, "_forward", "student_bias, lora)", "student_bias)", LORA),
+    "lora: not for the student in backward": (steps, "_backward", "student_bias, lora)", "student_bias)", Case("recompute", reduction="none", lora=3)),
+    "lora: another scale": (steps, "_forward", "options.lora_scale", "1.0", LORA),
+    "lora: nothing for hidden": (passes, "_GradientSums._multiply", "low is None", "True", LORA),
+    "lora: hidden's first product lost": (passes, "_GradientSums._multiply", "lora.a, sums, True", "lora.a, sums, False", LORA),
+    "lora: a's hidden states of the first chunk": (passes, "_GradientSums.add", "low, _chunk_of(head.hidden, chunk)", "low, head.hidden[: len(low)]", LORA),
+    "lora: b's hidden states of the first chunk": (passes, "_GradientSums.add", "head.low(_chunk_of(head.hidden, chunk))", "head.low(head.hidden[: len(d)])", LORA),
+    "lora: b's gradient of the last chunk": (passes, "_GradientSums.add", "head.low(_chunk_of(head.hidden, chunk)), self.begun", "head.low(_chunk_of(head.hidden, chunk)), False", LORA),
+    "lora: what waits is not a's": (autograd, "_from_made", "saved.lora_a_made, saved.lora_b_made", "saved.lora_a_made * 0, saved.lora_b_made", LORA),
+}  # fmt: skip
 LONG = {kind: Case(kind=kind, reduction="sum", lead=(20,), V=150, block=32) for kind in ("forward_kl", "reverse_kl", "jsd")}
 TERMS = Case(kind="jsd", reduction="sum", lead=(20,), V=150, block=32, temperature=2.0, softcap=3.0, teacher_softcap=2.0)
 ROWS = Case("recompute", "reverse_kl", "none", lead=(20,), V=150, block=32)

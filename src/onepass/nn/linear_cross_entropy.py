@@ -17,6 +17,7 @@ from onepass.ops.linear.linear import linear
 from onepass.ops.loss.formula import finished_logits
 from onepass.ops.loss.kept_rows import KeptRows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.parallel.collectives import gather_last
 
@@ -97,6 +98,7 @@ class LinearCrossEntropy(VocabularyHead):
         rows: KeptRows | None = None,
         vocab_mask: Tensor | None = None,
         weight: Tensor | None = None,
+        lora: LoRA | None = None,
         reduction: str | None = None,
     ) -> Any:
         """Return the loss. With return_stats, return (loss, stats).
@@ -106,6 +108,7 @@ class LinearCrossEntropy(VocabularyHead):
             labels: ``[...]``, for the whole sequence and from the whole vocabulary.
             token_weight, grad_scale, return_stats, rows, vocab_mask: as in `onepass.linear_cross_entropy`.
             weight: this rank's shard of another weight, used instead of the module's own.
+            lora: an `onepass.LoRA` of the weight, for the loss alone: `logits` has none.
             reduction: replaces the module's, unless None.
         """
         check_input(hidden, self.hidden_size, "hidden_size", "hidden")
@@ -118,6 +121,7 @@ class LinearCrossEntropy(VocabularyHead):
             self.ignore_index,
             self.sequence_parallel,
             bias=self.given(self.bias),
+            lora=lora,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,

@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.nn.linear import Init, check_input
 from onepass.nn.vocabulary_head import VocabularyHead
 from onepass.ops.loss.linear_divergence import check_divergence, linear_divergence
+from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction
 
 
@@ -84,6 +85,7 @@ class LinearDivergence(VocabularyHead):
         *,
         teacher_bias: Tensor | None = None,
         weight: Tensor | None = None,
+        lora: LoRA | None = None,
         reduction: str | None = None,
     ) -> Tensor:
         """Return the divergence.
@@ -95,6 +97,7 @@ class LinearDivergence(VocabularyHead):
             labels: ``[...]`` or None: which tokens `ignore_index` leaves out.
             teacher_bias: ``[V]`` or None.
             weight: this rank's shard of another weight, used instead of the module's own.
+            lora: an `onepass.LoRA` of the student's weight.
             reduction: replaces the module's, unless None.
         """
         check_input(student, self.hidden_size, "hidden_size", "student")
@@ -112,6 +115,7 @@ class LinearDivergence(VocabularyHead):
             reduction=self.reduction if reduction is None else reduction,
             ignore_index=self.ignore_index,
             student_bias=self.given(self.bias),
+            student_lora=lora,
             teacher_bias=teacher_bias,
             tp_group=self.tp_group,
             logits_dtype=self.logits_dtype,

@@ -413,12 +413,115 @@ def test_lora_on_the_head_after(options):
     agree(wrapped, plain, fused=False)
 
 
+def lora_head(dtype=torch.float32, **options):
+    """A model whose head LoRA wraps, which makes its loss in its head, and what it was."""
+    model = lora(made(dtype=dtype), ["lm_head"], r=4, lora_alpha=6, **options)
+    before, patches = copy.deepcopy(model), Patches()
+    (row,) = replace_loss(model, patches)
+    return model, before, row, patches
+
+
 def test_lora_on_the_head_before():
-    model = lora(made(), ["lm_head"])
-    was = dict(vars(model.get_base_model()))
-    (row,) = replace_loss(model, patches := Patches())
-    assert row.by is None and "no plain torch.nn.Linear, but peft" in row.why
-    assert not len(patches) and vars(model.get_base_model()) == was
+    model, before, row, patches = lora_head()
+    assert row.by == "linear_cross_entropy, LoRA" and row.name.endswith("lm_head")
+    got, _ = agree(model, before)
+    assert set(name for name, p in model.named_parameters() if p.grad is not None) == {
+        f"base_model.model.lm_head.lora_{part}.default.weight" for part in "AB"
+    }
+    evaluated = [each.eval()(**batch()).logits for each in (model, before)]
+    torch.manual_seed(0)
+    given = batch()
+    assert torch.equal(*[each(**given).logits for each in (model, before)]) and evaluated[0].shape[-1] == VOCABULARY
+    patches.undo()
+    agree(model.train(), before.train(), fused=False)
+
+
+def test_lora_on_the_head_and_elsewhere_with_a_trained_head():
+    model = lora(made(), ["q_proj", "lm_head"], use_rslora=True)
+    for each in (model.get_base_model().lm_head.base_layer, model.get_base_model().model.norm):
+        each.requires_grad_(True)
+    before = copy.deepcopy(model)
+    assert replace_loss(model, Patches())[0].by == "linear_cross_entropy, LoRA"
+    agree(model, before)
+
+
+def test_lora_on_the_head_in_bf16_with_adapters_in_fp32():
+    model, before, row, _ = lora_head(torch.bfloat16)
+    head = model.get_base_model().lm_head
+    assert (head.weight.dtype, head.lora_A["default"].weight.dtype) == (torch.bfloat16, torch.float32)
+    agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
+
+
+def test_lora_on_the_head_under_autocast():
+    model, before, _, _ = lora_head()
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
+
+
+def test_lora_on_the_head_by_main_grad():
+    model, before, _, _ = lora_head()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    given = batch()
+    for _ in range(2):
+        model(**given).loss.backward()
+    before(**given).loss.backward()
+    expected = [p.grad for p in before.parameters() if p.requires_grad]
+    assert all(p.grad is None for p in parameters)
+    torch.testing.assert_close([p.main_grad / 2 for p in parameters], expected)
+
+
+@pytest.mark.parametrize("state", ("disabled", "merged", "switched", "unloaded"))
+def test_what_lora_on_the_head_is_now_counts(state):
+    model, before, _, _ = lora_head()
+    for each in (model, before):
+        if state == "disabled":
+            each.base_model.disable_adapter_layers()
+        elif state == "merged":
+            each.merge_adapter()
+        elif state == "switched":
+            torch.manual_seed(2)
+            each.add_adapter("other", type(each.peft_config["default"])(r=2, target_modules=["lm_head"], init_lora_weights=False))
+            each.set_adapter("other")
+        elif state == "unloaded":
+            each.unload()
+    if state in ("disabled", "merged", "unloaded"):
+        model, before = (each.get_base_model().requires_grad_() for each in (model, before))
+    agree(model, before, fused=state != "unloaded")
+
+
+def test_two_loras_on_the_head():
+    model, before, _, _ = lora_head()
+    for each in (model, before):
+        torch.manual_seed(2)
+        each.add_adapter("other", type(each.peft_config["default"])(r=2, target_modules=["lm_head"], init_lora_weights=False))
+        each.base_model.set_adapter(["default", "other"])
+    agree(model, before, fused=False)
+    (row,) = replace_loss(before, Patches())
+    assert row.by is None and row.why == "it has 2 active LoRAs: default, other"
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    (
+        ({"use_dora": True}, "its LoRA is a variant, DoraLinearVariant"),
+        ({"lora_dropout": 0.1}, "its LoRA has dropout, which it applies to the hidden states of its own product alone"),
+        ({"lora_bias": True}, "its LoRA is made of other than torch.nn.Linear without a bias"),
+    ),
+)
+def test_what_is_no_plain_lora_is_left(options, why):
+    model, _, row, patches = lora_head(**options)
+    assert (row.by, row.why) == (None, why)
+    assert not len(patches)
+
+
+def test_adapters_by_row():
+    model, before, _, _ = lora_head()
+    given = batch() | {"adapter_names": ["default", "__base__"]}
+    model, before = model.eval(), before.eval()
+    assert torch.equal(*[each(**given).logits for each in (model, before)])
 
 
 # ---- what is left as it is ----

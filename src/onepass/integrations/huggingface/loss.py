@@ -23,12 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.lora import is_lora, lora_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, own_forward, parameters_of, thread
 from onepass.integrations.huggingface.snapshot import FSDP, Reads, RecordingConfig, Snapshot, hooked
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
+from onepass.ops.loss.lora import LoRA
+from onepass.runtime.autocast import under_autocast
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "cache", "position_ids"}  # without a cache models check position_ids for packing
@@ -64,7 +67,7 @@ class _HeadCallState:
 class _HeadState:
     """State shared by model and head. It holds no reference to the model, which a copy of the head alone would copy too."""
 
-    head: nn.Linear
+    head: Any  # an nn.Linear, or PEFT's LoRA around one, which has its attributes
     logits: _Logits
     place: int  # index of labels among forward's arguments
     caches: bool  # whether forward takes use_cache
@@ -114,14 +117,19 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     if snapshot.reads_tensors:
         return [AppliedRow(name, kind, "loss", why="its forward reads a parameter or a buffer of its own")]
     _set(causal, head, found, snapshot, patches)
-    return [AppliedRow(name, kind, "loss", by=f"linear_cross_entropy{found}", match=LossMatch(head, causal, snapshot))]
+    by = f"linear_cross_entropy{found}{', LoRA' if is_lora(head) else ''}"
+    return [AppliedRow(name, kind, "loss", by=by, match=LossMatch(head, causal, snapshot))]
 
 
 def _unlike(model: Any, head: Any) -> str | None:
     """Return why this model has no linear head with the causal loss, or None. Check what is visible without running it."""
     if head is None:
         return "it has no head"
-    if type(head).forward is not nn.Linear.forward:
+    if is_lora(head):
+        found = lora_of(head)
+        if isinstance(found, str):
+            return found
+    elif type(head).forward is not nn.Linear.forward:
         return f"its head is no plain torch.nn.Linear, but {type(head).__module__}.{type(head).__name__}"
     for owner, whose in ((head, "its head's"), (model, "its")):
         if own_forward(owner):
@@ -140,7 +148,7 @@ def _unlike(model: Any, head: Any) -> str | None:
     return None
 
 
-def _set(model: Any, head: nn.Linear, logits: _Logits, snapshot: Snapshot, patches: Patches) -> None:
+def _set(model: Any, head: Any, logits: _Logits, snapshot: Snapshot, patches: Patches) -> None:
     from transformers.utils.generic import TransformersKwargs
 
     names = list(parameters_of(model))
@@ -196,32 +204,35 @@ def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> boo
     )
 
 
-def _head_forward(self: Any, input: Tensor) -> Tensor:
+def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
+    """options: what PEFT's hooks give its layers, such as adapters by row."""
     shared: _HeadState = self._onepass
-    call = shared.call
-    if call is None or not _can_make(self, input, call):
-        made: Tensor = type(self).forward(self, input)
+    call, lora = shared.call, lora_of(self) if is_lora(self) else None
+    if call is None or options or isinstance(lora, str) or not _can_make(self, lora, input, call):
+        made: Tensor = type(self).forward(self, input, **options)
         return made
     if call.loss is not None:
         raise RuntimeError(f"the head was called again, and the loss is already made: {_LEAVE}")
-    call.loss = _loss(self, input, call, shared.logits)
+    call.loss = _loss(self, lora, input, call, shared.logits)
     # The result depends on the loss: hooks on the head's output then run before the loss's backward. FSDP's gathers the weight.
     return input.detach()[..., :0] + call.loss
 
 
-def _can_make(head: nn.Linear, hidden: Tensor, call: _HeadCallState) -> bool:
+def _can_make(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState) -> bool:
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
+    if lora is not None and not under_autocast(hidden):
+        plain = plain and {lora.a.dtype, lora.b.dtype} <= {hidden.dtype, torch.float32}
     return plain and call.next_labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
 
 
-def _loss(head: nn.Linear, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
+def _loss(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
     """Return what ForCausalLMLoss would return for the head's logits."""
     items = call.options.get("num_items_in_batch")
     ignore = call.options.get("ignore_index", -100)
     labels = call.next_labels.to(hidden.device).reshape(hidden.shape[:-1])
     loss: Tensor = linear_cross_entropy(
         hidden, head.weight, labels, reduction="mean" if items is None else "sum", ignore_index=ignore, bias=head.bias,
-        softcap=logits.softcap, logit_scale=logits.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
+        lora=lora, softcap=logits.softcap, logit_scale=logits.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
     )  # fmt: skip
     if items is None:
         return loss
@@ -269,7 +280,7 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
 class _LossTrial:
     """A run of the model's forward that computes only what forward itself does with logits and loss."""
 
-    def __init__(self, head: nn.Linear, logits: Tensor, reads: Reads) -> None:
+    def __init__(self, head: Any, logits: Tensor, reads: Reads) -> None:
         self.head, self.logits, self.reads = head, logits, reads
         self.hidden = torch.zeros(*logits.shape[:-1], head.in_features, dtype=head.weight.dtype, device="cpu")
         self.labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device="cpu")
@@ -352,7 +363,7 @@ class _Hidden:
         return (self.last_hidden_state,)[index]
 
 
-def _measured(model: nn.Module, head: nn.Linear, reads: Reads) -> _Logits | str:
+def _measured(model: nn.Module, head: Any, reads: Reads) -> _Logits | str:
     """Return what the model does with its logits, or why it needs them."""
     given = torch.linspace(-8, 8, 2 * head.out_features, dtype=FP64, device="cpu").view(1, 2, -1)
     given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # these show the scale and the cap

@@ -40,6 +40,7 @@ class LossOptions(NamedTuple):
     grad_scale: float | None
     chunk_bytes: int | None
     stats: str  # names of the statistics that are computed too, in their order, with commas between
+    lora_scale: float = 1.0
 
     @property
     def terms(self) -> LossTerms:

@@ -2,13 +2,15 @@
 
 Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(logits / softcap), then logits / temperature; a
          row's loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
-         or the rows' own.
+         or the rows' own. With lora the weight is weight + lora.scale * b @ a.
 Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
 Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
 Bytes    N V elements of logits are written by the product, read for the statistics, and read and written as their own gradient,
-         a chunk at a time; the weight's gradient is read and written once more a chunk.
+         a chunk at a time; the weight's gradient is read and written once more a chunk. With lora the weight is read once more a
+         chunk, and the gradient of logits twice.
 Files    plan.py decides how a call is divided; steps.py has the registered ops, autograd.py the gradients' times, passes.py the
-         loops over chunks and blocks, head.py the products. cross_entropy shares the kernels: ops/loss/row_kernels.py.
+         loops over chunks and blocks, head.py the products, adapter.py LoRA's gradients. cross_entropy shares the kernels:
+         ops/loss/row_kernels.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
@@ -28,6 +29,7 @@ from onepass.ops.loss.formula import STATISTICS, LossOptions, LossTerms, reduce_
 from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
+from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
@@ -82,6 +84,7 @@ def linear_cross_entropy_reference(
     ignore_index: int = -100,
     *,
     bias: Tensor | None = None,
+    lora: LoRA | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -94,18 +97,18 @@ def linear_cross_entropy_reference(
     """Return the loss, or (loss, stats), by the formula, for every type."""
     bits = None if vocab_mask is None else packed_mask(vocab_mask)
     terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    return _formula(hidden, weight, labels, bias, token_weight, bits, terms, reduction, return_stats)
+    return _formula(hidden, weight, labels, bias, lora, token_weight, bits, terms, reduction, return_stats)
 
 
 def _formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
-    terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, lora: LoRA | None, token_weight: Tensor | None,
+    bits: Tensor | None, terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     stats = check_statistics(return_stats)
     allowed = None if bits is None else allowed_columns(bits, 0, weight.shape[0])
     if allowed is not None:
         allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, weight.shape[0])
-    rows = row_losses(F.linear(hidden, weight, bias), labels, terms, stats, allowed)
+    rows = row_losses(head_logits(hidden, weight, bias, lora), labels, terms, stats, allowed)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
     loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
     return (loss, _stats(return_stats, [getattr(rows, name) for name in stats])) if stats else loss
@@ -127,7 +130,10 @@ def _unsupported(hidden: Tensor) -> str | None:
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the time and memory that this is expected to take."""
     options, group = _checked(**vars(call))
-    needs = Needs(needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias))
+    lora = (None, None) if call.lora is None else call.lora[:2]
+    needs = Needs(
+        needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias), *map(needs_grad, lora)
+    )
     main_grad = getattr(call.weight, "main_grad", None)
     main_grad = main_grad if isinstance(main_grad, Tensor) else None
     rows = _rows_to_compute(call.hidden, call.weight, call.labels, options, group, call.rows)
@@ -136,7 +142,9 @@ def _variant(call: Call) -> str:
     said = f"{tokens} of {call.labels.numel()} rows" if selection is not None else "all rows"
     if rows is None:
         said += ": fewer with rows=kept_rows(labels)" if call.rows is None else ": how many are kept is not known here"
-    return f"{said}; {plan_call(call.hidden, call.weight, tokens, options, needs, main_grad)}"
+    low_rank = 0 if call.lora is None else call.lora.a.shape[0]
+    plan = plan_call(call.hidden, call.weight, tokens, options, needs, main_grad, low_rank=low_rank)
+    return f"{said}; {plan}{f'; LoRA of rank {low_rank}' if low_rank else ''}"
 
 
 def _check(call: Call) -> None:
@@ -146,8 +154,8 @@ def _check(call: Call) -> None:
 
 def _checked(
     hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
-    sequence_parallel: bool, bias: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
+    sequence_parallel: bool, bias: Tensor | None, lora: LoRA | None, label_smoothing: float, z_loss: float,
+    softcap: float | None, logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
     grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
     vocab_mask: Tensor | None, deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
@@ -172,6 +180,9 @@ def _checked(
     if hidden.dim() == 0:
         raise ValueError("hidden must have at least one dimension, but is a scalar")
     check_linear(hidden, hidden.shape[-1], weight, bias, "hidden")
+    check_lora("lora", lora, hidden, weight)
+    if lora is not None and deferred is not None:
+        raise ValueError("lora and deferred exclude each other: flush() makes logits again without it")
     if weight.shape[0] == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
     if "correct" in stats and weight.shape[0] > _STATS_COLUMNS:
@@ -197,6 +208,7 @@ def _checked(
     return LossOptions(
         *terms, reduction, wide, True, product, name, sequence,
         None if grad_scale is None else float(grad_scale), chunk_bytes, ",".join(stats),
+        1.0 if lora is None else float(lora.scale),
     ), group  # fmt: skip
 
 
@@ -241,6 +253,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     *,
     bias: Tensor | None = None,
+    lora: LoRA | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -270,6 +283,7 @@ def linear_cross_entropy(
         ignore_index: rows with this label have no loss.
         sequence_parallel: hidden and its gradient are divided along the first dimension; labels and the loss are whole.
         bias: ``[V]``, of hidden's type, or None.
+        lora: an `onepass.LoRA` ``(a, b, scale)``: the weight is ``weight + scale * b @ a``, which is never made.
         label_smoothing: as in F.cross_entropy, over the whole vocabulary.
         z_loss: this times logsumexp squared is added to a row's loss, before its weight and the reduction.
         softcap: bounds the logits' size; None leaves them.
@@ -300,10 +314,10 @@ def linear_cross_entropy(
         tuple of all four, or, where statistics are named, of all six with None for those that are not.
     """
     given = {
-        "bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale,
-        "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype, "grad_scale": grad_scale,
-        "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows, "vocab_mask": vocab_mask,
-        "deferred": deferred,
+        "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+        "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype,
+        "grad_scale": grad_scale, "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows,
+        "vocab_mask": vocab_mask, "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
@@ -322,26 +336,28 @@ def linear_cross_entropy(
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        return _by_formula(hidden, weight, labels, bias, token_weight, bits, options, return_stats)
-    if not needs_grad(hidden, weight, bias, token_weight):  # a Function can't tell, and makes gradients in forward
+        return _by_formula(hidden, weight, labels, bias, lora, token_weight, bits, options, return_stats)
+    a, b = (None, None) if lora is None else lora[:2]
+    if not needs_grad(hidden, weight, bias, token_weight, a, b):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
-        bias, token_weight = (None if t is None else t.detach() for t in (bias, token_weight))
+        bias, token_weight, a, b = (None if t is None else t.detach() for t in (bias, token_weight, a, b))
     kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
-    found = apply(hidden, weight, bias, token_weight, labels, bits, options, group, deferred, kept)
+    found = apply(hidden, weight, bias, a, b, token_weight, labels, bits, options, group, deferred, kept)
     return (found[0], _stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None, bits: Tensor | None,
-    options: LossOptions, return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, lora: LoRA | None, token_weight: Tensor | None,
+    bits: Tensor | None, options: LossOptions, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
     dtype = _wide_type(product) if options.wide else product
     hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
     bias = None if bias is None else cast(cast(bias, product), dtype)
+    lora = cast_lora(lora, product, dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _formula(hidden, weight, labels, bias, token_weight, bits, options.terms, options.reduction, return_stats)
+        return _formula(hidden, weight, labels, bias, lora, token_weight, bits, options.terms, options.reduction, return_stats)
 
 
 define_op(

@@ -44,22 +44,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, labels: Tensor,
-        bits: Tensor | None, options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
-        kept: KeptRows | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        token_weight: Tensor | None, labels: Tensor, bits: Tensor | None, options: LossOptions,
+        group: dist.ProcessGroup | None, deferred: DeferredWgrad | None, kept: KeptRows | None,
     ) -> Any:  # fmt: skip
         graph_break_if_deferred(deferred)
-        need_hidden, need_weight, need_bias, need_token_weight = ctx.needs_input_grad[:4]
-        main_grads = main_grads_of((need_weight, need_bias), weight, bias)
-        needs = Needs(need_hidden, need_weight and deferred is None, need_bias)
+        need_hidden, need_weight, *need_others, need_token_weight = ctx.needs_input_grad[:6]
+        main_grads = main_grads_of((need_weight, *need_others), weight, bias, lora_a, lora_b)
+        needs = Needs(need_hidden, need_weight and deferred is None, *need_others)
         if options.grad_scale is not None and under_checkpoint():
             raise RuntimeError("grad_scale can't be used under activation checkpointing, which runs forward twice: leave it away")
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
         selection = None if kept is None else kept.selection(0 if group is None else group.rank(), hidden.device)
         rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
-        *found, dhidden, dweight, dbias, logits = steps.forward(
-            _selected(hidden, selection), weight, bias, *rows, options, needs, accumulates_elsewhere(weight),
+        *found, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
+            _selected(hidden, selection), weight, bias, lora_a, lora_b, *rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
         )  # fmt: skip
         losses, lse = found[:2]
@@ -84,13 +84,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.promised = options.grad_scale is not None and any(needs)
         ctx.added = added
         # A graph's op returns an empty dbias for none. A rank without columns has no other: backward makes it again.
-        ctx.made = dhidden is not None or dweight is not None or (dbias is not None and dbias.shape[0] > 0)
-        ctx.held, ctx.main_grads = (_retained(weight), _retained(bias)), main_grads
+        ctx.made = any(t is not None for t in (dhidden, dweight, dlora_a, dlora_b)) or (
+            dbias is not None and dbias.shape[0] > 0
+        )
+        ctx.held, ctx.main_grads = [_retained(t) for t in (weight, bias, lora_a, lora_b)], main_grads
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden, weight, bias, *rows, *(selection or (None, None)), lse, entropy, losses if need_token_weight else None,
-            logits, dhidden, dweight, dbias if need_bias and (ctx.made or ctx.promised) else None,
+            hidden, weight, bias, lora_a, lora_b, *rows, *(selection or (None, None)), lse, entropy,
+            losses if need_token_weight else None, logits, dhidden, dweight,
+            dbias if needs.need_bias and (ctx.made or ctx.promised) else None, dlora_a, dlora_b,
         )  # fmt: skip
         if not outputs:
             return loss
@@ -102,14 +105,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *dstats: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = _detached(_Saved(*ctx.saved_tensors))
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
-        requests = grad_requests(ctx, True, True, saved.bias is not None, saved.token_weight is not None)
+        given = saved.bias, saved.lora_a, saved.lora_b, saved.token_weight
+        *requests, of_token_weight = grad_requests(ctx, True, True, *(t is not None for t in given))
         stats = [t for t in dstats if t is not None]
-        dtoken_weight = _token_weight_gradient(ctx, saved, dloss, requests[3])  # takes memory: before main_grad is written
+        dtoken_weight = _token_weight_gradient(ctx, saved, dloss, of_token_weight)  # takes memory: before main_grad is written
         grads: Grads
         if ctx.promised:
             grads = _promised_gradients(ctx, saved, dloss, stats, requests, fresh)
         elif dloss is None and not stats:
-            grads = None, None, None
+            grads = (None,) * 5
         elif ctx.made and fresh and not stats:
             assert dloss is not None
             grads = _made_gradients(ctx, saved, dloss, requests)
@@ -132,6 +136,8 @@ class _Saved(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
     labels: Tensor
     token_weight: Tensor | None
     scale: Tensor | None
@@ -146,6 +152,13 @@ class _Saved(NamedTuple):
     hidden_made: Tensor | None
     weight_made: Tensor | None
     bias_made: Tensor | None
+    lora_a_made: Tensor | None
+    lora_b_made: Tensor | None
+
+    @property
+    def made(self) -> tuple[Tensor | None, ...]:
+        """The gradients of bias and LoRA's a and b that forward has made."""
+        return self[-3:]
 
     @property
     def selection(self) -> RowSelection | None:
@@ -161,14 +174,25 @@ class _Saved(NamedTuple):
 
 
 def _retained(t: Tensor | None) -> Tensor | None:
-    """A parameter itself, whose attributes backward reads. For a computed weight, as with LoRA, the saved tensor will do: it is
-    freed when backward has run, or before under checkpointing."""
+    """A parameter itself, whose attributes backward reads. For a computed weight the saved tensor will do: it is freed when
+    backward has run, or before under checkpointing."""
     return t if t is not None and (t.is_leaf or accumulates_elsewhere(t)) else None
 
 
-def _parameters(ctx: Any, saved: _Saved) -> tuple[Tensor, Any]:
-    weight, bias = ctx.held
-    return saved.weight if weight is None else weight, saved.bias if bias is None else bias
+def _parameters(ctx: Any, saved: _Saved) -> list[Any]:
+    """The weight, the bias, and LoRA's a and b."""
+    return [t if kept is None else kept for kept, t in zip(ctx.held, saved[1:5], strict=True)]
+
+
+def _sums_of(
+    ctx: Any, saved: _Saved, found: Sequence[Tensor | None], requests: list[GradRequest], factor: Tensor | None = None
+) -> list[VectorSums | None]:
+    """What `vector_gradients` takes of the gradients of bias and LoRA's a and b."""
+    parameters = _parameters(ctx, saved)[1:]
+    return [
+        None if t is None or request is GradRequest.SKIP else (t if factor is None else t * factor, parameter, main, request)
+        for t, parameter, main, request in zip(found, parameters, ctx.main_grads[1:], requests[2:], strict=True)
+    ]
 
 
 def _detached(saved: _Saved) -> _Saved:
@@ -176,8 +200,8 @@ def _detached(saved: _Saved) -> _Saved:
     them."""
     if torch.compiler.is_compiling():
         return saved
-    made = [None if t is None else t.data for t in saved[-4:]]  # logits too
-    return _Saved(*saved[:-4], *made)
+    made = [None if t is None else t.data for t in saved[-6:]]  # logits too
+    return _Saved(*saved[:-6], *made)
 
 
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -214,7 +238,7 @@ def _rows_of(
     return TokenRows(labels, weights, scale, place, bits)
 
 
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, the weight and the bias
+Grads = tuple[Tensor | None, ...]  # of hidden, the weight, the bias, and LoRA's a and b
 
 
 # ---- gradients that forward has made ----
@@ -223,24 +247,21 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, the wei
 def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradRequest]) -> Grads:
     """Multiply what forward made by the loss's incoming gradient; it is rounded once."""
     factor = dloss if saved.scale is None else dloss * saved.scale
-    weight, bias = _parameters(ctx, saved)
-    hidden = of_bias = None
+    weight, hidden = _parameters(ctx, saved)[0], None
     if requests[0] is not GradRequest.SKIP and saved.hidden_made is not None:
         hidden = _as_hidden(saved, _times(ctx.options, saved.hidden_made, factor, ctx.options.product))
-    if requests[2] is not GradRequest.SKIP and saved.bias_made is not None:
-        of_bias = saved.bias_made * factor, bias, ctx.main_grads[1], requests[2]
 
     def put_weight() -> Tensor | None:
         if requests[1] is GradRequest.SKIP:
             return None
         if saved.weight_made is None:  # deferred, now or by an earlier pass
-            only = [GradRequest.SKIP, requests[1], GradRequest.SKIP, GradRequest.SKIP]
+            only = [request if i == 1 else GradRequest.SKIP for i, request in enumerate(requests)]
             return _backward_gradients(ctx, saved, dloss, (), only, False)[1]
         moved = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
         sums = _times(ctx.options, saved.weight_made, factor, saved.weight_made.dtype if moved else weight.dtype)
         return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
 
-    return hidden, *_put(put_weight, of_bias)
+    return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made, requests, factor))
 
 
 def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
@@ -249,10 +270,10 @@ def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
 
 
 def _put(
-    put_weight: Callable[[], Tensor | None], of_bias: VectorSums | None
-) -> tuple[Tensor | None, Tensor | None]:
-    (dbias,), dweight = vector_gradients([of_bias], put_weight)
-    return dweight, dbias
+    put_weight: Callable[[], Tensor | None], others: list[VectorSums | None]
+) -> list[Tensor | None]:
+    found, dweight = vector_gradients(others, put_weight)
+    return [dweight, *found]
 
 
 def _times(options: LossOptions, made: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -275,7 +296,7 @@ def _promised_gradients(
         raise RuntimeError("with grad_scale the gradients are made in forward, once: a second backward needs a call without it")
     if dloss is None or (dstats and not torch.compiler.is_compiling()):  # a graph sends zeros to all that leaves it
         raise RuntimeError("with grad_scale only the loss can be differentiated, but a gradient came for one of the stats")
-    weight, bias = _parameters(ctx, saved)
+    weight = _parameters(ctx, saved)[0]
     if ctx.added and requests[1] not in (GradRequest.ACCUMULATE, GradRequest.CAPTURE):
         raise RuntimeError(
             "with grad_scale the weight's gradient is in main_grad already, but this pass is torch.autograd.grad's, which leaves "
@@ -284,9 +305,6 @@ def _promised_gradients(
     truth = _true_scale(ctx, dloss, dstats)
     with name_written(["weight"] if ctx.added else []):
         hidden = None if saved.hidden_made is None else _as_hidden(saved, _times(ctx.options, saved.hidden_made, truth))
-        of_bias = None
-        if saved.bias_made is not None:
-            of_bias = saved.bias_made * truth, bias, ctx.main_grads[1], requests[2]
 
         def put_weight() -> Tensor | None:
             if saved.weight_made is not None:
@@ -296,7 +314,7 @@ def _promised_gradients(
                 ensure_written(ctx.main_grads[0])[:1].mul_(truth)
             return mark_accumulated(weight, requests[1]) if ctx.added else None
 
-        return hidden, *_put(put_weight, of_bias)
+        return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made, requests, truth))
 
 
 _AS_PROMISED = 1e-6  # relative: loss * 0.1 / 5 sends back 0.02 but for an fp32 rounding or two
@@ -325,36 +343,36 @@ def _backward_gradients(
     ctx: Any, saved: _Saved, dloss: Tensor | None, dstats: Sequence[Tensor | None], requests: list[GradRequest], fresh: bool
 ) -> Grads:
     """Make gradients from the logits that waited, unless an earlier pass has used them; else from recomputed logits."""
-    weight, bias = _parameters(ctx, saved)
+    weight = _parameters(ctx, saved)[0]
     incoming = _incoming(saved, ctx.options, dloss, dstats)
-    hidden = sums = bias_sums = grad = None
+    made, grad = Gradients(None, None, None), None
     main_grad, request = ctx.main_grads[0], requests[1]
     later = is_deferred(ctx.deferred, weight, request)
     skip = GradRequest.SKIP
-    needs = Needs(requests[0] is not skip, request is not skip and not later, requests[2] is not skip)
+    asked = [each is not skip for each in requests]
+    needs = Needs(asked[0], asked[1] and not later, *asked[2:])
     if needs.need_weight and accumulation_target(weight, main_grad, request) is not None:
         grad = placeholder(weight, request)  # before main_grad is written, part by part
     if any(needs):
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
-        hidden, sums, bias_sums = steps.backward(
-            _selected(saved.hidden, saved.selection), saved.weight, saved.bias, saved.labels, saved.place, saved.bits,
+        made = Gradients(*steps.backward(
+            _selected(saved.hidden, saved.selection), *saved[1:5], saved.labels, saved.place, saved.bits,
             saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
             accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def put_weight() -> Tensor | None:
         if later:
             return ctx.deferred.keep_work(_HeadWork(ctx, saved, incoming), weight, main_grad)  # type: ignore[no-any-return]
-        if sums is not None:
-            return vector_gradient(sums, weight, main_grad, request)
+        if made.weight is not None:
+            return vector_gradient(made.weight, weight, main_grad, request)
         if needs.need_weight:
             mark_added(weight)
         return grad
 
-    with name_written(["weight"] if needs.need_weight and sums is None else []):
-        hidden = None if hidden is None else _as_hidden(saved, hidden)
-        of_bias = None if bias_sums is None or not needs.need_bias else (bias_sums, bias, ctx.main_grads[1], requests[2])
-        return hidden, *_put(put_weight, of_bias)
+    with name_written(["weight"] if needs.need_weight and made.weight is None else []):
+        hidden = None if made.hidden is None else _as_hidden(saved, made.hidden)
+        return hidden, *_put(put_weight, _sums_of(ctx, saved, made[2:], requests))
 
 
 def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats: Sequence[Tensor | None]) -> RowGradients:
@@ -393,7 +411,7 @@ class _HeadWork:
     def add(self, coming: Any, main_grad: Tensor) -> None:
         kept = self.tensors.get
         hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
-        head = steps.head_of(hidden, self.weight, self.bias, labels, kept("place"), kept("bits"), self.options)
+        head = steps.head_of(hidden, self.weight, self.bias, None, None, labels, kept("place"), kept("bits"), self.options)
         only = Needs(False, True, False)
         plan = steps.plan_call(hidden, self.weight, labels.shape[0], self.options, only, main_grad, "recompute")
         incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))

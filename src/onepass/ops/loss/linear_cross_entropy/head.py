@@ -4,6 +4,9 @@ Logits are [tokens, columns] in a buffer whose rows are a multiple of 64 columns
 its weight with zeros after the last row. Products of odd sizes are several times slower.
 
 Under sequence parallelism a chunk has tokens of every rank's part. They are gathered under the product of the chunk before.
+
+With LoRA logits are one product, [hidden, scale * hidden @ a.T] by [weight, b], so that they are rounded once. That weight exists
+for a few thousand columns at a time, in memory that they share.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from torch import Tensor
 
 from onepass.ops.loss import row_formula, row_kernels, whole_row_kernels
 from onepass.ops.loss.formula import LossOptions
+from onepass.ops.loss.lora import LoRA
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.runtime.sizes import ceil_div
 
 _APART = 64  # rows of logits are a multiple of this many columns apart
 _EVEN = 8  # products whose sizes are multiples of this run at full speed
+_JOINED = 4224  # columns of a weight and LoRA's b side by side: as 33 tiles of 128, in whole waves on 132 multiprocessors
 _CPU_COLUMNS = 4096  # columns widened at a time: a CPU can't sum 16-bit products in fp32
 
 
@@ -50,6 +55,7 @@ class Head:
     options: LossOptions
     shard: VocabShard | None = None
     bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
+    lora: LoRA | None = None  # in the same type, b of this rank's columns
 
     def __post_init__(self) -> None:
         options = self.options
@@ -63,10 +69,47 @@ class Head:
         self.ranks = self.shard.group.size() if self.shard is not None and self.shard.sequence else 1
         if padded_rows(self.weight, self.use_triton):
             self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
+            self.lora = None if self.lora is None else self.lora._replace(b=_padded(self.lora.b))
+        self._joined: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         return self.labels.shape[0]
+
+    def low(self, hidden: Tensor) -> Tensor:
+        """Return `scale * hidden @ a.T`, an operand of two products: it is rounded once."""
+        assert self.lora is not None
+        found = hidden.new_empty(hidden.shape[0], self.lora.a.shape[0], dtype=wide_type(hidden))
+        _product(hidden, self.lora.a, None, found)
+        return found.mul_(self.lora.scale).to(hidden.dtype)
+
+    def operand(self, hidden: Tensor) -> Tensor:
+        """Return hidden states with `low` beside them, and a 1 for the bias, as `joined` has its columns."""
+        low = self.low(hidden)
+        width, rank = hidden.shape[1], low.shape[1]
+        x = hidden.new_zeros(hidden.shape[0], self._width())
+        x[:, :width], x[:, width : width + rank] = hidden, low
+        if self.bias is not None:
+            x[:, width + rank] = 1
+        return x
+
+    def joined(self, first: int, last: int) -> Tensor:
+        """Return the weight's rows with b's and the bias's beside them, until the next call."""
+        assert self.lora is not None
+        width, rank = self.lora.a.shape[1], self.lora.a.shape[0]
+        if self._joined is None:
+            self._joined = self.weight.new_zeros(min(_JOINED, self.weight.shape[0]), self._width())
+        joined = self._joined[: last - first]
+        joined[:, :width], joined[:, width : width + rank] = self.weight[first:last], self.lora.b[first:last]
+        if self.bias is not None:
+            joined[:, width + rank] = self.bias[first:last]
+        return joined
+
+    def _width(self) -> int:
+        """Columns of both. Those after the last are zeros."""
+        assert self.lora is not None
+        rank, width = self.lora.a.shape
+        return ceil_div(width + rank + (self.bias is not None), _EVEN) * _EVEN
 
 
 def padded_rows(weight: Tensor, use_triton: bool) -> int:
@@ -173,11 +216,11 @@ def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | No
     """Allocate logits, and their gradient if it has another type.
 
     With a bias, rows have no gap: cuBLAS adds a bias before it rounds only where the result is contiguous. Elsewhere it rounds
-    the product and then the sum, up to 1.4 times the error.
+    the product and then the sum, up to 1.4 times the error. With LoRA the bias is an operand's column.
     """
     # on a CPU PyTorch's bf16 products read what lies between rows, and NaN there comes into the result
     width = ceil_div(columns, _APART) * _APART if head.hidden.is_cuda else columns
-    if head.bias is not None:
+    if head.bias is not None and head.lora is None:
         width = min(width, max(columns, head.weight.shape[0]))
     x = head.hidden.new_empty(rows, width, dtype=head.logits)
     return x, None if head.logits == head.hidden.dtype else head.hidden.new_empty(rows, width)
@@ -188,14 +231,27 @@ def make_logits(head: Head, hidden: Tensor, first: int, columns: int, buffer: tu
     n = hidden.shape[0]
     last = min(first + columns, head.columns)
     whole = last == head.columns and head.weight.shape[0] > head.columns  # includes the rows of zeros
-    weight = head.weight[first:] if whole else head.weight[first:last]
-    bias = None if head.bias is None else head.bias[first : first + weight.shape[0]]
-    room = weight.shape[0]
-    # the last block of columns may be narrower than the others, and has no gap with a bias either
-    x = buffer[0][:n, :room] if bias is None else buffer[0].view(-1)[: n * room].view(n, room)
-    _product(hidden, weight, bias, x)
+    room = (head.weight.shape[0] if whole else last) - first
+    x = buffer[0][:n, :room]
+    if head.lora is not None:
+        _products_with_lora(head, hidden, first, x)
+    else:
+        part = slice(first, first + room)
+        if head.bias is not None:  # the last block of columns may be narrower than the others, and has no gap either
+            x = buffer[0].view(-1)[: n * room].view(n, room)
+        _product(hidden, head.weight[part], None if head.bias is None else head.bias[part], x)
     x = x[:, : last - first]
     return LogitsBlock(x, x if buffer[1] is None else buffer[1][:n, : last - first], room, first)
+
+
+def _products_with_lora(head: Head, hidden: Tensor, first: int, out: Tensor) -> None:
+    """Each part of the columns by one product: two, added up, would be rounded twice."""
+    operand, columns = head.operand(hidden), out.shape[1]
+    parts = max(1, ceil_div(columns, _JOINED))
+    step = min(_JOINED, max(1, ceil_div(ceil_div(columns, parts), 128) * 128))
+    for at in range(0, columns, step):
+        end = min(at + step, columns)
+        _product(operand, head.joined(first + at, first + end), None, out[:, at:end])
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -217,19 +273,30 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 def hidden_gradient(head: Head, logits: LogitsBlock, into: Tensor, add: bool = False) -> None:
     """Multiply the gradient of logits by the weight, into or onto `into`; sums are fp32 if `into` is."""
     d = _gradient_and_padding(logits)
-    weight = head.weight[logits.first : logits.first + d.shape[1]]
+    multiply(d, head.weight[logits.first : logits.first + d.shape[1]], into, add)
+
+
+def low_gradient(head: Head, logits: LogitsBlock, into: Tensor, add: bool) -> None:
+    """Multiply the gradient of logits by LoRA's b, as `hidden_gradient` by the weight."""
+    assert head.lora is not None
+    d = _gradient_and_padding(logits)
+    multiply(d, head.lora.b[logits.first : logits.first + d.shape[1]], into, add)
+
+
+def multiply(d: Tensor, matrix: Tensor, into: Tensor, add: bool) -> None:
+    """Multiply, into or onto `into`; sums are fp32 if `into` is."""
     if into.dtype == d.dtype:
-        torch.addmm(into, d, weight, beta=float(add), out=into) if add else torch.mm(d, weight, out=into)
+        torch.addmm(into, d, matrix, beta=float(add), out=into) if add else torch.mm(d, matrix, out=into)
     elif d.is_cuda:
         if add:
-            torch.addmm(into, d, weight, out_dtype=into.dtype, out=into)
+            torch.addmm(into, d, matrix, out_dtype=into.dtype, out=into)
         else:
-            torch.mm(d, weight, out_dtype=into.dtype, out=into)
+            torch.mm(d, matrix, out_dtype=into.dtype, out=into)
     else:
         for at in range(0, max(1, d.shape[1]), _CPU_COLUMNS):  # once without columns too: it writes zeros
             part = slice(at, at + _CPU_COLUMNS)
             # in place: autocast would round the result of addmm
-            into.addmm_(d[:, part].to(into.dtype), weight[part].to(into.dtype), beta=float(add or at > 0))
+            into.addmm_(d[:, part].to(into.dtype), matrix[part].to(into.dtype), beta=float(add or at > 0))
 
 
 def _gradient_and_padding(logits: LogitsBlock) -> Tensor:

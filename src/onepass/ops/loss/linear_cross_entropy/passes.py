@@ -16,12 +16,14 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import add_gradient
 from onepass.ops.loss.formula import RowLosses, lse_type
+from onepass.ops.loss.linear_cross_entropy.adapter import AdapterSum
 from onepass.ops.loss.linear_cross_entropy.head import (
     Chunks,
     Head,
     LogitsBlock,
     hidden_gradient,
     make_logits,
+    multiply,
     new_buffer,
     wide_type,
 )
@@ -55,15 +57,15 @@ class RowStatistics:
 
 def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, LogitsBlock | None]:
     """Return all rows' losses, and where `keep` asks for them all logits. Products are of `rows` tokens each, either way."""
-    if keep and head.shard is None:
+    if keep and head.shard is None and columns >= head.columns:
         return _losses_of_all_logits(head, rows)
     chunks, found = Chunks(head, rows), RowStatistics(head)
-    buffer = new_buffer(head, head.tokens if keep else chunks.most, columns)
+    buffer = new_buffer(head, head.tokens if keep else chunks.most, head.columns if keep else columns)
     before = None
     for at, chunk in enumerate(chunks):
         hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
-        some = (buffer[0][chunks.places(chunk)], None) if keep else buffer
         for first in range(0, max(head.columns, 1), columns or 1):
+            some = (buffer[0][chunks.places(chunk), first:], None) if keep else buffer
             logits = make_logits(head, hidden, first, columns, some)
             parts.append(_statistics(head, logits, labels, chunks.bits(chunk)))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -72,22 +74,23 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
         before = chunk, labels, exchange
     assert before is not None
     _finish(head, chunks, found, *before)
-    return found.rows, _block_of(head, buffer[0], logits.room) if keep else None
+    return found.rows, _block_of(head, buffer[0]) if keep else None
 
 
 def _losses_of_all_logits(head: Head, rows: int) -> tuple[RowLosses, LogitsBlock]:
     """One launch for all rows' statistics: those of a row are the same as in a chunk's launch."""
     buffer = new_buffer(head, head.tokens, head.columns)[0]
     for chunk in Chunks(head, rows):
-        room = make_logits(head, head.hidden[chunk], 0, head.columns, (buffer[chunk], None)).room
-    logits = _block_of(head, buffer, room)
+        make_logits(head, head.hidden[chunk], 0, head.columns, (buffer[chunk], None))
+    logits = _block_of(head, buffer)
     parts = _statistics(head, logits, head.labels, head.bits)
     return _finished(head, parts, head.labels), logits
 
 
-def _block_of(head: Head, buffer: Tensor, room: int) -> LogitsBlock:
+def _block_of(head: Head, buffer: Tensor) -> LogitsBlock:
+    """All logits."""
     x = buffer[:, : head.columns]
-    return LogitsBlock(x, x, room, 0)
+    return LogitsBlock(x, x, head.weight.shape[0], 0)
 
 
 def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
@@ -135,39 +138,57 @@ def _finished(head: Head, parts: Tensor, labels: Tensor) -> RowLosses:
 
 
 class Gradients(NamedTuple):
-    """The gradients of hidden (this rank's part), weight (which may be main_grad) and bias; None where they are not needed.
+    """The gradients of hidden (this rank's part), weight (which may be main_grad), bias, and LoRA's a and b.
 
-    A tensor narrower than fp32 gets whole sums only.
+    They are None where they are not needed. A tensor narrower than fp32 gets whole sums only.
     """
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
 
 
 class _HiddenSum:
-    """hidden's gradient, summed over blocks and ranks. Ranks communicate under the product for the weight's gradient."""
+    """hidden's gradient, summed over blocks and ranks. Ranks communicate under the product for the weight's gradient.
 
-    def __init__(self, head: Head, chunks: Chunks, into: Tensor | None, blocks: int) -> None:
-        self.head, self.chunks, self.into, self.blocks = head, chunks, into, blocks
-        self.sums = None
+    With LoRA also what goes through a, and a's own gradient.
+    """
+
+    def __init__(self, head: Head, chunks: Chunks, into: Gradients, blocks: int) -> None:
+        self.head, self.chunks, self.into, self.blocks = head, chunks, into.hidden, blocks
+        self.sums = self.adapter = None
         self.under_way: list[tuple[slice, Pending]] = []
-        if into is not None and blocks > 1 and (head.shard is not None or into.dtype != wide_type(into)):
-            self.sums = into.new_empty(head.tokens, into.shape[1], dtype=wide_type(into))
+        if head.lora is not None and (into.hidden is not None or into.lora_a is not None):
+            self.adapter = AdapterSum(head, into.lora_a, head.tokens, blocks)
+        several = blocks > 1 or head.lora is not None
+        if self.into is not None and several and (head.shard is not None or self.into.dtype != wide_type(self.into)):
+            self.sums = self.into.new_empty(head.tokens, self.into.shape[1], dtype=wide_type(self.into))
 
-    def add(self, chunk: slice, logits: LogitsBlock, block: int) -> None:
-        if self.into is None:
-            return
-        if self.sums is not None:
-            hidden_gradient(self.head, logits, self.sums[self.chunks.places(chunk)], block > 0)
-            if block == self.blocks - 1:
-                self._put(chunk, self.sums[self.chunks.places(chunk)].to(self.into.dtype))
-        elif self.head.shard is None:
-            hidden_gradient(self.head, logits, self.into[chunk], block > 0)
-        else:
+    def add(self, chunk: slice, logits: LogitsBlock, block: int, hidden: Tensor | None) -> None:
+        """Add one block's part. hidden: the chunk's, for a's gradient; None leaves that to `add_a`."""
+        places = self.chunks.places(chunk)
+        low = None if self.adapter is None else self.adapter.add(logits, places, block)
+        if self.into is not None:
+            self._add(chunk, places, logits, block, low)
+        if self.adapter is not None and low is not None and hidden is not None:
+            self.adapter.add_a(low, hidden)
+
+    def _add(self, chunk: slice, places: slice, logits: LogitsBlock, block: int, low: Tensor | None) -> None:
+        assert self.into is not None
+        if self.sums is None and self.head.shard is not None:
             product = self.into.new_empty(logits.out.shape[0], self.into.shape[1])
             hidden_gradient(self.head, logits, product)
             self._put(chunk, product)
+            return
+        sums = self.into[chunk] if self.sums is None else self.sums[places]
+        hidden_gradient(self.head, logits, sums, block > 0)
+        if low is not None:
+            assert self.head.lora is not None
+            multiply(low, self.head.lora.a, sums, True)
+        if self.sums is not None and block == self.blocks - 1:
+            self._put(chunk, sums.to(self.into.dtype))
 
     def _put(self, chunk: slice, product: Tensor) -> None:
         shard = self.head.shard
@@ -182,16 +203,19 @@ class _HiddenSum:
         for chunk, pending in self.under_way:
             assert self.into is not None
             self.into[chunk] = pending.wait()
+        if self.adapter is not None:
+            self.adapter.finish()
 
 
 class _WeightSum:
-    """The weight's and the bias's gradients of one block or all, summed over chunks."""
+    """The gradients of weight, bias and LoRA's b, of one block or all, summed over chunks."""
 
     def __init__(self, into: Gradients, chunks: Chunks, keep: bool, first: int, columns: int) -> None:
         """keep: add to the weight's gradient that is there already."""
-        self.part = slice(first, first + columns)
+        self.head, self.part = chunks.head, slice(first, first + columns)
         self.weight = None if into.weight is None else into.weight[self.part]
         self.bias = None if into.bias is None else into.bias[self.part]
+        self.lora_b = None if into.lora_b is None else into.lora_b[self.part]
         self.keep, self.begun = keep, False
         self.sums = self.weight
         if self.weight is not None and len(chunks) > 1 and self.weight.dtype != wide_type(self.weight):
@@ -202,6 +226,8 @@ class _WeightSum:
         if self.bias is not None:  # before the weight's gradient, which may be main_grad: this one takes memory
             sums = d.sum(0, dtype=self.bias.dtype)
             self.bias.add_(sums) if self.begun else self.bias.copy_(sums)
+        if self.lora_b is not None:
+            add_gradient(self.lora_b, d, self.head.low(hidden), self.begun)
         if self.sums is not None:
             keep = self.begun or self.keep
             if self.sums.dtype == d.dtype and not keep:
@@ -238,7 +264,7 @@ class _GradInForward:
 
     def __init__(self, head: Head, chunks: Chunks, into: Gradients, keep: bool) -> None:
         self.head, self.chunks, self.found = head, chunks, RowStatistics(head)
-        self.hidden, self.weight = _HiddenSum(head, chunks, into.hidden, 1), _WeightSum(into, chunks, keep, 0, head.columns)
+        self.hidden, self.weight = _HiddenSum(head, chunks, into, 1), _WeightSum(into, chunks, keep, 0, head.columns)
 
     def add_whole_rows(self, chunk: slice, labels: Tensor, hidden: Tensor, logits: LogitsBlock, g: Tensor) -> None:
         """One rank has whole rows: one kernel computes statistics and gradients."""
@@ -256,7 +282,7 @@ class _GradInForward:
         self._add(chunk, hidden, logits)
 
     def _add(self, chunk: slice, hidden: Tensor, logits: LogitsBlock) -> None:
-        self.hidden.add(chunk, logits, 0)
+        self.hidden.add(chunk, logits, 0, hidden)
         self.weight.add(logits.out, hidden)
 
     def finish(self) -> RowLosses:
@@ -310,14 +336,18 @@ def gradients_of_kept_logits(
     assert labels is not None and lse is not None
     bits = head.bits if head.bits is None or head.bits.shape[0] == 1 else chunks.in_order(head.bits)
     _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
-    hidden = _HiddenSum(head, chunks, into.hidden, 1)
+    hidden = _HiddenSum(head, chunks, into, 1)
     weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)
-    gathered = [chunks.start(chunk) for chunk in chunks] if into.weight is not None else []
+    products = any(t is not None for t in (into.weight, into.lora_a, into.lora_b))
+    gathered = [chunks.start(chunk) for chunk in chunks] if products else []
     for chunk in chunks:
         part = chunks.places(chunk)
-        hidden.add(chunk, logits._replace(x=logits.x[part], out=logits.out[part]), 0)
+        hidden.add(chunk, logits._replace(x=logits.x[part], out=logits.out[part]), 0, None)
     parts = [pending.wait() for pending in gathered]
-    weight.add(logits.out, head.hidden if not parts else parts[0] if len(parts) == 1 else torch.cat(parts))
+    tokens = head.hidden if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+    if hidden.adapter is not None:
+        hidden.adapter.add_a(hidden.adapter.rounded(slice(None)), tokens)
+    weight.add(logits.out, tokens)
     weight.finish()
     hidden.finish()
 
@@ -353,7 +383,7 @@ class _Recompute:
         self.head, self.plan, self.chunks, self.into = head, plan, chunks, into
         self.rows = (head.labels, found.logsumexp, found.entropy, *incoming)
         blocks = max(1, ceil_div(head.columns, max(1, plan.columns)))
-        self.buffer, self.hidden_sum = new_buffer(head, chunks.most, plan.columns), _HiddenSum(head, chunks, into.hidden, blocks)
+        self.buffer, self.hidden_sum = new_buffer(head, chunks.most, plan.columns), _HiddenSum(head, chunks, into, blocks)
 
     def sums_of(self, first: int, keep: bool) -> _WeightSum:
         return _WeightSum(self.into, self.chunks, keep, first, min(self.plan.columns, self.head.columns - first))
@@ -371,5 +401,5 @@ class _Recompute:
         assert labels is not None and lse is not None
         bits = self.chunks.bits(chunk)
         _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
-        self.hidden_sum.add(chunk, logits, block)
+        self.hidden_sum.add(chunk, logits, block, hidden)
         sums.add(logits.out, hidden)

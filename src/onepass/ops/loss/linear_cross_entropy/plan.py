@@ -62,7 +62,8 @@ class HeadPlan:
     def _said(self) -> str:
         chunks = f"{self.chunks} chunks of {self.rows} tokens" if self.chunks > 1 else "one chunk"
         if self.blocks > 1:
-            return f"{self.blocks} blocks of {self.columns} columns of the vocabulary, in {chunks}, logits made again in backward"
+            gradients = "no gradients" if self.mode == "loss_only" else "logits made again in backward"
+            return f"{self.blocks} blocks of {self.columns} columns of the vocabulary, in {chunks}, {gradients}"
         return {
             "loss_only": f"{chunks}, no gradients",
             "keep_logits": "one chunk, its logits become their own gradient in backward",
@@ -92,6 +93,7 @@ class PlanInputs(NamedTuple):
     mode: str | None  # the only one that will do, as in a compiled graph, or None
     shard: bool  # ranks share the vocabulary: then two chunks' logits are in memory at a time
     chunk_bytes: int | None
+    low_rank: int = 0  # of a LoRA
 
 
 class MachineSpeed(NamedTuple):
@@ -140,7 +142,10 @@ def _candidates(inputs: PlanInputs, machine: MachineSpeed) -> Iterator[tuple[Hea
     """Yield plans, and the bytes that each needs beside its results."""
     gradients = inputs.needs_hidden or inputs.needs_weight
     if not gradients:
-        yield from (_chunked_plan("loss_only", inputs, machine, rows) for rows in _row_counts(inputs, few=True))
+        for rows in _row_counts(inputs, few=True):
+            # with LoRA a chunk copies the weight: more tokens at a time, and blocks of the vocabulary, copy it less often
+            for columns in _column_counts(inputs) if inputs.low_rank else (inputs.V,):
+                yield _chunked_plan("loss_only", inputs, machine, rows, columns)
         return
     if inputs.promised:
         yield from (_chunked_plan("known_grad_scale", inputs, machine, rows) for rows in _row_counts(inputs, few=True))
@@ -232,15 +237,32 @@ def _plan(mode: str, inputs: PlanInputs, rows: int, columns: int, seconds: float
 
 def _keep_logits_plan(inputs: PlanInputs, machine: MachineSpeed) -> tuple[HeadPlan, int]:
     logits = _logit_bytes(inputs, inputs.N, inputs.V)
-    seconds = _products(inputs, machine, 1, 1) + 3 * logits / machine.bandwidth
-    return _plan("keep_logits", inputs, inputs.N, inputs.V, seconds, logits + _returned_bytes(inputs))
+    moved, sums = _lora_traffic(inputs, 1, 1), _lora_sums(inputs)
+    seconds = _products(inputs, machine, 1, 1) + (3 * logits + moved) / machine.bandwidth
+    return _plan("keep_logits", inputs, inputs.N, inputs.V, seconds, logits + sums + _returned_bytes(inputs))
 
 
-def _chunked_plan(mode: str, inputs: PlanInputs, machine: MachineSpeed, rows: int) -> tuple[HeadPlan, int]:
-    chunks = ceil_div(inputs.N, max(1, rows))
+def _lora_traffic(inputs: PlanInputs, chunks: int, passes: int) -> float:
+    """Bytes that LoRA moves: the weight's copies, one a chunk and pass, and two reads of the gradient of logits."""
+    if not inputs.low_rank:
+        return 0.0
+    gradient = 2 * inputs.N * inputs.V if inputs.needs_hidden else 0
+    return (2.0 * passes * chunks * inputs.V * inputs.D + gradient) * inputs.size
+
+
+def _lora_sums(inputs: PlanInputs) -> int:
+    """Bytes of hidden's fp32 gradient, to which two products are added before it is rounded."""
+    return 4 * inputs.N * inputs.D if inputs.low_rank and inputs.needs_hidden and inputs.size < 4 else 0
+
+
+def _chunked_plan(
+    mode: str, inputs: PlanInputs, machine: MachineSpeed, rows: int, columns: int | None = None
+) -> tuple[HeadPlan, int]:
+    chunks, columns = ceil_div(inputs.N, max(1, rows)), inputs.V if columns is None else columns
     weight, hidden = inputs.V * inputs.D, inputs.N * inputs.D
-    logits = _logit_bytes(inputs, rows, inputs.V) * (2 if inputs.shard and chunks > 1 else 1)
+    logits = _logit_bytes(inputs, rows, columns) * (2 if inputs.shard and chunks > 1 else 1)
     moved = (1.0 if mode == "loss_only" else 2.75) * _logit_bytes(inputs, inputs.N, inputs.V)
+    moved += _lora_traffic(inputs, chunks, 1)
     waiting = 0
     if inputs.needs_weight and mode != "loss_only":
         moved += _sums(inputs, chunks, weight)
@@ -251,8 +273,9 @@ def _chunked_plan(mode: str, inputs: PlanInputs, machine: MachineSpeed, rows: in
         waiting += 4 * hidden * inputs.needs_hidden
     seconds = _products(inputs, machine, 1, chunks) + moved / machine.bandwidth
     if mode == "loss_only":
-        return _plan(mode, inputs, rows, inputs.V, seconds, logits)
+        return _plan(mode, inputs, rows, columns, seconds, logits)
     if mode == "known_grad_scale":
+        waiting += _lora_sums(inputs)
         return _plan(mode, inputs, rows, inputs.V, seconds, logits + waiting + _returned_bytes(inputs))
     finished = _returned_bytes(inputs) if inputs.size < 4 else 0  # fp32 gradients that wait are returned themselves
     return _plan(mode, inputs, rows, inputs.V, seconds, max(logits + waiting, waiting + finished))
@@ -265,7 +288,8 @@ def _recompute_plan(inputs: PlanInputs, machine: MachineSpeed, rows: int, column
     if inputs.needs_weight and chunks > 1:
         moved += _sums(inputs, chunks, inputs.V * inputs.D)
         waiting += 0 if inputs.into_main or inputs.size >= 4 else 4 * columns * inputs.D
-    if inputs.needs_hidden and blocks > 1:
+    moved += _lora_traffic(inputs, chunks, 2)
+    if inputs.needs_hidden and (blocks > 1 or inputs.low_rank):
         moved += _sums(inputs, blocks, inputs.N * inputs.D)
         hidden = 4 * inputs.N * inputs.D
         waiting += hidden

@@ -33,6 +33,7 @@ from onepass.ops.loss.linear_cross_entropy.passes import (
     recompute_gradients,
 )
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, machine_speed, make_plan
+from onepass.ops.loss.lora import LoRA, cast_lora
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.runtime.dispatch import cast
@@ -45,27 +46,31 @@ class Needs(NamedTuple):
     need_hidden: bool
     need_weight: bool
     need_bias: bool
+    need_lora_a: bool = False
+    need_lora_b: bool = False
 
 
 Accumulate = tuple[Tensor, Tensor | None, GradRequest]  # the weight, its main_grad and how the pass asks for its gradient
 
 
 def _plan_inputs(
-    N: int, D: int, V: int, options: LossOptions, needs: Needs, main_grad: Tensor | None, mode: str | None
+    N: int, D: int, V: int, options: LossOptions, needs: Needs, main_grad: Tensor | None, mode: str | None, low_rank: int
 ) -> PlanInputs:  # fmt: skip
     size, promised = options.product.itemsize, options.grad_scale is not None
+    through_lora = needs.need_lora_a or needs.need_lora_b  # whose products read the gradient of logits, as hidden's does
     return PlanInputs(
-        N, D, V, size, options.wide and size < 4, needs[0], needs[1] or needs[2],
+        N, D, V, size, options.wide and size < 4, needs.need_hidden or through_lora, needs.need_weight or needs.need_bias,
         options.reduction != "none" and (promised or not options.differentiable),
         main_grad is not None and main_grad.dtype is torch.float32, promised, mode, options.group != "", options.chunk_bytes,
+        low_rank,
     )  # fmt: skip
 
 
 def plan_call(
     hidden: Tensor, weight: Tensor, tokens: int, options: LossOptions, needs: Needs, main_grad: Tensor | None,
-    mode: str | None = None,
+    mode: str | None = None, low_rank: int = 0,
 ) -> HeadPlan:  # fmt: skip
-    inputs = _plan_inputs(tokens, weight.shape[1], weight.shape[0], options, needs, main_grad, mode)
+    inputs = _plan_inputs(tokens, weight.shape[1], weight.shape[0], options, needs, main_grad, mode, low_rank)
     plan = make_plan(inputs, machine_speed(hidden.device, inputs.size))
     padded = padded_rows(weight, options.use_triton)
     return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * inputs.size) if padded else plan
@@ -79,45 +84,61 @@ def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
     options = head.options
     if keep and options.reduction != "none" and not options.stats:
         return head.tokens, head.columns
-    nothing = Needs(False, False, False)
-    inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None)
+    nothing, low_rank = Needs(False, False, False), 0 if head.lora is None else head.lora.a.shape[0]
+    inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None, low_rank)
     plan = make_plan(inputs, machine_speed(head.hidden.device, inputs.size))
-    return plan.rows, head.columns if keep else plan.columns
+    return plan.rows, plan.columns
 
 
 def head_of(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
-    options: LossOptions,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions,
 ) -> Head:  # fmt: skip
     """Cast the operands to the products' type."""
     product = options.product
     group: Any = options.group  # to type checkers a name is of a type of its own
     tokens = cast(hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), product)
     shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
-    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, options, shard, bits)
+    bias = None if bias is None else cast(bias, product)
+    lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
+    return Head(tokens, cast(weight, product), bias, labels, options, shard, bits, cast_lora(lora, product))
+
+
+def _rank_of(lora_a: Tensor | None) -> int:
+    return 0 if lora_a is None else lora_a.shape[0]
+
+
+def new_lora_gradients(lora_a: Tensor | None, lora_b: Tensor | None, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the gradients of LoRA's a and b, which are summed in fp32 wherever they go to: they are small."""
+    return (
+        torch.empty_like(lora_a, dtype=wide_type(lora_a)) if lora_a is not None and needs.need_lora_a else None,
+        torch.empty_like(lora_b, dtype=wide_type(lora_b)) if lora_b is not None and needs.need_lora_b else None,
+    )
 
 
 # ---- forward ----
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
+    needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, mode: str | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the `RowLosses`, the gradients of hidden, weight and bias that are made already, and logits that wait.
+    """Return the `RowLosses`, the `Gradients` that are made already, and logits that wait.
 
     Args:
         separate_sum: the weight's gradient goes to main_grad, and is rounded there only.
         accumulate: finished gradients of the weight are added to main_grad at once, and dweight is None.
         mode: the only one that will do, or None.
     """
-    plan = plan_call(hidden, weight, labels.shape[0], options, needs, None if accumulate is None else accumulate[1], mode)
-    head = head_of(hidden, weight, bias, labels, place, bits, options)
+    main_grad = None if accumulate is None else accumulate[1]
+    plan = plan_call(hidden, weight, labels.shape[0], options, needs, main_grad, mode, _rank_of(lora_a))
+    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
         keep = plan.mode == "keep_logits"
         found, logits = losses(head, *_forward_pieces(head, keep), keep)
-        return *found, None, None, None, None if logits is None else to_global_rows(logits)
+        return *found, *Gradients(None, None, None), None if logits is None else to_global_rows(logits)
     known, wide = plan.mode == "known_grad_scale", wide_type(head.hidden)
     target = accumulation_target(*accumulate) if known and needs.need_weight and accumulate is not None else None
     kind = weight.dtype if known and not separate_sum else wide_type(weight)
@@ -125,6 +146,7 @@ def _forward(
         torch.empty_like(head.hidden, dtype=options.product if known else wide) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
         head.hidden.new_empty(head.columns, dtype=wide) if needs.need_bias else None,
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
     incoming = options.grad_scale if known and options.grad_scale is not None else 1.0
     one = torch.full((), incoming, dtype=wide, device=hidden.device)
@@ -143,11 +165,12 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
 
 
 def _forward_in_graph(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
+    needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _forward(
-        hidden, weight, bias, labels, token_weight, mean_scale, place, bits, options, needs, separate_sum,
+        hidden, weight, bias, lora_a, lora_b, labels, token_weight, mean_scale, place, bits, options, needs, separate_sum,
         mode=_graph_mode(options, needs),
     )  # fmt: skip
 
@@ -158,8 +181,9 @@ def _tokens_like(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None, mean_scale: Tensor | None,
-    place: Tensor | None, bits: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
+    needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
@@ -175,6 +199,7 @@ def _forward_fake(
         if needs.need_weight
         else None,
         hidden.new_empty(weight.shape[0], dtype=wide) if needs.need_bias else None,
+        *new_lora_gradients(lora_a, lora_b, needs),
         None,
     )
 
@@ -182,9 +207,10 @@ def _forward_fake(
 # `Registered` takes an empty vector in the place of a `Tensor?` for None. So results that may have no rows are declared `Tensor`;
 # callers know by `stats` and `needs` whether there are such.
 forward = Registered(
-    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? token_weight, "
-    "Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, bool separate_sum) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?)",
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
+    "Tensor? token_weight, Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, "
+    "bool separate_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?, Tensor?, "
+    "Tensor?)",
     _forward,
     _forward_fake,
     LossOptions,
@@ -197,22 +223,23 @@ forward = Registered(
 
 
 def _backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
-    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    options: LossOptions, needs: Needs, separate_sum: bool, *,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of hidden [tokens, D], weight and bias, from `logits` that waited or from recomputed ones.
+    """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
 
     With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None.
     """
-    head = head_of(hidden, weight, bias, labels, place, bits, options)
+    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
     kind = wide_type(weight) if separate_sum else weight.dtype
     made = Gradients(
         torch.empty_like(head.hidden) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=kind) if needs.need_weight and target is None else None,
         head.hidden.new_empty(head.columns, dtype=wide_type(head.hidden)) if needs.need_bias else None,
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
     sums = made if target is None else made._replace(weight=target)
     incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
@@ -221,27 +248,29 @@ def _backward(
         kept = to_local_rows(logits, head.columns)
         gradients_of_kept_logits(head, _forward_pieces(head, True)[0], kept, found, incoming, sums, target is not None)
     else:
-        plan = plan_call(hidden, weight, labels.shape[0], options._replace(grad_scale=None), needs, target, "recompute")
+        options, rank = options._replace(grad_scale=None), _rank_of(lora_a)
+        plan = plan_call(hidden, weight, labels.shape[0], options, needs, target, "recompute", rank)
         recompute_gradients(head, plan, found, incoming, sums, target is not None)
     return made
 
 
 def _backward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Tensor | None, bits: Tensor | None,
-    lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    options: LossOptions, needs: Needs, separate_sum: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
+    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
         _tokens_like(hidden, options.product) if needs.need_hidden else None,
         torch.empty_like(weight, dtype=wide_type(weight) if separate_sum else weight.dtype) if needs.need_weight else None,
         hidden.new_empty(weight.shape[0], dtype=wide_type(hidden)) if needs.need_bias else None,
+        *new_lora_gradients(lora_a, lora_b, needs),
     )
 
 
 backward = Registered(
-    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? place, Tensor? bits, "
-    "Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, LossOptions options, "
-    "Needs needs, bool separate_sum) -> (Tensor?, Tensor?, Tensor)",
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
+    "Tensor? place, Tensor? bits, Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, "
+    "Tensor? dentropy, LossOptions options, Needs needs, bool separate_sum) -> (Tensor?, Tensor?, Tensor, Tensor?, Tensor?)",
     _backward,
     _backward_fake,
     LossOptions,

@@ -3,6 +3,7 @@
 Formula  logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature, of each head; s and t their softmax. A row's
          divergence is KL(t || s), KL(s || t), or beta KL(t || M) + (1 - beta) KL(s || M) with M = beta t + (1 - beta) s; their
          mean over the rows that are kept, their sum, or the rows' own.
+         With student_lora the student's weight is student_weight + lora.scale * b @ a.
          The gradient by the student's logits, times the temperature, is s - t; s (log s/t - KL(s || t)); or
          (1 - beta) s (log s/M - KL(s || M)).
 Shapes   student [..., D], student_weight [V, D], teacher [..., E], teacher_weight [V, E], biases [V], labels [...]. N tokens.
@@ -19,7 +20,6 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
@@ -28,6 +28,7 @@ from onepass.ops.loss.linear_cross_entropy.steps import Needs
 from onepass.ops.loss.linear_divergence.autograd import apply
 from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions, DivergenceTerms, row_divergences
 from onepass.ops.loss.linear_divergence.steps import plan_call
+from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
@@ -52,13 +53,14 @@ def linear_divergence_reference(
     reduction: str = "mean",
     ignore_index: int = -100,
     student_bias: Tensor | None = None,
+    student_lora: LoRA | None = None,
     teacher_bias: Tensor | None = None,
 ) -> Tensor:
     """Return the divergence by the formula, for every type. It makes both heads' logits."""
     terms = DivergenceTerms(ignore_index, kind, beta, temperature, softcap or 0.0, teacher_softcap or 0.0)
     labels = _all_kept(student, ignore_index) if labels is None else labels
-    logits = F.linear(student, student_weight, student_bias)
-    teacher_logits = F.linear(teacher, teacher_weight, teacher_bias).detach()
+    logits = head_logits(student, student_weight, student_bias, student_lora)
+    teacher_logits = head_logits(teacher, teacher_weight, teacher_bias, None).detach()
     rows = row_divergences(logits, teacher_logits, labels, terms)
     return reduce_losses(rows, labels, ignore_index, None, reduction)
 
@@ -87,14 +89,15 @@ def _unsupported(student: Tensor, teacher: Tensor) -> str | None:
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the memory that this is expected to take."""
     options, _ = _checked(**vars(call))
-    needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias)))
+    lora = (None, None) if call.student_lora is None else call.student_lora[:2]
+    needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, *lora)))
     return str(plan_call(call.student, call.student_weight, call.teacher_weight, options, needs))
 
 
 def _checked(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None, kind: str,
     beta: float, temperature: float, softcap: float | None, teacher_softcap: float | None, reduction: str, ignore_index: int,
-    student_bias: Tensor | None, teacher_bias: Tensor | None, tp_group: dist.ProcessGroup | None,
+    student_bias: Tensor | None, student_lora: LoRA | None, teacher_bias: Tensor | None, tp_group: dist.ProcessGroup | None,
     logits_dtype: torch.dtype | None, chunk_bytes: int | None,
 ) -> tuple[DivergenceOptions, dist.ProcessGroup | None]:  # fmt: skip
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
@@ -106,6 +109,7 @@ def _checked(
         if hidden.dim() == 0:
             raise ValueError(f"{name} must have at least one dimension, but is a scalar")
         check_linear(hidden, hidden.shape[-1], weight, bias, name, f"{name}_")
+    check_lora("student_lora", student_lora, student, student_weight)
     if teacher.shape[:-1] != student.shape[:-1]:
         raise ValueError(
             f"teacher must have student's tokens {tuple(student.shape[:-1])} before its last dimension, "
@@ -135,7 +139,7 @@ def _checked(
     return DivergenceOptions(
         ignore_index, kind, float(beta), float(temperature), float(softcap or 0.0), float(teacher_softcap or 0.0), reduction,
         logits_dtype is not None and logits_dtype.itemsize >= 4, True, product, product_type(teacher),
-        "" if group is None else group.group_name, chunk_bytes,
+        "" if group is None else group.group_name, chunk_bytes, 1.0 if student_lora is None else float(student_lora.scale),
     ), group  # fmt: skip
 
 
@@ -174,6 +178,7 @@ def linear_divergence(
     reduction: str = "mean",
     ignore_index: int = -100,
     student_bias: Tensor | None = None,
+    student_lora: LoRA | None = None,
     teacher_bias: Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -182,8 +187,8 @@ def linear_divergence(
 ) -> Tensor:
     """The divergence of a student's next-token distribution from a teacher's, as distillation trains on, from both hidden states.
 
-    Gradients go to student, student_weight and student_bias, as far as these ask for one; the teacher gets none. It is
-    differentiable once; `linear_divergence_reference`, a plain formula, can be differentiated again.
+    Gradients go to student, student_weight, student_bias and student_lora, as far as these ask for one; the teacher gets none.
+    It is differentiable once; `linear_divergence_reference`, a plain formula, can be differentiated again.
 
     Args:
         student: ``[..., D]``, hidden states.
@@ -201,6 +206,8 @@ def linear_divergence(
             rows it is F.kl_div's ``batchmean`` over flattened tokens. ``sum`` sums rows, ``none`` returns each row's.
         ignore_index: rows with this label have no divergence.
         student_bias, teacher_bias: ``[V]``, of their weight's type, or None. -inf for both leaves a column out.
+        student_lora: an `onepass.LoRA` ``(a, b, scale)``: the student's weight is ``student_weight + scale * b @ a``, which is
+            never made.
         tp_group: the ranks that share the vocabulary, both heads alike. student's gradient is summed over them.
         logits_dtype: ``torch.float32`` never rounds a logit; None keeps them in the operands' types, as eager code does.
         chunk_bytes: a budget for logits and fp32 sums; None takes a part of the GPU's memory. vmap and functional derivatives
@@ -212,8 +219,8 @@ def linear_divergence(
     """
     given = {
         "kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap,
-        "reduction": reduction, "ignore_index": ignore_index, "student_bias": student_bias, "teacher_bias": teacher_bias,
-        "tp_group": tp_group, "logits_dtype": logits_dtype, "chunk_bytes": chunk_bytes,
+        "reduction": reduction, "ignore_index": ignore_index, "student_bias": student_bias, "student_lora": student_lora,
+        "teacher_bias": teacher_bias, "tp_group": tp_group, "logits_dtype": logits_dtype, "chunk_bytes": chunk_bytes,
     }  # fmt: skip
     heads = student, student_weight, teacher, teacher_weight
     options, group = _checked(*heads, labels, **given)  # type: ignore[arg-type]
@@ -228,31 +235,32 @@ def linear_divergence(
             raise RuntimeError(
                 "linear_divergence with tp_group can't follow vmap, functional derivatives or forward-mode differentiation"
             )
-        return _by_formula(*heads, labels, student_bias, teacher_bias, options)
+        return _by_formula(*heads, labels, student_bias, student_lora, teacher_bias, options)
     teacher, teacher_weight = teacher.detach(), teacher_weight.detach()
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    if not needs_grad(student, student_weight, student_bias):  # a Function can't tell, and makes gradients in forward
+    a, b = (None, None) if student_lora is None else student_lora[:2]
+    if not needs_grad(student, student_weight, student_bias, a, b):  # a Function can't tell, and makes gradients in forward
         student, student_weight = student.detach(), student_weight.detach()
-        student_bias = None if student_bias is None else student_bias.detach()
+        student_bias, a, b = (None if t is None else t.detach() for t in (student_bias, a, b))
     return apply(  # type: ignore[no-any-return]
-        student, student_weight, student_bias, teacher, teacher_weight, teacher_bias, labels, options, group
+        student, student_weight, student_bias, a, b, teacher, teacher_weight, teacher_bias, labels, options, group
     )
 
 
 def _by_formula(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor, student_bias: Tensor | None,
-    teacher_bias: Tensor | None, options: DivergenceOptions,
+    student_lora: LoRA | None, teacher_bias: Tensor | None, options: DivergenceOptions,
 ) -> Tensor:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     logits = []
-    for operands, product in (
-        ((student, student_weight, student_bias), options.product),
-        ((teacher.detach(), teacher_weight.detach(), teacher_bias), options.teacher_product),
+    for operands, lora, product in (
+        ((student, student_weight, student_bias), student_lora, options.product),
+        ((teacher.detach(), teacher_weight.detach(), teacher_bias), None, options.teacher_product),
     ):
         dtype = torch.promote_types(product, torch.float32) if options.wide else product
         hidden, weight, bias = (None if t is None else cast(cast(t, product), dtype) for t in operands)
         with torch.autocast(student.device.type, enabled=False):
-            logits.append(F.linear(hidden, weight, bias))  # type: ignore[arg-type]
+            logits.append(head_logits(hidden, weight, bias, cast_lora(lora, product, dtype)))  # type: ignore[arg-type]
     rows = row_divergences(logits[0], logits[1].detach(), labels, options.terms)
     return reduce_losses(rows, labels, options.ignore_index, None, options.reduction)
 

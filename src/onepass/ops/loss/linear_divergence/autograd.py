@@ -29,23 +29,24 @@ from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twi
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher: Tensor, teacher_weight: Tensor,
-        teacher_bias: Tensor | None, labels: Tensor, options: DivergenceOptions, group: dist.ProcessGroup | None,
+        ctx: Any, student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None,
+        lora_b: Tensor | None, teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor,
+        options: DivergenceOptions, group: dist.ProcessGroup | None,
     ) -> Tensor:  # fmt: skip
-        needs = Needs(*ctx.needs_input_grad[:3])
-        ctx.main_grads = main_grads_of(needs[1:], student_weight, student_bias)
+        needs, parameters = Needs(*ctx.needs_input_grad[:5]), (student_weight, student_bias, lora_a, lora_b)
+        ctx.main_grads = main_grads_of(needs[1:], *parameters)
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = options.use_triton and not needs_dispatcher(student, student_weight, student_bias)
         shape, labels = labels.shape, labels.reshape(-1).contiguous()
         place = None if group is None else vocab_range(student_weight.shape[0], group, student_weight.device)
-        heads = student, student_weight, student_bias, teacher, teacher_weight, teacher_bias
+        heads = student, *parameters, teacher, teacher_weight, teacher_bias
         losses, numbers, *made, waiting, teacher_waiting = steps.forward(*heads, labels, place, options, needs)
         loss, scale = reduce_rows(losses, labels, options.ignore_index, options.reduction, None, by_kernel)
         if options.reduction == "none":
             loss = torch.ops.aten._unsafe_view(losses.clone(), shape)  # not a view, as autograd sees it: it may be written to
         if not needs.need_bias:
             made[2] = None
-        ctx.options, ctx.held = options, (_retained(student_weight), _retained(student_bias))
+        ctx.options, ctx.held = options, [_retained(t) for t in parameters]
         ctx.used = False
         ctx.save_for_backward(*heads, labels, place, scale, numbers, *made, waiting, teacher_waiting)
         return loss
@@ -55,29 +56,28 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         saved = _SavedDivergence(*ctx.saved_tensors)
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
-        requests = grad_requests(ctx, True, True, saved.student_bias is not None)
+        requests = grad_requests(ctx, True, True, *(t is not None for t in saved[2:5]))
         needs = Needs(*[request is not GradRequest.SKIP for request in requests])
         if ctx.options.reduction == "none":
             waiting = WaitingLogits(saved.waiting, saved.teacher_waiting) if fresh else WaitingLogits()
             found = _from_logits(saved, ctx.options, dloss, needs, waiting)
         else:
             found = _from_made(ctx, saved, dloss, needs, requests)
-        weight, bias = ctx.held
-        weight = saved.student_weight if weight is None else weight
-        bias = saved.student_bias if bias is None else bias
+        parameters = [t if held is None else held for held, t in zip(ctx.held, saved[1:5], strict=True)]
         put = [
             None if sums is None or parameter is None else (sums, parameter, main_grad, request)
-            for sums, parameter, main_grad, request in zip(found[1:], (weight, bias), ctx.main_grads, requests[1:], strict=True)
+            for sums, parameter, main_grad, request in zip(found[1:], parameters, ctx.main_grads, requests[1:], strict=True)
         ]
         hidden = None if found.hidden is None else cast(found.hidden, saved.student.dtype).view(saved.student.shape)
-        (dweight, dbias), _ = vector_gradients(put)
-        return hidden, dweight, dbias, None, None, None, None, None, None
+        return hidden, *vector_gradients(put)[0], None, None, None, None, None, None
 
 
 class _SavedDivergence(NamedTuple):
     student: Tensor
     student_weight: Tensor
     student_bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
     teacher: Tensor
     teacher_weight: Tensor
     teacher_bias: Tensor | None
@@ -88,12 +88,14 @@ class _SavedDivergence(NamedTuple):
     hidden_made: Tensor | None
     weight_made: Tensor | None
     bias_made: Tensor | None
+    lora_a_made: Tensor | None
+    lora_b_made: Tensor | None
     waiting: Tensor | None
     teacher_waiting: Tensor | None
 
 
 def _retained(t: Tensor | None) -> Tensor | None:
-    """A parameter itself, whose attributes backward reads. For a computed weight, as with LoRA, the saved tensor will do."""
+    """A parameter itself, whose attributes backward reads. For a computed weight the saved tensor will do."""
     return t if t is not None and (t.is_leaf or accumulates_elsewhere(t)) else None
 
 
@@ -104,8 +106,8 @@ def _from_made(
     factor = dloss if saved.scale is None else dloss * saved.scale
     moved = accumulates_elsewhere(ctx.held[0]) and requests[1] is not GradRequest.RETURN
     wide = saved.numbers.dtype
-    types = ctx.options.product, wide if moved else saved.student_weight.dtype, wide
-    made = saved.hidden_made, saved.weight_made, saved.bias_made
+    types = ctx.options.product, wide if moved else saved.student_weight.dtype, wide, wide, wide
+    made = saved.hidden_made, saved.weight_made, saved.bias_made, saved.lora_a_made, saved.lora_b_made
     each = [
         None if t is None or not need else _scaled(t, factor, dtype, ctx.options.use_triton)
         for t, dtype, need in zip(made, types, needs, strict=True)
@@ -129,10 +131,8 @@ def _from_logits(
     incoming = row_gradient(dloss.to(saved.numbers.dtype), "none", saved.labels.shape[0])
     if not torch.compiler.is_compiling():  # a version counter of its own: a second backward does not read what is written here
         waiting = WaitingLogits(*(None if t is None else t.data for t in waiting))
-    hidden, weight, bias = steps.backward(
-        *saved[:8], saved.numbers, incoming, options, needs, waiting=waiting
-    )  # fmt: skip
-    return Gradients(hidden, weight, bias if needs.need_bias else None)
+    made = Gradients(*steps.backward(*saved[:10], saved.numbers, incoming, options, needs, waiting=waiting))
+    return made if needs.need_bias else made._replace(bias=None)
 
 
 apply = fast_apply(_LinearDivergence)

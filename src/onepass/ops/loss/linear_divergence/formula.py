@@ -49,6 +49,7 @@ class DivergenceOptions(NamedTuple):
     teacher_product: torch.dtype
     group: str  # name of a process group of several ranks, or ""
     chunk_bytes: int | None
+    lora_scale: float = 1.0  # of the student
 
     @property
     def terms(self) -> DivergenceTerms:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import add_gradient
 from onepass.ops.loss.formula import LossOptions
+from onepass.ops.loss.linear_cross_entropy.adapter import AdapterSum
 from onepass.ops.loss.linear_cross_entropy.head import (
     Head,
     LogitsBlock,
     VocabShard,
     hidden_gradient,
     make_logits,
+    multiply,
     new_buffer,
     wide_type,
 )
@@ -34,6 +36,7 @@ from onepass.ops.loss.linear_divergence.formula import (
     merge_statistics,
 )
 from onepass.ops.loss.linear_divergence.rows import LogitRows
+from onepass.ops.loss.lora import LoRA, cast_lora
 from onepass.parallel.collectives import Pending, start_all_reduce
 from onepass.parallel.vocab_shards import start_gather_parts
 from onepass.runtime.dispatch import cast
@@ -47,6 +50,7 @@ class HeadOperands(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    lora: LoRA | None = None
 
 
 class HeadPair(NamedTuple):
@@ -83,10 +87,11 @@ def pair_of(
 def _head_of(
     operands: HeadOperands, labels: Tensor, options: DivergenceOptions, product: torch.dtype, shard: VocabShard | None
 ) -> Head:
-    hidden, weight, bias = operands
+    hidden, weight, bias, lora = operands
     tokens = cast(hidden.reshape(labels.shape[0], hidden.shape[-1]), product)
     plain = _head_options(options, product)
-    return Head(tokens, cast(weight, product), None if bias is None else cast(bias, product), labels, plain, shard)
+    bias = None if bias is None else cast(bias, product)
+    return Head(tokens, cast(weight, product), bias, labels, plain, shard, lora=cast_lora(lora, product))
 
 
 @lru_cache(1024)
@@ -158,34 +163,55 @@ class _GradientSums:
     """The student's gradients, chunk by chunk."""
 
     def __init__(self, head: Head, into: Gradients) -> None:
-        self.head, self.into, self.begun = head, into, False
+        self.head, self.into, self.begun, self.adapter = head, into, False, None
+        if head.lora is not None and (into.hidden is not None or into.lora_a is not None):
+            self.adapter = AdapterSum(head, into.lora_a, head.tokens, 1)
         self.under_way: list[tuple[slice, Pending]] = []
 
     def add(self, chunk: slice, logits: LogitsBlock) -> None:
         head, d = self.head, logits.out
+        low = None if self.adapter is None else self.adapter.add(logits, chunk, 0)
         if self.into.hidden is not None:
             product = _chunk_of(self.into.hidden, chunk)
-            if head.columns:
-                hidden_gradient(head, logits, product)
-            else:  # a rank without columns has no product, but a part in the sum
-                product.zero_()
+            self._multiply(logits, low, product)
             if head.shard is not None:
                 self.under_way.append((chunk, start_all_reduce(product, head.shard.group)))
         if self.into.bias is not None:
             sums = d.sum(0, dtype=self.into.bias.dtype)
             self.into.bias.add_(sums) if self.begun else self.into.bias.copy_(sums)
+        if self.adapter is not None and low is not None:
+            self.adapter.add_a(low, _chunk_of(head.hidden, chunk))
+        if self.into.lora_b is not None:
+            add_gradient(self.into.lora_b, d, head.low(_chunk_of(head.hidden, chunk)), self.begun)
         if self.into.weight is not None:
             add_gradient(self.into.weight, d, _chunk_of(head.hidden, chunk), self.begun)
         self.begun = True
 
+    def _multiply(self, logits: LogitsBlock, low: Tensor | None, product: Tensor) -> None:
+        """Write hidden's gradient. With LoRA it is two products, which are rounded together."""
+        head = self.head
+        if not head.columns:  # a rank without columns has no product, but a part in the sum
+            product.zero_()
+        elif low is None:
+            hidden_gradient(head, logits, product)
+        else:
+            assert head.lora is not None
+            sums = product if product.dtype == wide_type(product) else torch.empty_like(product, dtype=wide_type(product))
+            hidden_gradient(head, logits, sums)
+            multiply(low, head.lora.a, sums, True)
+            if sums is not product:
+                product.copy_(sums)
+
     def finish(self) -> None:
+        if self.adapter is not None:
+            self.adapter.finish()
         for chunk, pending in self.under_way:
             assert self.into.hidden is not None
             total = pending.wait()
             if total.data_ptr() != self.into.hidden[chunk].data_ptr():
                 self.into.hidden[chunk] = total
         if not self.begun:  # there are no tokens
-            for t in (self.into.weight, self.into.bias):
+            for t in self.into[1:]:
                 if t is not None:
                     t.zero_()
 
