@@ -5,12 +5,11 @@ import os
 import torch
 import torch.distributed as dist
 from parallel import linear_cross_entropy_ranks, linear_divergence_ranks
-from parallel.linear_cross_entropy_ranks import D, N, WAYS, forced
+from parallel.linear_cross_entropy_ranks import WAYS, D, forced
 from parallel.meeting import drawn, join
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
