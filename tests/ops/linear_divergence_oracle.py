@@ -65,7 +65,8 @@ class Case:
         said = [self.mode, self.kind, self.reduction, str(self.dtype).removeprefix("torch.")]
         said += ["x".join(map(str, (*self.lead, self.D, self.E, self.V)))]
         usual = Case()
-        for name in ("rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block", "lora"):
+        names = "rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block", "lora"
+        for name in names:
             said += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(usual, name) else []
         return "-".join(said)
 
@@ -122,7 +123,8 @@ def _theirs(case, given, labels, dy, dtype):
     factor = _factor(case, labels)
     if case.lora:
         low = LORA_SCALE * F.linear(leaves["student"], leaves["lora_a"])
-        logits[0] = logits[0] + F.linear(Rounded.apply(low, case.dtype, False, factor) if dtype is FP32 else low, leaves["lora_b"])
+        low = Rounded.apply(low, case.dtype, False, factor) if dtype is FP32 else low
+        logits[0] = logits[0] + F.linear(low, leaves["lora_b"])
     if dtype is FP32:
         logits[0] = Rounded.apply(logits[0], case.dtype, case.wide, factor)
         logits[1] = logits[1] if case.wide else logits[1].to(case.teacher_dtype or case.dtype).float()

@@ -8,6 +8,7 @@ import onepass
 from onepass.parallel import DeferredWgrad
 from onepass.testing.poison import unchanged
 
+LORA = onepass.LoRA
 x, w, y = torch.ones(3, 4), torch.ones(6, 4), torch.tensor([0, 5, -100])
 bias, rows = torch.ones(6), torch.ones(3)
 NAN, INF = float("nan"), float("inf")
@@ -25,6 +26,29 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "weight nothing": ((x, None, y), {}, TypeError, ("weight must be", "NoneType")),
     "weight elsewhere": ((x, w.to("meta"), y), {}, ValueError, ("weight must be on cpu", "hidden", "meta")),
     "no vocabulary": ((x, w[:0], y), {}, ValueError, ("weight must have at least one row", "(0, 4)")),
+    "lora no LoRA": ((x, w, y), {"lora": (w[:2], w[:, :2])}, TypeError, ("lora must be an onepass.LoRA", "tuple")),
+    "lora.a of another size": (
+        (x, w, y), {"lora": LORA(w[:2, :3], w[:, :2])}, ValueError, ("lora.a must have shape (2, 4)", "(2, 3)"),
+    ),
+    "lora.b of another vocabulary": (
+        (x, w, y), {"lora": LORA(w[:2], w[:5, :2])}, ValueError, ("lora.b must have shape (6, 2)", "(5, 2)"),
+    ),
+    "lora.b of another rank": ((x, w, y), {"lora": LORA(w[:2], w)}, ValueError, ("lora.b must have shape (6, 2)", "(6, 4)")),
+    "lora.a a vector": ((x, w, y), {"lora": LORA(w[0], w)}, ValueError, ("lora.a must have shape", "(4,)")),
+    "lora.a of another type": (
+        (x, w, y), {"lora": LORA(w[:2].to(BF16), w[:, :2])}, TypeError, ("lora.a must have hidden's type", "fp32", "bfloat16"),
+    ),
+    "lora.b elsewhere": (
+        (x, w, y), {"lora": LORA(w[:2], w[:, :2].to("meta"))}, ValueError, ("lora.b must be on cpu", "hidden", "meta"),
+    ),
+    "lora.b no tensor": ((x, w, y), {"lora": LORA(w[:2], None)}, TypeError, ("lora.b must be", "NoneType")),
+    "lora of rank 0": ((x, w, y), {"lora": LORA(w[:0], w[:, :0])}, ValueError, ("lora.a must have at least one row", "(0, 4)")),
+    "lora.scale a tensor": (
+        (x, w, y), {"lora": LORA(w[:2], w[:, :2], torch.tensor(1.0))}, TypeError, ("lora.scale must be a number", "Tensor"),
+    ),
+    "lora.scale infinite": (
+        (x, w, y), {"lora": LORA(w[:2], w[:, :2], INF)}, ValueError, ("lora.scale must be finite", "inf"),
+    ),
     "labels of floats": ((x, w, y.float()), {}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
     "labels of bytes": ((x, w, y.to(torch.uint8)), {}, TypeError, ("labels must be", "int32 or int64", "torch.uint8")),
     "labels no tensor": ((x, w, [0, 5, 1]), {}, TypeError, ("labels must be", "int32 or int64", "list")),

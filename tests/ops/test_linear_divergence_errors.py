@@ -34,6 +34,10 @@ BAD = {  # what is given instead, the error, what is said: the argument, what it
         {"teacher_weight": v.to(BF16)}, TypeError,
         ("teacher_weight must have teacher's type", "bfloat16"),
     ),
+    "student_lora of another vocabulary": (
+        {"student_lora": onepass.LoRA(w[:2], w[:5, :2])}, ValueError,
+        ("student_lora.b must have shape (6, 2)", "(5, 2)"),
+    ),
     "teacher_weight nothing": ({"teacher_weight": None}, TypeError, ("teacher_weight must be", "NoneType")),
     "teacher_weight elsewhere": (
         {"teacher_weight": v.to("meta")}, ValueError,

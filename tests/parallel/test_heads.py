@@ -28,7 +28,8 @@ def found(request, tmp_path_factory):
 
 
 def close(mine, exact, what):
-    torch.testing.assert_close(mine.to(FP64), exact, rtol=1e-4, atol=1e-5 * float(exact.abs().max()), msg=lambda m: f"{what}: {m}")
+    size = float(exact.abs().max())
+    torch.testing.assert_close(mine.to(FP64), exact, rtol=1e-4, atol=1e-5 * size, msg=lambda m: f"{what}: {m}")
 
 
 # ---- LoRA of a vocabulary that ranks share ----

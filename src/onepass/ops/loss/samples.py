@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from onepass.ops.loss.lora import LoRA
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
@@ -32,6 +34,17 @@ def _with_labels(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtyp
     return *random_tensors(shapes, device, dtype), labels.to(device)
 
 
+@dataclass(frozen=True)
+class LoRASample(Sample):
+    """A call with LoRA. All tensors have keywords, and those of its a and b end in ".a" and ".b"."""
+
+    def call(self, function: Callable[..., Any], *tensors: Tensor, **more: Any) -> Any:
+        named = dict(zip(self.keywords, tensors, strict=True))
+        lora = next(name.removesuffix(".a") for name in named if name.endswith(".a"))
+        named[lora] = LoRA(named.pop(f"{lora}.a"), named.pop(f"{lora}.b"), 0.7)  # type: ignore[assignment]
+        return function(**named, **self.options, **more)
+
+
 SAMPLES = {
     "cross_entropy": Sample(
         partial(_with_labels, ((37, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
@@ -40,6 +53,12 @@ SAMPLES = {
         partial(_with_labels, ((37, 61), (203, 61))),
         linear_cross_entropy_reference,
         {"reduction": "none", "logit_scale": 0.2},
+    ),
+    "linear_cross_entropy: lora": LoRASample(
+        partial(_with_labels, ((37, 61), (203, 61), (5, 61), (203, 5))),
+        linear_cross_entropy_reference,
+        {"logit_scale": 0.1},
+        keywords=("hidden", "weight", "lora.a", "lora.b", "labels"),
     ),
 }
 

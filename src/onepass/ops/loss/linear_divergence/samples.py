@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.ops.loss.linear_divergence import kernels, linear_divergence, linear_divergence_reference
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
+from onepass.ops.loss.samples import LoRASample
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import CoveringCall, Sample, give_main_grad, meta, random_tensors
 from onepass.runtime.sizes import ceil_div
@@ -25,6 +26,12 @@ def _heads(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return student, weight * 0.25, teacher, teacher_weight * 0.25, labels.to(device)
 
 
+def _heads_with_lora(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    student, weight, *others = _heads(device, dtype)
+    a, b = random_tensors(((5, 61), (203, 5)), device, dtype)
+    return student, weight, a * 0.25, b * 0.5, *others
+
+
 SAMPLES = {
     "linear_divergence": Sample(_heads, linear_divergence_reference, {"temperature": 0.7}, frozen=3),
     "linear_divergence: reverse_kl": Sample(
@@ -32,6 +39,10 @@ SAMPLES = {
     ),
     "linear_divergence: jsd of rows": Sample(
         _heads, linear_divergence_reference, {"kind": "jsd", "beta": 0.3, "reduction": "none", "softcap": 5.0}, frozen=3
+    ),
+    "linear_divergence: lora": LoRASample(
+        _heads_with_lora, linear_divergence_reference, {"kind": "jsd"}, frozen=3,
+        keywords=("student", "student_weight", "student_lora.a", "student_lora.b", "teacher", "teacher_weight", "labels"),
     ),
 }
 SHAPES_OF = {
