@@ -160,9 +160,15 @@ def _still(copy, named):
     return "" if off < 2e-6 else f"exp_avg_sq wanders by {off:.2g}"
 
 
+def _skip_on_a_gpu(backend):
+    if backend == "torch" and DEVICE == "cuda":
+        pytest.skip("on a GPU PyTorch's AdamW rounds 1 - beta2 to fp32")
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
     *change, backend = MUTANTS[name]
+    _skip_on_a_gpu(backend)
     mutant = mutate(*change, entry=module)
     with mutant.backend.use_backend(backend), torch.device(DEVICE):
         try:
@@ -174,6 +180,7 @@ def test_mutants_are_caught(name):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_copy_without_a_change_passes(backend):
+    _skip_on_a_gpu(backend)
     copy = copy_package(module)
     assert copy is not module and copy.AdamW is not module.AdamW
     with copy.backend.use_backend(backend), torch.device(DEVICE):

@@ -25,6 +25,12 @@ N, K = 96, 64
 ROW = "fp8", onepass.FP8Recipe(scaling="row"), onepass.FP8Recipe(scaling="current", format="e4m3")  # which change nothing here
 
 
+@pytest.fixture(autouse=True)
+def _experts_of_any_size(monkeypatch):
+    """On a GPU small ones would run in bf16, which is faster."""
+    monkeypatch.setattr(grouped_product, "_SCALED_LEAST", 16)
+
+
 def ends_of(sizes):
     return torch.tensor(sizes, device=DEVICE).cumsum(0).int()
 
@@ -198,6 +204,9 @@ def test_what_pytorch_has_no_product_for_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
     if hasattr(F, "scaled_grouped_mm"):
         assert unfit((8, N, K), BF16, cuda) is None
+        monkeypatch.setattr(grouped_product, "_SCALED_LEAST", K + 1)
+        assert f"is slower than in bf16 where a size is below {K + 1}: {N} x {K}" in unfit((8, N, K), BF16, cuda)
+        monkeypatch.setattr(grouped_product, "_SCALED_LEAST", 16)
         assert "fewer than 1024 experts, but there are 1024" in unfit((1024, N, K), BF16, cuda)
         assert "returns bf16, but the product's type is torch.float16" in unfit((8, N, K), torch.float16, cuda)
         Gpu.major = 10  # PyTorch lets it call a kernel that it has not
