@@ -155,12 +155,13 @@ def test_shapes_and_types():
 def test_a_second_backward(kind, mode):
     case = Case(mode, kind, "mean" if mode == "grad_in_forward" else "none", bias=True)
     given, labels, dy = draw(case)
-    for name in STUDENT:
+    student = STUDENT[:3]
+    for name in student:
         given[name].requires_grad_()
     with forced(module, case):
         loss = call(module, case, "torch", given, labels)
         first, second = (
-            torch.autograd.grad(loss, [given[name] for name in STUDENT], dy, retain_graph=True) for _ in range(2)
+            torch.autograd.grad(loss, [given[name] for name in student], dy, retain_graph=True) for _ in range(2)
         )
     torch.testing.assert_close(first, second)
 
