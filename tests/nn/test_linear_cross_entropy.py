@@ -73,14 +73,16 @@ def test_the_op_gets_every_option(monkeypatch):
     head, (hidden, labels) = LinearCrossEntropy(12, 77, bias=True, **OPTIONS), given()
     head.deferred, token_weight, other = DeferredWgrad(), torch.rand(3, 5), torch.randn(77, 12)
     mask = torch.ones(77, dtype=torch.bool)
-    rows = onepass.kept_rows(labels, 3)
-    head(hidden, labels, token_weight=token_weight, grad_scale=2.0, return_stats=True, rows=rows, vocab_mask=mask, weight=other)
+    rows, lora = onepass.kept_rows(labels, 3), onepass.LoRA(other[:2], other[:, :2])
+    called = {
+        "token_weight": token_weight, "grad_scale": 2.0, "return_stats": True, "rows": rows, "vocab_mask": mask, "lora": lora,
+    }  # fmt: skip
+    head(hidden, labels, weight=other, **called)
     head(hidden, labels)
     options = {name: value for name, value in OPTIONS.items() if name not in ("reduction", "ignore_index")}
     options |= {"bias": head.bias, "deferred": head.deferred}
     rest = None, "sum", 3, False
-    called = {"token_weight": token_weight, "grad_scale": 2.0, "return_stats": True, "rows": rows, "vocab_mask": mask}
-    plain = {"token_weight": None, "grad_scale": None, "return_stats": False, "rows": None, "vocab_mask": None}
+    plain = dict.fromkeys(called) | {"return_stats": False}
     (args, more), (args_again, more_again) = seen
     assert args[0] is hidden and args[1] is other and args[2] is labels and args[3:] == rest and more == options | called
     assert args_again[1] is head.weight and args_again[3:] == rest and more_again == options | plain

@@ -44,7 +44,7 @@ def test_autocast_rounds_the_operands_and_nothing_else(wide, way):
 
     found = gradients(call, inputs)
     assert all(t.dtype is FP32 for t in found)
-    for name, a, b in zip(("loss", *NAMES), found, expected, strict=True):
+    for name, a, b in zip(("loss", *NAMES[:4]), found, expected, strict=True):
         torch.testing.assert_close(
             a.to(b.dtype), b, rtol=1e-5 if b.dtype is FP32 else 8e-3, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}"
         )

@@ -118,6 +118,12 @@ def padded_rows(weight: Tensor, use_triton: bool) -> int:
     return ceil_div(V, _APART) * _APART if use_triton and V % _EVEN and weight.is_cuda else 0
 
 
+def operand_bytes(rows: int, weight: Tensor, low_rank: int, size: int) -> int:
+    """Bytes of LoRA's operands of a chunk of so many tokens."""
+    V, D = weight.shape
+    return (rows + min(V, _JOINED)) * (D + low_rank) * size if low_rank else 0
+
+
 def _padded(t: Tensor) -> Tensor:
     """Copy `t` with zeros after its last row."""
     V = t.shape[0]

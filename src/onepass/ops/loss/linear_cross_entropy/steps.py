@@ -19,6 +19,7 @@ from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.linear_cross_entropy.head import (
     Head,
     VocabShard,
+    operand_bytes,
     padded_rows,
     to_global_rows,
     to_local_rows,
@@ -72,8 +73,9 @@ def plan_call(
 ) -> HeadPlan:  # fmt: skip
     inputs = _plan_inputs(tokens, weight.shape[1], weight.shape[0], options, needs, main_grad, mode, low_rank)
     plan = make_plan(inputs, machine_speed(hidden.device, inputs.size))
-    padded = padded_rows(weight, options.use_triton)
-    return replace(plan, bytes=plan.bytes + padded * weight.shape[1] * inputs.size) if padded else plan
+    beside = padded_rows(weight, options.use_triton) * weight.shape[1] * inputs.size
+    beside += operand_bytes(min(plan.rows, tokens), weight, low_rank, inputs.size)
+    return replace(plan, bytes=plan.bytes + beside) if beside else plan
 
 
 def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:

@@ -91,7 +91,8 @@ def _variant(call: Call) -> str:
     options, _ = _checked(**vars(call))
     lora = (None, None) if call.student_lora is None else call.student_lora[:2]
     needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, *lora)))
-    return str(plan_call(call.student, call.student_weight, call.teacher_weight, options, needs))
+    plan = plan_call(call.student, call.student_weight, call.teacher_weight, options, needs, lora_a=lora[0])
+    return f"{plan}{'' if lora[0] is None else f'; LoRA of rank {lora[0].shape[0]}'}"
 
 
 def _checked(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from onepass.ops.loss.linear_cross_entropy.head import VocabShard, padded_rows, wide_type
+from onepass.ops.loss.linear_cross_entropy.head import VocabShard, operand_bytes, padded_rows, wide_type
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, new_lora_gradients
@@ -29,8 +29,9 @@ from onepass.runtime.op import Registered
 
 
 def plan_call(
-    student: Tensor, weight: Tensor, teacher_weight: Tensor, options: DivergenceOptions, needs: Needs, in_graph: bool = False
-) -> DivergencePlan:
+    student: Tensor, weight: Tensor, teacher_weight: Tensor, options: DivergenceOptions, needs: Needs, in_graph: bool = False,
+    lora_a: Tensor | None = None,
+) -> DivergencePlan:  # fmt: skip
     through_lora = needs.need_lora_a or needs.need_lora_b  # whose products read the gradient of logits, as hidden's does
     product, teacher = options.product, options.teacher_product
     beside = options.wide and product.itemsize < 4  # fp32 logits of narrower operands: the gradient has its own memory
@@ -44,7 +45,8 @@ def plan_call(
     )  # fmt: skip
     plan = make_plan(inputs, machine_speed(student.device, product.itemsize).budget)
     padded = padded_rows(weight, options.use_triton) * (D * product.itemsize + teacher_weight.shape[1] * teacher.itemsize)
-    return plan._replace(bytes=plan.bytes + padded)
+    low_rank = 0 if lora_a is None else lora_a.shape[0]
+    return plan._replace(bytes=plan.bytes + padded + operand_bytes(plan.rows, weight, low_rank, product.itemsize))
 
 
 def _pair(
@@ -93,7 +95,7 @@ def _forward(
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
     heads = HeadOperands(student, student_weight, student_bias, lora), HeadOperands(teacher, teacher_weight, teacher_bias)
     pair = _pair(*heads, labels, place, options)
-    plan = plan_call(student, student_weight, teacher_weight, options, needs, in_graph)
+    plan = plan_call(student, student_weight, teacher_weight, options, needs, in_graph, lora_a)
     waiting = new_waiting(pair, plan.mode)
     into = None
     if plan.mode == "grad_in_forward":
