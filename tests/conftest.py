@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._C._dynamo.guards
 
 sys.path.insert(
     0, str(Path(__file__).parent)
@@ -16,6 +18,14 @@ sys.path.insert(
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     torch.set_num_threads(1)
+
+# For each frame that it compiles Dynamo times its guards, on a cache that it empties first. Nobody reads it here.
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# pytest adds its handlers to each logger that doesn't propagate, for each phase of each test. PyTorch has fifty of these, and to one
+# of them, where somebody listens, its compilers print all their graphs.
+for _name, _logger in logging.root.manager.loggerDict.items():
+    if _name.startswith("torch.") and isinstance(_logger, logging.Logger):
+        _logger.propagate = True
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"

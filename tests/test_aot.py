@@ -36,8 +36,14 @@ def test_nothing_chosen_is_a_failure():
     assert done.returncode == 1, done.stdout + done.stderr
 
 
-def test_every_kernel_is_covered():
-    found = aot.launches()
+@pytest.fixture(scope="module")
+def every_launch():
+    """Return the launches of all calls: to find them takes half a minute."""
+    return aot.launches()
+
+
+def test_every_kernel_is_covered(every_launch):
+    found = every_launch
     assert aot.uncovered(found) == []
     activations = {each.call.label.split()[0] for each in found}
     assert activations >= _BUILT_IN
@@ -122,7 +128,8 @@ def test_exit_status(spills, failure, status, monkeypatch, capsys):
     assert "3 binaries" in out
 
 
-def test_an_uncovered_kernel_fails_the_whole_check(monkeypatch, capsys):
+def test_an_uncovered_kernel_fails_the_whole_check(every_launch, monkeypatch, capsys):
+    monkeypatch.setattr(aot, "launches", lambda *_: every_launch)
     monkeypatch.setattr(aot, "compile_all", lambda archs, only, jobs, in_turn: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
     monkeypatch.setattr(aot, "uncovered", lambda found: ["kernel _forgotten"])
     assert aot.main(["--arch", "90"]) == 1

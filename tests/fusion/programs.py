@@ -61,15 +61,25 @@ def same(found: object, wanted: object, rtol: float, atol: float) -> None:
 
 
 def check(
-    fn: Callable, *args: object, rtol: float = 1e-12, atol: float = 1e-12, grad: bool = True, **options: object
+    fn: Callable,
+    *args: object,
+    rtol: float = 1e-12,
+    atol: float = 1e-12,
+    grad: bool = True,
+    inference: bool = True,
+    **options: object,
 ) -> Callable:
-    """Fuse a function or module, assert that values and gradients are those of the original, and return the fused one."""
+    """Fuse a function or module, assert that values and gradients are those of the original, and return the fused one.
+
+    `inference` is a graph of its own, without gradients, and so is `grad`.
+    """
     options.setdefault("compiler", "none")
     fused = fuse(fn, **options)
     parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
-    with torch.no_grad():
-        same(leaves(fused(*args)), leaves(fn(*args)), rtol, atol)
-    fused.inference = Counter((f.operator, f.lanes) for f in fused.report().found)
+    if inference:
+        with torch.no_grad():
+            same(leaves(fused(*args)), leaves(fn(*args)), rtol, atol)
+        fused.inference = Counter((f.operator, f.lanes) for f in fused.report().found)
     if grad:
         for _ in range(2):
             (mine, my_gradients), (theirs, their_gradients) = step(fused, args, parameters), step(fn, args, parameters)

@@ -1,6 +1,9 @@
 """Start the ranks of a test. A world is a backend and a number of ranks."""
 
 import os
+import sys
+from multiprocessing import forkserver
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,16 +20,13 @@ WORLDS = [*PAIRS, _world("gloo", 4), _world("nccl", 4)]
 
 
 def started(run, args, ranks, join=True):
-    """Start processes that call `run`. They fork from a server process that has done the imports, which take the most time.
+    """Start processes that call `run`. They fork from a server process that has done what takes the most time: `preloaded.py`.
 
     The server is started at the first call, so all processes have the environment and the output streams of that time.
     """
-    needed = ["torch.distributed", "onepass"]
-    if os.environ.get("TRITON_INTERPRET"):
-        needed.insert(0, "onepass.testing.interpreter")
-    if not torch.cuda.is_available():
-        needed.append("torch._dynamo")  # not with a GPU: it queries CUDA, which no fork could use afterwards
-    mp.set_forkserver_preload(needed)
+    mp.set_forkserver_preload(["parallel.preloaded"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server knows none of sys.path but this
+        forkserver.ensure_running()
     return mp.start_processes(run, args, ranks, join=join, start_method="forkserver")
 
 

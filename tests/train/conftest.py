@@ -1,14 +1,17 @@
 """What tests of training share."""
 
+from unittest.mock import patch
+
 import pytest
 
 import onepass
+from onepass.train import peak
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_pytorch():
     """Not in the interpreter, in which training would take minutes."""
-    with onepass.use_backend("torch"):
+    with onepass.use_backend("torch"), patch.object(peak, "_CPU_SIZE", 64):  # bf16 takes seconds a product on some CPUs
         yield
 
 

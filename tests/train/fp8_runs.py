@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parallel.fp8_ranks import use_formulas
 from parallel.meeting import join
 from train.checkpoint_runs import batch, configured, saved
 
-import onepass
 from onepass.gradients import fp8_weight
 from onepass.nn.precision import fp8_layers
 from onepass.runtime.fp8 import E4M3, quantise, quantise_rows
@@ -105,16 +105,16 @@ class FreshCodes:
 
 def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
+    use_formulas()
     folder, found = Path(folder), {}
-    with onepass.use_backend("torch"):
-        for name, settings in LAYOUTS.items():
-            found[name] = case(folder / name, settings)
-        counted = fp8_weight.version_of
-        fp8_weight.version_of = lambda weight: (weight._version, 0)
-        found["fsdp, steps are not counted"] = case(folder / "not counted", LAYOUTS["fsdp"])
-        fp8_weight.version_of = counted
-        found["loaded between steps"] = loaded_between_steps(folder / "loaded")
-        found["another layout"] = other_layout(folder / "data" / "checkpoints" / "step-00000002")
+    for name, settings in LAYOUTS.items():
+        found[name] = case(folder / name, settings)
+    counted = fp8_weight.version_of
+    fp8_weight.version_of = lambda weight: (weight._version, 0)
+    found["fsdp, steps are not counted"] = case(folder / "not counted", LAYOUTS["fsdp"])
+    fp8_weight.version_of = counted
+    found["loaded between steps"] = loaded_between_steps(folder / "loaded")
+    found["another layout"] = other_layout(folder / "data" / "checkpoints" / "step-00000002")
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

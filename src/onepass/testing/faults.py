@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from onepass.gradients.main_grad import _zeros
 
@@ -306,7 +305,16 @@ class MemorySteps(TorchFunctionMode):
 
 
 def _storages(values: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, Tensor)}
+    found, left = set[int](), [values]
+    while left:  # PyTorch's `tree_leaves` takes longer than the call that is watched
+        value = left.pop()
+        if isinstance(value, Tensor):
+            found.add(value.untyped_storage()._cdata)
+        elif isinstance(value, (list, tuple)):
+            left.extend(value)
+        elif isinstance(value, dict):
+            left.extend(value.values())
+    return found
 
 
 # ---- hooks that raise ----
