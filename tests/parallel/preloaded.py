@@ -6,12 +6,12 @@ import torch
 import torch._C._dynamo.guards
 import torch.distributed
 
-torch.set_num_threads(1)  # a fork has no threads of its parent, and would wait for them
-torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # as in conftest.py
-
 if os.environ.get("TRITON_INTERPRET"):
     import onepass.testing.interpreter
 import onepass
+
+torch.set_num_threads(1)  # a fork has no threads of its parent, and would wait for them
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # as in conftest.py
 
 if not torch.cuda.is_available():  # with a GPU the compiler queries CUDA, which no fork could use afterwards
     _x = torch.ones(2, 8, requires_grad=True)
