@@ -21,8 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
 
 # For each frame that it compiles Dynamo times its guards, on a cache that it empties first. Nobody reads it here.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-# pytest adds its handlers to each logger that doesn't propagate, for each phase of each test. PyTorch has fifty of these. To one of
-# them its compilers print all their graphs where somebody listens.
+# pytest adds its handlers to each logger that doesn't propagate, for each phase of each test. PyTorch has fifty of these. Where
+# somebody listens, its compilers print all their graphs to one of them.
 for _name, _logger in logging.root.manager.loggerDict.items():
     if _name.startswith("torch.") and isinstance(_logger, logging.Logger):
         _logger.propagate = True
