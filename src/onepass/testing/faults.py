@@ -35,7 +35,8 @@ from onepass.gradients.main_grad import _zeros
 if TYPE_CHECKING:
     from onepass.testing.contract import Subject
 
-PARAMETERS = ("weight", "bias", "norm_weight", "norm_bias", "activation_bias")  # arguments that may carry main_grad
+# arguments that may carry main_grad
+PARAMETERS = ("weight", "bias", "norm_weight", "norm_bias", "activation_bias", "lora.a", "lora.b")
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _TESTING = _OURS + "testing" + os.sep
 _ALLOCATIONS: tuple[tuple[Any, str], ...] = (
@@ -146,7 +147,7 @@ def _names(said: str, name: str) -> bool:
 def op_step(subject: Subject) -> Step:
     """Return forward and backward of an op's sample. Parameters carry main_grad; the others' gradients are results."""
     tensors = subject.tensors()
-    names = _argument_names(subject, tensors)
+    names = subject.names()
     asking = {name: t for name, t in zip(names, tensors, strict=True) if t.requires_grad}
     for name, t in asking.items():
         if name in PARAMETERS:
@@ -172,13 +173,6 @@ def op_step(subject: Subject) -> Step:
                 t.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     return Step(f"{subject.op.name} by {subject.backend}", run, lasting, reset)
-
-
-def _argument_names(subject: Subject, tensors: list[Tensor]) -> list[str]:
-    """Return each tensor's name in the op's signature."""
-    call = subject.sample.call(subject.op.call, *tensors)
-    found = {id(value): name for name, value in vars(call).items() if isinstance(value, Tensor)}
-    return [found[id(t)] for t in tensors]
 
 
 # ---- out of memory ----
