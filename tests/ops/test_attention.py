@@ -26,6 +26,7 @@ from ops.calls import Operators, backends, equal, gradients, needs_triton, relat
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass.ops.attention import by_pytorch
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.forward import lse_size
 from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
@@ -391,14 +392,14 @@ def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
     qkv, cos, sin = (t.detach() for t in tensors(S=5))
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    call = cos, sin, HEADS, GROUPS, False, 0.25
+    call = cos, sin, HEADS, GROUPS, False, 0.25, -1, 0, 0.0
     torch.library.opcheck(module._forward_op.op, (qkv, *call), test_utils=tests)
     y, lse, turned = module._forward_op.op(qkv, *call)
     torch.library.opcheck(module._backward_op.op, (torch.randn_like(y), turned, y, lse, *call), test_utils=tests)
     for x in (qkv, qkv.mT.contiguous().mT):
-        torch.library.opcheck(module._rotate_op.op, (x, *call), test_utils=tests)
+        torch.library.opcheck(by_pytorch.rotate_op.op, (x, *call), test_utils=tests)
     parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts_of(qkv, HEADS, GROUPS)]
-    torch.library.opcheck(module._rotate_back_op.op, (*parts, *call), test_utils=tests)
+    torch.library.opcheck(by_pytorch.rotate_back_op.op, (*parts, *call), test_utils=tests)
 
 
 @backends

@@ -7,7 +7,7 @@ from ops.attention_oracle import judge_case, small_cases
 from ops.calls import caught
 
 pytest.importorskip("triton")
-from onepass.ops.attention import backward, formula, forward
+from onepass.ops.attention import arguments, backward, formula, forward
 from onepass.testing.mutants import copy_package, mutate
 
 module = importlib.import_module("onepass.ops.attention.attention")
@@ -36,8 +36,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "k not turned": (module, "_rotated_copy", "(into_q, into_k)", "(into_q, into_k.clone())"),
     "v not kept": (module, "_rotated_copy", "copy_(v)", "zero_()"),
     "overwritten unasked": (module, "_forward", "if overwrite", "if True"),
-    "half a scale": (module, "_options", "0.5", "1.0"),
-    "the scale not taken": (module, "_options", "scale is None", "True"),
+    "half a scale": (arguments, "make_options", "0.5", "1.0"),
+    "the scale not taken": (arguments, "make_options", "scale is None", "True"),
     "keys and values exchanged": (formula, "parts_of", "return q, k, v", "return q, v, k"),
     "values after the queries": (formula, "parts_of", "((heads, groups, groups), 2)", "((groups, groups, heads), 2)[::-1]"),
 }  # fmt: skip
