@@ -18,18 +18,15 @@ def rotated(x, cos, sin, interleaved=False):
 
 def visible(T, boundaries, causal, window):
     """[T, T], by what a person would say: whether query i sees key j."""
-    document = [sum(t >= b for b in boundaries[1:]) for t in range(T)]
+    document = torch.tensor([sum(t >= b for b in boundaries[1:]) for t in range(T)])
     if isinstance(window, int):
         before, after = window - 1, 0
     else:
         before, after = window or (None, None)
         after = 0 if causal else after
-    sees = torch.zeros(T, T, dtype=torch.bool)
-    for i in range(T):
-        for j in range(T):
-            near = (before is None or i - j <= before) and (after is None or j - i <= after)
-            sees[i, j] = near and document[i] == document[j]
-    return sees
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    near = (i - j <= (T if before is None else before)) & (j - i <= (T if after is None else after))
+    return near & (document[:, None] == document[None, :])
 
 
 def packed_attention(
@@ -54,9 +51,9 @@ def packed_attention(
         scores = torch.einsum("id,jd->ij", q[:, head], k[:, group]) * (scale or 1 / math.sqrt(D))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = torch.where(sees, scores, -math.inf).exp()
-        total = weights.sum(1, keepdim=True)
-        if sinks is not None:
-            total = total + sinks[head].to(qkv.dtype).exp()
-        each.append(weights / total @ v[:, group])
+        scores = torch.where(sees, scores, -math.inf)
+        if sinks is not None:  # a last key, of value 0
+            scores = torch.cat([scores, sinks[head].to(scores.dtype).expand(T, 1)], 1)
+        weights = (scores - scores.detach().amax(1, keepdim=True)).exp()
+        each.append((weights[:, :T] @ v[:, group]) / weights.sum(1, keepdim=True))
     return torch.stack(each, 1).reshape(1, T, heads * D)

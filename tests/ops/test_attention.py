@@ -392,10 +392,16 @@ def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
     qkv, cos, sin = (t.detach() for t in tensors(S=5))
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    call = cos, sin, HEADS, GROUPS, False, 0.25, -1, 0, 0.0
-    torch.library.opcheck(module._forward_op.op, (qkv, *call), test_utils=tests)
-    y, lse, turned = module._forward_op.op(qkv, *call)
-    torch.library.opcheck(module._backward_op.op, (torch.randn_like(y), turned, y, lse, *call), test_utils=tests)
+    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0
+    for documents, sinks in ((None, None), (torch.tensor([0, 2, 5]).int().to(DEVICE), torch.randn(HEADS, device=DEVICE))):
+        x = qkv if documents is None else qkv[:1]
+        given = cos, sin, documents, sinks, *options
+        torch.library.opcheck(module._forward_op.op, (x, *given), test_utils=tests)
+        y, lse, turned = module._forward_op.op(x, *given)
+        for of in ((True, True), (False, True), (True, False)):
+            back = torch.randn_like(y), turned, y, lse.nan_to_num(), *given, *of
+            torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
+    call = cos, sin, *options
     for x in (qkv, qkv.mT.contiguous().mT):
         torch.library.opcheck(by_pytorch.rotate_op.op, (x, *call), test_utils=tests)
     parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts_of(qkv, HEADS, GROUPS)]

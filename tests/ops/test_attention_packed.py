@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from ops.attention_oracle import BF16, DEVICE, FP64
-from ops.calls import equal, gradients, relative
+from ops.calls import backends, equal, gradients, relative
 from ops.packed_oracle import packed_attention
 
 import onepass
@@ -97,7 +97,7 @@ def test_rope_takes_tables_of_all_tokens_as_they_are():
     assert equal(onepass.rope(q, k, *tables, cu_seqlens=boundaries()), onepass.rope(q, k, *tables))
 
 
-@pytest.mark.parametrize("backend", ("torch",))
+@backends
 @pytest.mark.parametrize("value", (math.nan, math.inf))
 def test_a_document_has_the_bits_it_has_alone_whatever_its_neighbours_hold(value, backend):
     qkv, tables, _ = tensors()

@@ -24,10 +24,19 @@ from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
-from onepass.ops.attention.backward import attend_backward, dk_dv_tiles, dq_tiles
+from onepass.ops.attention.backward import attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
+from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, parts_of
-from onepass.ops.attention.forward import all_by_cudnn, attend, attend_by_cudnn, forward_by_cudnn, forward_tiles, lse_size
+from onepass.ops.attention.forward import (
+    all_by_cudnn,
+    attend,
+    attend_by_cudnn,
+    forward_by_cudnn,
+    forward_tiles,
+    head_block,
+    lse_size,
+)
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
 from onepass.runtime.autocast import product_type
@@ -36,8 +45,9 @@ from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_dif
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sizes import shared_memory
 
-SIZES = (16, 32, 64, 128)  # of heads
+SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of heads
 LONGEST = 1 << 20  # tokens
+MOST_DOCUMENTS = 1 << 15  # and their blocks, are programs of a grid's second dimension
 _TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -65,23 +75,39 @@ def attention_reference(
 
 
 def _forward(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, *, overwrite: bool = False
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    *,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned."""
-    heads, groups, interleaved, scale, *_ = options
+    heads, groups = options.heads, options.groups
     readable, turned = as_readable(qkv), None
     if cos is not None and sin is not None:
         if overwrite:
             q, k, _ = parts_of(readable, heads, groups)
-            rotate(cos, sin, q, k, interleaved, False, (q, k))
+            rotate(cos, sin, q, k, options.interleaved, False, (q, k))
             mark_overwritten(readable)
         else:
             readable = _rotated_copy(readable, cos, sin, options)
         turned = readable
     q, k, v = parts_of(readable, heads, groups)
-    y, lse = (attend_by_cudnn if forward_by_cudnn(readable, q.shape[-1]) else attend)(q, k, v, scale)
+    if _forward_is_cudnns(readable, q.shape[-1], options, cu_seqlens, sinks):
+        y, lse = attend_by_cudnn(q, k, v, options.scale)
+    else:
+        y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
     return whole, lse, turned
+
+
+def _forward_is_cudnns(
+    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None
+) -> bool:
+    return options.right == 0 and is_plain(options, cu_seqlens, sinks) and forward_by_cudnn(qkv, D)
 
 
 def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
@@ -93,39 +119,62 @@ def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptio
     return turned
 
 
-def _forward_fake(qkv: Tensor, cos: Any, sin: Any, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward_fake(
+    qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor | None]:
     B, S, _ = qkv.shape
     y = qkv.new_empty(B, S, options.heads * head_size(qkv, options.heads, options.groups))
-    lse = qkv.new_empty(B, options.heads, lse_size(S), dtype=torch.float32)
+    lse = qkv.new_empty(B, options.heads, lse_size(S, cu_seqlens), dtype=torch.float32)
     return y, lse, None if cos is None else qkv.new_empty(qkv.shape)
 
 
 def _backward(
-    dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions
-) -> Tensor:
-    """Return dqkv. `turned` is qkv with q and k turned, or qkv itself where there are no tables."""
-    heads, groups, interleaved, scale, *_ = options
-    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
-    dq, dk, dv = parts_of(dqkv, heads, groups)
+    dy: Tensor,
+    turned: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    of_qkv: bool,
+    of_sinks: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dqkv and the sinks' gradient. `turned` is qkv with q and k turned, or qkv itself where there are no tables."""
+    heads, groups = options.heads, options.groups
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
-    dy, y = as_readable(dy).view(by_head), y.view(by_head)
-    attend_backward(dy, *parts_of(as_readable(turned), heads, groups), y, lse, scale, dq, dk, dv)
-    if cos is not None and sin is not None:
-        rotate(cos, sin, dq, dk, interleaved, True, (dq, dk))
-    return dqkv
+    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device) if of_qkv else None
+    into = None if dqkv is None else parts_of(dqkv, heads, groups)
+    given = as_readable(dy).view(by_head), *parts_of(as_readable(turned), heads, groups), y.view(by_head)
+    delta = attend_backward(*given, lse, options, into, cu_seqlens)
+    if cos is not None and sin is not None and into is not None:
+        dq, dk, _ = into
+        rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
+    dsinks = sinks_gradient(sinks, lse, delta, cu_seqlens, y.shape[1]) if sinks is not None and of_sinks else None
+    return dqkv, dsinks
+
+
+def _backward_fake(
+    dy: Tensor, turned: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
+    options: AttentionOptions, of_qkv: bool, of_sinks: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    dqkv = turned.new_empty(turned.shape) if of_qkv else None
+    return dqkv, sinks.new_empty(sinks.shape) if sinks is not None and of_sinks else None
 
 
 _forward_op = Registered(
-    "attention(Tensor qkv, Tensor? cos, Tensor? sin, AttentionOptions options) -> (Tensor, Tensor, Tensor?)",
+    "attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, Tensor? sinks, AttentionOptions options) "
+    "-> (Tensor, Tensor, Tensor?)",
     _forward,
     _forward_fake,
     AttentionOptions,
 )
 _backward_op = Registered(
-    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, AttentionOptions options) "
-    "-> Tensor",
+    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
+    "Tensor? sinks, AttentionOptions options, bool of_qkv, bool of_sinks) -> (Tensor?, Tensor?)",
     _backward,
-    lambda dy, turned, *rest: turned.new_empty(turned.shape),
+    _backward_fake,
     AttentionOptions,
 )
 
@@ -136,18 +185,26 @@ _backward_op = Registered(
 class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, overwrite: bool
+        ctx: Any,
+        qkv: Tensor,
+        sinks: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cu_seqlens: Tensor | None,
+        options: AttentionOptions,
+        overwrite: bool,
     ) -> Tensor:
-        y, lse, turned = _forward_op(qkv, cos, sin, options, overwrite=overwrite)
+        y, lse, turned = _forward_op(qkv, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)
         ctx.options = options
         kept = (qkv if turned is None else turned).detach()  # autograd won't save one of several views that was overwritten
-        ctx.save_for_backward(kept, y, lse, cos, sin)
+        ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward_op(dy, *ctx.saved_tensors, ctx.options), None, None, None, None
+        dqkv, dsinks = _backward_op(dy, *ctx.saved_tensors, ctx.options, *ctx.needs_input_grad[:2])
+        return dqkv, dsinks, None, None, None, None, None
 
 
 _apply = fast_apply(_AttentionFunction)
@@ -156,13 +213,7 @@ _apply = fast_apply(_AttentionFunction)
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _unsupported(qkv: Tensor, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> str | None:
-    if not (is_plain(options, cu_seqlens, sinks) and options.right == 0):
-        return "the kernels have no documents, windows, softcaps and sinks"
-    return unsupported(qkv, options.heads, options.groups)
-
-
-def unsupported(qkv: Tensor, heads: int, groups: int | None = None) -> str | None:
+def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: Tensor | None = None) -> str | None:
     """Why the kernels can't take this call, or None."""
     dtype = product_type(qkv)
     if dtype not in _TYPES:
@@ -172,6 +223,8 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None) -> str | Non
         return f"heads of {D} are none of {', '.join(map(str, SIZES))}"
     if qkv.shape[1] > LONGEST:
         return f"{qkv.shape[1]} tokens are more than {LONGEST}"
+    if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_DOCUMENTS:
+        return f"{cu_seqlens.shape[0] - 1} documents are more than {MOST_DOCUMENTS - 1}"
     if under_functorch():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
     reason = triton_unsupported(qkv)
@@ -193,14 +246,16 @@ def _variant(call: Call) -> str:
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
     D = head_size(qkv, call.heads, call.groups)
-    if not call.deterministic and pytorch_is_faster(qkv, D):
+    if not call.deterministic and is_plain(_options_of(call), call.cu_seqlens, call.sinks) and pytorch_is_faster(qkv, D):
         turned = "" if cos is None else f"q and k turned by rope's kernel{' in place' if overwrite else ''}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
-    smem = shared_memory(qkv.device)
-    forward, dq, dk_dv = forward_tiles(D, smem), dq_tiles(D, smem), dk_dv_tiles(D, qkv.shape[1], smem)
-    by_tiles = f"{forward.block_m} x {forward.block_n}"
-    said = f"tiles of queries x keys: forward {'by cuDNN' if forward_by_cudnn(qkv, D) else by_tiles}; "
+    smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
+    forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, qkv.shape[1], smem)
+    by_cudnn = _forward_is_cudnns(qkv, D, options, call.cu_seqlens, call.sinks)
+    said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
+    if call.cu_seqlens is not None:
+        said += "documents' tiles listed on the GPU, the longest first; "
     if cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
     return said + f"keeps {'qkv' if cos is None or overwrite else 'the copy'}, y, and a number a head and token"
@@ -280,7 +335,7 @@ def attention(
     """
     check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks)
     options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
-    chosen = choose("attention", backend, _unsupported(qkv, options, cu_seqlens, sinks))
+    chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
     overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
     if overwrite and dtype == qkv.dtype:  # otherwise the op writes over a copy
@@ -292,18 +347,20 @@ def attention(
             softcap=softcap, sinks=sinks, overwrite=overwrite, deterministic=deterministic,
         )  # fmt: skip
     rows = cast(qkv, dtype)
-    faster = not deterministic and pytorch_is_faster(rows, head_size(rows, heads, groups))
-    if chosen == "torch" or faster or not qkv.numel():
+    plain = not deterministic and is_plain(options, cu_seqlens, sinks)
+    if chosen == "torch" or not qkv.numel() or (plain and pytorch_is_faster(rows, head_size(rows, heads, groups))):
         return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, options, overwrite, chosen != "torch")
-    if needs_grad(rows):
-        return _apply(rows, cos, sin, options, overwrite)  # type: ignore[no-any-return]
-    return _forward_op(rows, cos, sin, options, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+    if cos is not None and sin is not None:
+        cos, sin = tables_of_documents(cos, sin, cu_seqlens, rows.shape[1])
+    if needs_grad(rows, sinks):
+        return _apply(rows, sinks, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
+    return _forward_op(rows, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)[0]  # type: ignore[no-any-return]
 
 
 define_op(
     attention,
     check=_check,
-    unsupported=lambda call: _unsupported(call.qkv, _options_of(call), call.cu_seqlens, call.sinks),
+    unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens),
     variant=_variant,
     formula=_describe_pytorch,
 )

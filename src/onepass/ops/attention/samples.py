@@ -115,20 +115,42 @@ def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bflo
 
 
 def _attention_calls() -> Iterator[CoveringCall]:
-    """All sizes of heads, alone and grouped; the other type, and what is not turned or a part of something, at one of them."""
+    """All sizes of heads, alone and grouped; the other type, what is not turned or a part of something, and each option."""
     for D in SIZES:
         yield _attention_call(8, 8, D)
         yield _attention_call(32, 8, D)
     yield _attention_call(32, 8, 64, torch.float16)
     for option in ("not turned", "odd strides"):
         yield _attention_call(32, 8, 64, option=option)
+    for D in (64, 128):
+        yield _attention_call(32, 8, D, option="documents")
+        yield _attention_call(32, 8, D, option="documents window", window=128)
+        yield _attention_call(32, 8, D, option="window", window=128)
+    yield _attention_call(64, 8, 64, option="documents sinks window", window=128)
+    yield _attention_call(12, 12, 64, option="documents full", causal=False)
+    yield _attention_call(12, 12, 64, option="full", causal=False)
+    yield _attention_call(12, 12, 64, option="full window", causal=False, window=(64, 64))
+    for D in (128, 256):
+        yield _attention_call(8, 4, D, option="softcap", softcap=50.0)
+        yield _attention_call(8, 4, D, option="softcap window", softcap=50.0, window=128)
+    yield _attention_call(8, 4, 256, option="documents")
 
 
-def _attention_call(heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+def _attention_call(
+    heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "", **options: Any
+) -> CoveringCall:
     def run() -> Tensor:
-        columns = (heads + 2 * groups) * D
-        qkv = meta(4, 512, columns + 1, dtype=dtype)[..., 1:] if option else meta(4, 512, columns, dtype=dtype)
+        columns, B = (heads + 2 * groups) * D, 1 if "documents" in option else 4
+        if option == "odd strides":
+            qkv = meta(B, 512, columns + 1, dtype=dtype)[..., 1:]
+        else:
+            qkv = meta(B, 512, columns, dtype=dtype)
         cos = None if option == "not turned" else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
-        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton")
+        given = dict(options)
+        if "documents" in option:
+            given["cu_seqlens"] = meta(9, dtype=torch.int32, requires_grad=False)
+        if "sinks" in option:
+            given["sinks"] = meta(heads, dtype=torch.float32)
+        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton", **given)
 
     return CoveringCall(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)
