@@ -39,7 +39,6 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "statistics over each other": (scores, "document_tile", "4 * document", "0 * document"),
     "positions of the whole row": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - 0 * first"),
     "positions from 1": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - first + 1"),
-    "dk: the tiles of dq": (backward, "_dk_dv_kernel", "BLOCK_N, RIGHT >= 0)", "BLOCK_N, False)"),
     # ---- windows ----
     "a window one too long": (arguments, "make_options", "window - 1, 0", "window, 0"),
     "a window one too short": (arguments, "make_options", "window - 1, 0", "max(0, window - 2), 0"),

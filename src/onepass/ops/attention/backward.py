@@ -101,7 +101,8 @@ def _dq_kernel(
                 dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
                 D, W, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
             )  # fmt: skip
-        store_tokens(dq_ptr + sequence * DQ_B + head * DQ_H, dq * scale, first, DQ_S, end, D, W, BLOCK_M)
+        tile = dq_ptr + sequence * DQ_B + head * DQ_H + first.to(tl.int64) * DQ_S
+        store_tokens(tile, dq * scale, DQ_S, there, D, W, BLOCK_M)
 
 
 # ---- dk and dv: a program owns BLOCK_N keys of one group and loops over the queries of its heads that see them ----
@@ -174,8 +175,9 @@ def _dk_dv_kernel(
                     dk, dv, k, v, q_tile, dy_tile, lse_tile, delta_tile, head, at, shift, keys, end, qk_scale, cap_scale,
                     W, BLOCK_M, LEFT, RIGHT, CAPPED, LEFT_EDGE,
                 )  # fmt: skip
-    store_tokens(dk_ptr + sequence * DK_B + group * DK_H, dk * scale, first, DK_S, end, D, W, BLOCK_N)
-    store_tokens(dv_ptr + sequence * DV_B + group * DV_H, dv, first, DV_S, end, D, W, BLOCK_N)
+    wide = first.to(tl.int64)
+    store_tokens(dk_ptr + sequence * DK_B + group * DK_H + wide * DK_S, dk * scale, DK_S, keys < end, D, W, BLOCK_N)
+    store_tokens(dv_ptr + sequence * DV_B + group * DV_H + wide * DV_S, dv, DV_S, keys < end, D, W, BLOCK_N)
 
 
 # ---- the sinks' gradient: a program has a head, and sums over its rows in their order ----

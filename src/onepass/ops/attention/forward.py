@@ -110,7 +110,7 @@ def _attend_kernel(
         wrong = tl.load(tiles_ptr + 4 * tl.program_id(1) + 3) < 0  # the documents' boundaries
         y, lse = tl.where(wrong, float("nan"), y), tl.where(wrong, float("nan"), lse)
     tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
-    store_tokens(y_ptr + (sequence * S * HEADS + head) * D, y, first, HEADS * D, end, D, W, BLOCK_M)
+    store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * D, y, HEADS * D, queries < end, D, W, BLOCK_M)
 
 
 class AttentionTiles(NamedTuple):

@@ -30,10 +30,14 @@ def load_tokens(head_ptr, first, TOKEN, end, D: tl.constexpr, W: tl.constexpr, B
 
 
 @device_function
-def store_tokens(head_ptr, x, first, TOKEN, end, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    tokens, columns = tl.arange(0, BLOCK), tl.arange(0, W)
-    at = head_ptr + tl.cast(first, tl.int64) * TOKEN + tokens[:, None] * TOKEN + columns[None, :]
-    tl.store(at, x, mask=(first + tokens < end)[:, None] & inside_row(columns, D, D == W)[None, :])
+def store_tokens(tile_ptr, x, TOKEN, there, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Store [BLOCK, W] of a head at a tile's first token; `there`: which of its tokens are."""
+    columns = tl.arange(0, W)
+    at = tile_ptr + tl.arange(0, BLOCK)[:, None] * TOKEN + columns[None, :]
+    if D == W:
+        tl.store(at, x, mask=there[:, None])
+    else:
+        tl.store(at, x, mask=there[:, None] & (columns < D)[None, :])
 
 
 @device_function
