@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
-from onepass.ops.attention.backward import attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
+from onepass.ops.attention.backward import BackwardCall, attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, parts_of
@@ -147,11 +147,12 @@ def _backward(
     dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device) if of_qkv else None
     into = None if dqkv is None else parts_of(dqkv, heads, groups)
     given = as_readable(dy).view(by_head), *parts_of(as_readable(turned), heads, groups), y.view(by_head)
-    delta = attend_backward(*given, lse, options, into, cu_seqlens)
+    call = BackwardCall(*given, lse, options, cu_seqlens)
+    attend_backward(call, into)
     if cos is not None and sin is not None and into is not None:
         dq, dk, _ = into
         rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
-    dsinks = sinks_gradient(sinks, lse, delta, cu_seqlens, y.shape[1]) if sinks is not None and of_sinks else None
+    dsinks = sinks_gradient(call, sinks) if sinks is not None and of_sinks else None
     return dqkv, dsinks
 
 

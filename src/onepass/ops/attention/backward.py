@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
+from onepass.ops.attention import hopper
 from onepass.ops.attention.document_kernels import document_tiles
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.forward import HOPPER_SMEM, AttentionTiles, head_block
@@ -241,52 +242,77 @@ def _bind_dsinks(heads: int) -> Bound:
     return bound
 
 
-def attend_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    gradients: tuple[Tensor, Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Write the gradients dq, dk and dv, whose last strides are 1. Return delta, the sum of dy y of each row, as lse lies.
+class BackwardCall:
+    """What both kernels of a backward read, and what the first leaves for the second. y and lse are `attend`'s.
 
-    y and lse are `attend`'s. The addresses and strides of dy and q are multiples of 16 bytes. No gradients: delta only.
+    The addresses and strides of dy, q, k and v are multiples of 16 bytes, their last strides 1.
     """
-    B, S, H, D = q.shape
-    G, W, ROWS, smem = k.shape[2], head_block(D), lse.shape[-1], shared_memory(q.device)
-    delta, scales, places = torch.empty_like(lse), scales_of(options), None
+
+    def __init__(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
+        options: AttentionOptions, cu_seqlens: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.dy, self.q, self.k, self.v, self.y, self.lse = dy, q, k, v, y, lse
+        self.options, self.scales, self.cu_seqlens = options, scales_of(options), cu_seqlens
+        self.delta = torch.empty_like(lse)  # the sum of dy y of each row
+        self._places: dict[int, Tensor] = {}
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.dy.stride()[:3], *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads of queries, groups, and a head's width."""
+        return self.q.shape[2], self.k.shape[2], self.q.shape[3]
+
+    def blocks(self, block: int) -> tuple[int, Tensor | None]:
+        """Return how many blocks of tokens there are at most, and the list of them where there are documents."""
+        S = self.q.shape[1]
+        if self.cu_seqlens is None:
+            return ceil_div(S, block), None
+        if block not in self._places:
+            self._places[block] = document_tiles(self.cu_seqlens, S, block, self.options.right >= 0)
+        return self._places[block].shape[0], self._places[block]
+
+
+def write_dq(call: BackwardCall, dq: Tensor | None, tiles: AttentionTiles) -> None:
+    """Write delta, and dq unless it is None."""
+    B, S, H, _ = call.q.shape
+    launch = _bind_dq((*call.strides, *((0, 0, 0) if dq is None else dq.stride()[:3])), *call.sizes, call.scales, tiles)
+    blocks, places = call.blocks(tiles.block_m)
+    given = call.dy, call.q, call.k, call.v, call.y, call.lse, call.delta
+    launch(grid_of(B * H, blocks), *given, dq, places, S, call.lse.shape[-1])
+
+
+def write_dk_dv(call: BackwardCall, dk: Tensor, dv: Tensor, tiles: AttentionTiles) -> None:
+    """Write dk and dv. Delta is there."""
+    B, S, G, _ = call.k.shape
+    launch = _bind_dk_dv((*call.strides, *dk.stride()[:3], *dv.stride()[:3]), *call.sizes, call.scales, tiles)
+    blocks, places = call.blocks(tiles.block_n)
+    given = call.dy, call.q, call.k, call.v, call.lse, call.delta
+    launch(grid_of(B * G, blocks), *given, dk, dv, places, S, call.lse.shape[-1])
+
+
+def attend_backward(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Write the gradients dq, dk and dv, whose last strides are 1, and delta; without gradients delta alone."""
+    _, S, _, D = call.q.shape
+    smem = shared_memory(call.q.device)
     dq, dk, dv = gradients or (None, None, None)
-    read = (*dy.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    tiles = dq_tiles(W, smem)
-    if cu_seqlens is not None:
-        places = document_tiles(cu_seqlens, S, tiles.block_m, options.right >= 0)
-    launch = _bind_dq((*read, *_strides(dq)), H, G, D, scales, tiles)
-    launch(grid_of(B * H, _blocks(S, tiles.block_m, places)), dy, q, k, v, y, lse, delta, dq, places, S, ROWS)
-    if dk is None or dv is None:
-        return delta
-    rows, tiles = tiles.block_m, dk_dv_tiles(W, S if cu_seqlens is None else 0, smem)
-    if cu_seqlens is not None and tiles.block_n != rows:
-        places = document_tiles(cu_seqlens, S, tiles.block_n, options.right >= 0)
-    launch = _bind_dk_dv((*read, *_strides(dk), *_strides(dv)), H, G, D, scales, tiles)
-    launch(grid_of(B * G, _blocks(S, tiles.block_n, places)), dy, q, k, v, lse, delta, dk, dv, places, S, ROWS)
-    return delta
+    hoppers = None if gradients is None else hopper.backward_tiles(D, call.options, call.q.device)
+    if hoppers is not None and dq is not None and dk is not None and dv is not None:
+        hopper.write_dq(call, dq, hoppers[0])
+        hopper.write_dk_dv(call, dk, dv, hoppers[1])
+        return
+    write_dq(call, dq, dq_tiles(head_block(D), smem))
+    if dk is not None and dv is not None:
+        write_dk_dv(call, dk, dv, dk_dv_tiles(head_block(D), S if call.cu_seqlens is None else 0, smem))
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
-
-
-def _blocks(S: int, block: int, places: Tensor | None) -> int:
-    return ceil_div(S, block) if places is None else places.shape[0]
-
-
-def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, cu_seqlens: Tensor | None, S: int) -> Tensor:
-    """Return the gradient of the sinks' logits, of their type."""
-    B, H, ROWS = lse.shape
+def sinks_gradient(call: BackwardCall, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks' logits, of their type. Delta is there."""
+    B, H, ROWS = call.lse.shape
     dsinks = torch.empty(H, dtype=torch.float32, device=sinks.device)
-    _bind_dsinks(H)((H, 1, 1), lse, delta, sinks, dsinks, B, ROWS, S if cu_seqlens is None else ROWS)
+    rows = call.q.shape[1] if call.cu_seqlens is None else ROWS
+    _bind_dsinks(H)((H, 1, 1), call.lse, call.delta, sinks, dsinks, B, ROWS, rows)
     return dsinks.to(sinks.dtype)
