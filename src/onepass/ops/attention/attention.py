@@ -221,7 +221,7 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: 
         return f"qkv is {dtype}, and the kernels take 16 bits"
     D = head_size(qkv, heads, groups)
     if D not in SIZES:
-        return f"heads of {D} are none of {', '.join(map(str, SIZES))}"
+        return f"heads of {D} are none of {', '.join(map(str, SIZES))}, which the kernels take; torch takes any"
     if qkv.shape[1] > LONGEST:
         return f"{qkv.shape[1]} tokens are more than {LONGEST}"
     if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_DOCUMENTS:

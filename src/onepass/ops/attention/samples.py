@@ -23,11 +23,27 @@ from onepass.runtime.samples import (
     random_tensors,
 )
 
+
+def _documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return qkv of three documents, one of them empty; sinks; and boundaries."""
+    qkv, sinks = random_tensors(((1, 37, (4 + 2 * 2) * 16), (4,)), device, dtype)
+    return qkv, sinks, torch.tensor((0, 20, 20, 37), dtype=torch.int32, device=device)
+
+
 SAMPLES = {
     "attention": Sample(
         partial(random_tensors, ((3, 37, (4 + 2 * 2) * 16),)),
         attention_reference,
         {"heads": 4, "groups": 2},
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
+    "attention: documents": Sample(
+        _documents,
+        attention_reference,
+        {"heads": 4, "groups": 2, "window": 9, "softcap": 3.0},
+        keywords=("sinks", "cu_seqlens"),
+        frozen=1,
         dtype=torch.bfloat16,
         roundings=2.0,
     ),
@@ -60,6 +76,11 @@ def _random_attention(draw: Draw) -> RandomCall:
         tables = (*((batch,) if draw.flag(0.3) else ()), tokens, draw.choose((D // 2, 1)))
         tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
     options: dict[str, Any] = {"heads": heads, "groups": groups, "interleaved": draw.flag(), "scale": draw.choose((None, 0.5))}
+    options |= {"causal": draw.flag(0.8), "softcap": draw.choose((None, 3.0), (3, 1))}
+    sides = (None, 1, 5, 40) if options["causal"] else (None, (0, 3), (20, None))
+    options["window"] = draw.choose(sides, (3, *(1 for _ in sides[1:])))
+    if draw.flag(0.2):
+        tensors["sinks"] = RandomTensor((heads,), draw.choose((FP32, dtype)), "tame")
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
     # an infinity or NaN may turn any row of its sequence into NaN
