@@ -230,3 +230,13 @@ def test_what_the_kernels_can_not_take_is_named():
         many[-1] = 8
         said = onepass.explain("attention", torch.zeros(1, 8, 48, device=DEVICE, dtype=BF16), 1, 1, cu_seqlens=many)
     assert said.backend == "triton" and "documents' tiles listed" in said.variant
+
+
+@backends
+def test_sinks_and_boundaries_of_any_strides(backend):
+    qkv, _, sinks = tensors()
+    call = lambda x, s, at: onepass.attention(x * 1, HEADS, GROUPS, sinks=s, cu_seqlens=at, backend=backend)  # noqa: E731
+    apart = lambda x: torch.stack([x, x + 1], -1)[..., 0]  # noqa: E731
+    one = gradients(lambda x, s: call(x, s, boundaries()), (qkv, sinks))
+    other = gradients(lambda x, s: call(x, apart(s), apart(boundaries())), (qkv, sinks))
+    assert equal(one, other)

@@ -87,6 +87,7 @@ def _forward(
     """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned."""
     heads, groups = options.heads, options.groups
     readable, turned = as_readable(qkv), None
+    cu_seqlens, sinks = _contiguous(cu_seqlens), _contiguous(sinks)
     if cos is not None and sin is not None:
         if overwrite:
             q, k, _ = parts_of(readable, heads, groups)
@@ -102,6 +103,10 @@ def _forward(
         y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
     return whole, lse, turned
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _forward_is_cudnns(
@@ -147,12 +152,12 @@ def _backward(
     dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device) if of_qkv else None
     into = None if dqkv is None else parts_of(dqkv, heads, groups)
     given = as_readable(dy).view(by_head), *parts_of(as_readable(turned), heads, groups), y.view(by_head)
-    call = BackwardCall(*given, lse, options, cu_seqlens)
+    call = BackwardCall(*given, lse, options, _contiguous(cu_seqlens))
     attend_backward(call, into)
     if cos is not None and sin is not None and into is not None:
         dq, dk, _ = into
         rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
-    dsinks = sinks_gradient(call, sinks) if sinks is not None and of_sinks else None
+    dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
     return dqkv, dsinks
 
 
