@@ -5,12 +5,25 @@ import importlib
 import pytest
 import torch
 from gpu.calls import at_the_side, captured, deterministic_algorithms, memory_goes_back, nobody_waits, other_stream, taken  # noqa: F401
-from ops.attention_oracle import BF16, FP16, Case, baseline, computed, draw, exact, judge_case, real_cases
+from ops.attention_oracle import (
+    BF16,
+    FP16,
+    Case,
+    baseline,
+    computed,
+    draw,
+    exact,
+    judge_case,
+    packed,
+    packed_cases,
+    real_cases,
+)
 from ops.calls import equal, relative
 
 import onepass
+from onepass.ops.attention import backward, hopper
 from onepass.ops.attention.formula import parts_of
-from onepass.ops.attention.forward import has_cudnn
+from onepass.ops.attention.forward import AttentionTiles, has_cudnn
 from onepass.testing.fuzz import lay_out
 
 module = importlib.import_module("onepass.ops.attention.attention")
@@ -26,11 +39,127 @@ REAL = Case(B=4, S=4096, heads=32, groups=8, D=64, R=64)
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("S", (1, 63, 64, 65, 127, 129, 257, 1000))
 @pytest.mark.parametrize(("heads", "groups"), ((4, 4), (8, 2), (3, 1)))
-@pytest.mark.parametrize("D", (16, 32, 64, 128))
+@pytest.mark.parametrize("D", (16, 32, 64, 80, 96, 128, 192, 256))
 def test_every_kind_of_heads_and_ends(D, heads, groups, S, dtype):
     case = Case(S=S, heads=heads, groups=groups, D=D, R=D if S % 2 else 0, dtype=dtype, overwrite=S % 4 == 1)
     report = judge_case(module, case)
     assert report, report
+
+
+LENGTHS = (300, 1, 0, 129, 64, 700, 513)
+OPTIONS = [
+    {},
+    {"window": 100},
+    {"window": 257, "sinks": True},
+    {"softcap": 5.0},
+    {"softcap": 20.0, "window": 64},
+    {"sinks": True},
+    {"causal": False},
+    {"causal": False, "window": (130, 20)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain")
+@pytest.mark.parametrize("documents", (False, True), ids=("one row", "documents"))
+@pytest.mark.parametrize(("heads", "groups", "D"), ((8, 2, 64), (4, 4, 128), (2, 1, 256), (3, 1, 80)))
+def test_documents_windows_caps_and_sinks(heads, groups, D, documents, options):
+    sizes = {"heads": heads, "groups": groups, "D": D, "R": D, "overwrite": documents}
+    case = packed(LENGTHS, **sizes, **options) if documents else Case(B=2, S=777, **sizes, **options)
+    report = judge_case(module, case)
+    assert report, report
+
+
+@pytest.mark.parametrize("case", packed_cases(), ids=str)
+def test_documents_and_more_in_the_real_tiles(case):
+    report = judge_case(module, Case(**vars(case) | {"small": False}))
+    assert report, report
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain")
+@pytest.mark.parametrize("D", (64, 128))
+def test_a_document_has_the_bits_it_has_alone(D, options):
+    case = packed(LENGTHS, heads=8, groups=2, D=D, R=D, each=True, **options)
+    qkv, cos, sin, dy = draw(case)
+    whole, begin = computed(module, case, qkv, cos, sin, dy), 0
+    with nobody_waits():
+        again = computed(module, case, qkv, cos, sin, dy)
+    assert equal(whole, again)
+    for length in filter(None, LENGTHS):
+        at = slice(begin, begin + length)
+        given = qkv[:, at], cos[:, at], sin[:, at], dy[:, at]
+        alone = computed(module, packed((length,), heads=8, groups=2, D=D, R=D, each=True, **options), *given)
+        assert equal([t[:, at] for t in whole[:2]], alone[:2]), length
+        begin += length
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_a_document_of_nan_leaves_the_others_alone(value):
+    case = packed((200, 130, 90), heads=4, groups=2, D=64, R=64, each=True, window=70)
+    qkv, cos, sin, dy = draw(case)
+    clean = computed(module, case, qkv, cos, sin, dy)[:2]
+    qkv[:, 200:330] = value
+    dirty = computed(module, case, qkv, cos, sin, dy)[:2]
+    for at in (slice(0, 200), slice(330, 420)):
+        assert equal([t[:, at] for t in clean], [t[:, at] for t in dirty])
+
+
+@pytest.mark.parametrize("wrong", ([1, 50], [0, 49], [0, 30, 20, 50], [0, -3, 50], [0, 99, 50]), ids=str)
+def test_wrong_boundaries_are_nan_and_raise_under_validate(wrong):
+    case = Case(B=1, S=50, heads=4, groups=2, D=64, R=64)
+    qkv, cos, sin, _ = draw(case)
+    at = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+    for backend in ("triton", "torch"):
+        y = onepass.attention(qkv, 4, 2, cos=cos, sin=sin, cu_seqlens=at, backend=backend)
+        assert y.isnan().all()
+        with onepass.validate(), pytest.raises(ValueError, match="cu_seqlens must"):
+            onepass.attention(qkv, 4, 2, cos=cos, sin=sin, cu_seqlens=at, backend=backend)
+
+
+def test_documents_in_a_graph_take_other_boundaries():
+    """The grid does not depend on the lengths, so a graph is captured once for a number of documents."""
+    case, other = (packed(lengths, heads=8, groups=2, D=64, R=64, each=True) for lengths in ((300, 213), (13, 500)))
+    drawn = draw(case)
+    boundaries = case.boundaries
+
+    def call():
+        leaf = drawn[0].detach().requires_grad_()
+        y = onepass.attention(leaf * 1, 8, 2, cos=drawn[1], sin=drawn[2], cu_seqlens=boundaries)
+        return y.detach(), torch.autograd.grad(y, leaf, drawn[3])[0]
+
+    results, graph = captured(call)
+    for each in (case, other):
+        boundaries.copy_(each.boundaries)
+        graph.replay()
+        assert equal(results, computed(module, each, *drawn)[:2])
+
+
+# ---- Hopper's backward in Gluon ----
+
+
+@pytest.mark.parametrize("documents", (False, True), ids=("rows", "documents"))
+@pytest.mark.parametrize(("heads", "groups"), ((4, 4), (8, 2), (6, 1)))
+@pytest.mark.parametrize(
+    ("D", "dq", "dk_dv"),
+    [
+        (128, (128, 128, 8, 2), (64, 128, 8, 3)),
+        (128, (128, 64, 8, 3), (64, 128, 8, 2)),
+        (128, (64, 64, 4, 3), (64, 64, 4, 2)),
+        (64, (128, 128, 8, 3), (64, 128, 8, 3)),
+        (64, (128, 64, 8, 3), (64, 64, 4, 3)),
+    ],
+)
+def test_hoppers_backward(D, dq, dk_dv, heads, groups, documents, monkeypatch):
+    if not hopper.is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs Hopper and Triton 3.6")
+    monkeypatch.setitem(hopper.TILES, D, (AttentionTiles(*dq), AttentionTiles(*dk_dv)))
+    monkeypatch.setattr(backward, "write_dk_dv", None)
+    sizes = {"heads": heads, "groups": groups, "D": D, "R": D}
+    cases = [packed(LENGTHS, **sizes)] if documents else [Case(B=2, S=S, **sizes) for S in (1, 63, 64, 65, 257, 1000)]
+    for case in cases:
+        report = judge_case(module, case)
+        assert report, f"{case}\n{report}"
+        drawn = draw(case)
+        assert equal(computed(module, case, *drawn)[:2], computed(module, case, *drawn)[:2])
 
 
 @pytest.mark.parametrize("case", real_cases(), ids=str)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from ops.bias_activation_oracle import laid_out
+from ops.packed_oracle import packed_attention, visible
 
+from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.rope_formula import rope_formula
 from onepass.testing.budget import BudgetReport, Finding, compare
@@ -41,6 +43,11 @@ class Case:
     scale: float | None = None
     spread: float = 1.0
     layout: str = "contiguous"
+    causal: bool = True
+    window: int | tuple | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lengths: tuple[int, ...] = ()  # of documents; B must be 1, and S is their sum
     each: bool = False  # each sequence has its own tables
     overwrite: bool = False
     small: bool = False
@@ -48,13 +55,31 @@ class Case:
     def __str__(self) -> str:
         parts = [f"{self.B}x{self.S}x{self.heads}/{self.groups}x{self.D}", str(self.dtype).removeprefix("torch.")]
         plain = Case()
-        for name in ("R", "scale", "spread", "layout"):
+        for name in ("R", "scale", "spread", "layout", "window", "softcap", "lengths"):
             parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
-        return "-".join(parts + [name for name in ("interleaved", "each", "overwrite", "small") if getattr(self, name)])
+        names = [name for name in ("interleaved", "each", "overwrite", "small", "sinks") if getattr(self, name)]
+        return "-".join(parts + names + ([] if self.causal else ["full"]))
 
     @property
     def options(self):
-        return {"interleaved": self.interleaved, "scale": self.scale}
+        plain = {name: getattr(self, name) for name in ("interleaved", "scale", "causal", "window", "softcap")}
+        return plain | ({"cu_seqlens": self.boundaries} if self.lengths else {})
+
+    @property
+    def boundaries(self):
+        return torch.tensor((0, *self.lengths), device=DEVICE).cumsum(0).int()
+
+    def draw_sinks(self):
+        """A logit a head, around the scores of the case, as a leaf; or None."""
+        if not self.sinks:
+            return None
+        generator = torch.Generator().manual_seed(7)
+        return (2 * torch.randn(self.heads, generator=generator)).to(DEVICE).requires_grad_()
+
+
+def packed(lengths, **fields):
+    """A case of documents."""
+    return Case(B=1, S=sum(lengths), lengths=tuple(lengths), **fields)
 
 
 class Made(torch.autograd.Function):
@@ -83,7 +108,8 @@ def draw(case: Case, seed: int = 0):
     dy = randn(case.B, case.S, case.heads * case.D).to(case.dtype).to(DEVICE)
     if not case.R:
         return qkv, None, None, dy
-    angles = 3 * randn(*((case.B,) if case.each else ()), case.S, case.R // 2).to(DEVICE)
+    rows = max(case.lengths) if case.lengths and not case.each else case.S
+    angles = 3 * randn(*((case.B,) if case.each else ()), rows, case.R // 2).to(DEVICE)
     return qkv, angles.cos(), angles.sin(), dy
 
 
@@ -109,17 +135,23 @@ def small_tiles(module, small: bool = True):
 # ---- the oracle ----
 
 
-def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor):
+def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor, dsinks: torch.Tensor | None = None):
     """Return the results by name. The softmax over one token is constant, so only v has a gradient then."""
     dq, dk, dv = parts_of(dqkv, case.heads, case.groups)
-    return {"y": y, "dv": dv} if case.S == 1 else {"y": y, "dq": dq, "dk": dk, "dv": dv}
+    found = {"y": y, "dv": dv} if case.S == 1 else {"y": y, "dq": dq, "dk": dk, "dv": dv}
+    return found if dsinks is None else found | {"dsinks": dsinks}
 
 
 def exact(case: Case, qkv, cos, sin, dy):
-    leaf = qkv.detach().double().requires_grad_()
-    cos, sin = (t if t is None else t.double() for t in (cos, sin))
-    y = real.attention_reference(leaf, case.heads, case.groups, cos=cos, sin=sin, **case.options)
-    return as_parts(case, y.detach(), *torch.autograd.grad(y, leaf, dy.double()))
+    """In fp64, by the oracle that shares no code with the op; a sequence at a time."""
+    leaf, sinks = qkv.detach().double().requires_grad_(), case.draw_sinks()
+    each = []
+    for b in range(case.B):
+        tables = {"cos": cos[b] if case.each else cos, "sin": sin[b] if case.each else sin} if case.R else {}
+        given = case.options | {name: table.double() for name, table in tables.items()}
+        each.append(packed_attention(leaf[b : b + 1], case.heads, case.groups, **given, sinks=sinks))
+    y = torch.cat(each)
+    return as_parts(case, y.detach(), *torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks])], dy.double()))
 
 
 def baseline(case: Case, qkv, cos, sin, dy):
@@ -139,50 +171,70 @@ def baseline(case: Case, qkv, cos, sin, dy):
         """Sum over the query heads that share a key and value head."""
         return x.unflatten(1, (heads, -1)).sum(2).transpose(1, 2)
 
+    if cos is not None:
+        cos, sin = tables_of_documents(cos, sin, case.boundaries if case.lengths else None, case.S)
     q, k, v = parts_of(qkv.detach().float(), case.heads, case.groups)
     q, k, v = heads_first(turned(q, 1)), heads_first(turned(k, 1)), heads_first(v)
     scale = case.D**-0.5 if case.scale is None else case.scale
-    later = torch.ones(case.S, case.S, dtype=torch.bool, device=qkv.device).triu(1)
-    scores = (q @ k.mT * scale).masked_fill(later, float("-inf"))
-    p = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = p.sum(-1, keepdim=True)
+    boundaries = [*case.boundaries.tolist()] if case.lengths else [0, case.S]
+    hidden = ~visible(case.S, boundaries, case.causal, case.window).to(qkv.device)
+    scores, slope = q @ k.mT * scale, 1.0
+    if case.softcap is not None:
+        slope = 1 - torch.tanh(scores / case.softcap) ** 2
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores, sinks = scores.masked_fill(hidden, float("-inf")), case.draw_sinks()
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.detach()[:, None, None]
+        highest = torch.maximum(highest, sinks)
+    p = (scores - highest).exp()
+    total = p.sum(-1, keepdim=True) + (0 if sinks is None else (sinks - highest).exp())
     y = rounded(rounded(p) @ v / total)
     p, dy = p / total, heads_first(dy.float().unflatten(-1, (case.heads, -1)))
-    ds = rounded(p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)))
+    delta = (dy * y).sum(-1, keepdim=True)
+    ds = rounded(p * (dy @ v.mT - delta) * slope)
     dq, dk, dv = rounded(ds @ k * scale), ds.mT @ q * scale, rounded(p).mT @ dy
     dq, dk, dv = back(dq, case.heads), rounded(back(dk, case.groups)), back(dv, case.groups)
     dqkv = torch.cat([turned(dq, -1), turned(dk, -1), dv], 2).flatten(2)
-    return as_parts(case, y.transpose(1, 2).flatten(2), dqkv)
+    dsinks = None if sinks is None else -((sinks - highest).exp() / total * delta).sum((0, 2, 3))
+    return as_parts(case, y.transpose(1, 2).flatten(2), dqkv, dsinks)
 
 
 def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
-    """Return y, qkv's gradient, and qkv afterwards. qkv is the output of another operator."""
-    leaf = qkv.detach().requires_grad_()
+    """Return y, qkv's gradient, qkv afterwards and, where there are sinks, their gradient. qkv is another operator's output."""
+    leaf, sinks = qkv.detach().requires_grad_(), case.draw_sinks()
     made = Made.apply(leaf, case.layout)
-    options = case.options | {"cos": cos, "sin": sin, "overwrite": case.overwrite, "backend": backend}
+    options = case.options | {"cos": cos, "sin": sin, "sinks": sinks, "overwrite": case.overwrite, "backend": backend}
     y = module.attention(made, case.heads, case.groups, **options)
-    (dqkv,) = torch.autograd.grad(y, leaf, dy)
-    return y.detach(), dqkv, made.detach()
+    dqkv, *dsinks = torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks])], dy)
+    return y.detach(), dqkv, made.detach(), *dsinks
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
     """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too.
 
-    Single rows are not judged: the first query has one key, so its gradient is rounding only.
+    Single rows are not judged: the first query has one key, so its gradient is rounding only. The sinks are few numbers, so their
+    error is judged as one, and more loosely.
     """
     qkv, cos, sin, dy = draw(case)
     with small_tiles(module, case.small):
         try:
             with poisoned(), unchanged(qkv=qkv, cos=cos, sin=sin, dy=dy):
-                y, dqkv, made = computed(module, case, qkv, cos, sin, dy, backend)
+                y, dqkv, made, *dsinks = computed(module, case, qkv, cos, sin, dy, backend)
         except AssertionError as error:
             return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     assert y.dtype == dqkv.dtype == case.dtype
     assert y.is_contiguous()
     if not (case.overwrite and case.R) and not made.equal(qkv):
         return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
-    trial = as_parts(case, y, dqkv), baseline(case, qkv, cos, sin, dy), exact(case, qkv, cos, sin, dy)
-    found = [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
+    wanted, rounded = exact(case, qkv, cos, sin, dy), baseline(case, qkv, cos, sin, dy)
+    found = []
+    if dsinks:
+        right, plain = wanted.pop("dsinks"), rounded.pop("dsinks")
+        error, its = ((x.double() - right).norm().item() for x in (dsinks[0], plain))
+        found.append(Finding("dsinks", "error", error, its, 1.5 * its + 2e-3 * right.norm().item()))
+    trial = as_parts(case, y, dqkv), rounded, wanted
+    found += [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
     if backend == "torch":  # it rounds each head's gradients before it sums over the heads that share a group
         found = [replace(finding, allowed=2 * finding.allowed) for finding in found]
     return BudgetReport(found)
@@ -201,6 +253,31 @@ def small_cases() -> list[Case]:
         replace(case, S=33, D=32, R=12, scale=0.5, overwrite=True, each=True),
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),
         replace(case, S=48, R=6, interleaved=True, layout="unaligned"),
+        *packed_cases(),
+    ]
+
+
+def packed_cases() -> list[Case]:
+    """Return documents, windows, softcaps and sinks, by themselves and together, in small tiles."""
+    case, full = Case(B=1, heads=2, groups=1, small=True), {"heads": 2, "groups": 1, "causal": False, "small": True}
+    few = {"heads": 2, "groups": 1, "small": True}
+    return [
+        packed((33, 0, 70, 1, 17, 64), R=8, overwrite=True, **few),
+        packed((5, 40), R=16, each=True, interleaved=True, layout="sliced", **few),
+        replace(case, S=100, window=1),
+        replace(case, S=100, window=17, R=0),
+        replace(case, B=2, S=120, window=40, heads=2, groups=2),
+        packed((50, 90), window=33, sinks=True, R=0, **few),
+        replace(case, S=70, softcap=1.5, R=0, spread=2.0),
+        replace(case, S=70, sinks=True, B=2, R=0),
+        packed((40, 3, 66), softcap=4.0, sinks=True, scale=1.0, **few),
+        replace(case, S=70, causal=False),
+        replace(case, S=100, causal=False, window=(20, 7), R=0),
+        replace(case, S=100, causal=False, window=(0, 45), R=0),
+        packed((70, 30, 45), window=(None, 20), R=0, **full),
+        packed((70, 30, 2), sinks=True, **full),
+        replace(case, S=50, D=80, R=80),
+        packed((50, 17), D=96, R=0, window=20, dtype=FP16, **few),
     ]
 
 
@@ -216,4 +293,8 @@ def real_cases() -> list[Case]:
         replace(case, heads=7, groups=1, S=5),
         replace(case, S=130, heads=3, groups=3, spread=40.0, R=0),
         replace(case, scale=3.0, layout="strided", overwrite=True),
+        *(replace(case, B=1, S=70, heads=2, groups=1, D=D, R=D // 2) for D in (80, 96, 192, 256)),
+        packed((130, 7, 200), heads=2, groups=1, D=64, R=64, window=100),
+        packed((1, 66), heads=2, groups=1, D=128, R=0, softcap=2.0, sinks=True),
+        packed((5, 90), heads=2, groups=1, D=256, R=32, causal=False),
     ]

@@ -26,6 +26,7 @@ from ops.calls import Operators, backends, equal, gradients, needs_triton, relat
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass.ops.attention import by_pytorch
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.forward import lse_size
 from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
@@ -391,14 +392,20 @@ def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
     qkv, cos, sin = (t.detach() for t in tensors(S=5))
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    call = cos, sin, HEADS, GROUPS, False, 0.25
-    torch.library.opcheck(module._forward_op.op, (qkv, *call), test_utils=tests)
-    y, lse, turned = module._forward_op.op(qkv, *call)
-    torch.library.opcheck(module._backward_op.op, (torch.randn_like(y), turned, y, lse, *call), test_utils=tests)
+    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0
+    for documents, sinks in ((None, None), (torch.tensor([0, 2, 5]).int().to(DEVICE), torch.randn(HEADS, device=DEVICE))):
+        x = qkv if documents is None else qkv[:1]
+        given = cos, sin, documents, sinks, *options
+        torch.library.opcheck(module._forward_op.op, (x, *given), test_utils=tests)
+        y, lse, turned = module._forward_op.op(x, *given)
+        for of in ((True, True), (False, True), (True, False)):
+            back = torch.randn_like(y), turned, y, lse.nan_to_num(), *given, *of
+            torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
+    call = cos, sin, *options
     for x in (qkv, qkv.mT.contiguous().mT):
-        torch.library.opcheck(module._rotate_op.op, (x, *call), test_utils=tests)
+        torch.library.opcheck(by_pytorch.rotate_op.op, (x, *call), test_utils=tests)
     parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts_of(qkv, HEADS, GROUPS)]
-    torch.library.opcheck(module._rotate_back_op.op, (*parts, *call), test_utils=tests)
+    torch.library.opcheck(by_pytorch.rotate_back_op.op, (*parts, *call), test_utils=tests)
 
 
 @backends
@@ -451,7 +458,7 @@ def test_explain_names_the_kernels():
     ("given", "reason"),
     [
         (torch.ones(1, 2, COLUMNS), "qkv is torch.float32, and the kernels take 16 bits"),
-        (torch.ones(1, 2, 8 * 24).bfloat16(), "heads of 24 are none of 16, 32, 64, 128"),
+        (torch.ones(1, 2, 8 * 24).bfloat16(), "heads of 24 are none of 16, 32, 64, 80, 96, 128, 192, 256"),
         (torch.ones(1, 1, 1).bfloat16().expand(1, (1 << 20) + 1, COLUMNS), "1048577 tokens are more than 1048576"),
     ],
     ids=("fp32", "heads", "tokens"),

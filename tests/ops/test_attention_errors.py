@@ -7,6 +7,12 @@ from ops.calls import backends, says
 import onepass
 
 qkv, table = torch.ones(2, 3, 8 * 16).bfloat16(), torch.ones(3, 8)
+row = torch.ones(1, 9, 8 * 16).bfloat16()
+
+
+def at(*boundaries):
+    return {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
+
 
 
 @backends
@@ -34,6 +40,29 @@ qkv, table = torch.ones(2, 3, 8 * 16).bfloat16(), torch.ones(3, 8)
         (ValueError, (qkv, 4, 2), {"cos": table, "sin": table[:, :4]}, ("sin must have cos's shape (3, 8)", "(3, 4)")),
         (ValueError, (qkv, 4, 2), {"cos": table.to("meta"), "sin": table}, ("cos must be on cpu, as qkv", "meta")),
         (ValueError, (qkv, 4, 2), {"cos": table.clone().requires_grad_(), "sin": table}, ("cos must not require grad",)),
+        (TypeError, (qkv, 4, 2), {"causal": 1}, ("causal must be True or False", "1", "int")),
+        (ValueError, (qkv, 4, 2), {"window": 0}, ("window must be at least 1", "0")),
+        (TypeError, (qkv, 4, 2), {"window": 2.0}, ("window must be a whole number", "2.0", "float")),
+        (TypeError, (qkv, 4, 2), {"window": (2, 0)}, ("window must be a whole number where attention is causal", "(2, 0)")),
+        (TypeError, (qkv, 4, 2), {"window": 2, "causal": False}, ("window must be a pair where attention is not causal", "2")),
+        (ValueError, (qkv, 4, 2), {"window": (1, -1), "causal": False}, ("window[1] must be at least 0", "-1")),
+        (TypeError, (qkv, 4, 2), {"window": (True, 1), "causal": False}, ("window[0] must be a whole number", "True")),
+        (TypeError, (qkv, 4, 2), {"softcap": "50"}, ("softcap must be a number", "'50'")),
+        (ValueError, (qkv, 4, 2), {"softcap": 0.0}, ("softcap must be finite and above 0", "0.0")),
+        (TypeError, (qkv, 4, 2), {"sinks": torch.ones(4).int()}, ("sinks must be a floating-point tensor", "int32")),
+        (ValueError, (qkv, 4, 2), {"sinks": torch.ones(2)}, ("sinks must have shape (4,)", "(2,)")),
+        (ValueError, (qkv, 4, 2), {"sinks": torch.ones(4, device="meta")}, ("sinks must be on cpu, as qkv", "meta")),
+        (TypeError, (row, 4, 2), {"cu_seqlens": [0, 9]}, ("cu_seqlens must be a tensor of torch.int32", "list")),
+        (TypeError, (row, 4, 2), {"cu_seqlens": torch.tensor([0, 9])}, ("cu_seqlens must be a tensor of torch.int32", "int64")),
+        (ValueError, (row, 4, 2), at(9), ("cu_seqlens must have shape [documents + 1]", "(1,)")),
+        (ValueError, (row, 4, 2), {"cu_seqlens": torch.ones(1, 2).int()}, ("cu_seqlens must have shape", "(1, 2)")),
+        (ValueError, (row, 4, 2), {"cu_seqlens": torch.ones(2, device="meta").int()}, ("cu_seqlens must be on cpu", "meta")),
+        (ValueError, (qkv, 4, 2), at(0, 6), ("qkv must be one row of tokens where cu_seqlens is given", "(2, 3)")),
+        (ValueError, (row, 4, 2), at(1, 9), ("cu_seqlens must begin with 0", "1")),
+        (ValueError, (row, 4, 2), at(0, 8), ("cu_seqlens must end with 9, qkv's tokens", "8")),
+        (ValueError, (row, 4, 2), at(0, 5, 4, 9), ("cu_seqlens must not fall", "from 5 to 4 at 2")),
+        (ValueError, (row, 4, 2), at(0, 5, 9) | {"cos": table, "sin": table}, ("the longest document, 5", "has 3")),
+        (ValueError, (row, 4, 2), at(0, 9) | {"cos": table[None], "sin": table[None]}, ("cos must have shape [..., 9, R/2]",)),
     ],
 )
 def test_bad_input_is_named(error, args, options, words, backend):

@@ -7,7 +7,8 @@ from ops.attention_oracle import judge_case, small_cases
 from ops.calls import caught
 
 pytest.importorskip("triton")
-from onepass.ops.attention import backward, formula, forward
+from onepass.ops.attention import arguments, backward, documents, formula, forward, scores
+from onepass.ops.attention import document_kernels as kernels
 from onepass.testing.mutants import copy_package, mutate
 
 module = importlib.import_module("onepass.ops.attention.attention")
@@ -15,29 +16,58 @@ module = importlib.import_module("onepass.ops.attention.attention")
 CASES = small_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
     # ---- forward ----
-    "a token does not see itself": (forward, "_mix", " >= keys[None, :]", " > keys[None, :]"),
+    "a token does not see itself": (scores, "sees", "queries >= keys", "queries > keys"),
     "the largest key forgotten": (forward, "_mix", "highest >", "highest <"),
     "the sum not shrunk": (forward, "_mix", " * shrink ", " "),
     "the result not shrunk": (forward, "_mix", " * shrink[:, None]", ""),
     "not divided by the sum": (forward, "_attend_kernel", " / total[:, None]", ""),
     "the sum's logarithm without the maximum": (forward, "_attend_kernel", "m + tl.log2", "tl.log2"),
-    "keys past the sequence's end": (forward, "load_tokens", "tokens <", "tokens <="),
-    "powers of e": (forward, "", "math.log2(math.e)", "1.0"),
+    "keys past the sequence's end": (scores, "load_tokens", "tokens < end", "tokens <= end"),
+    "powers of e": (scores, "", "math.log2(math.e)", "1.0"),
     # ---- backward ----
     "dq not scaled": (backward, "_dq_kernel", "dq * scale", "dq"),
     "dk not scaled": (backward, "_dk_dv_kernel", "dk * scale", "dk"),
     "delta left out": (backward, "_into_dq", "(dp - delta[:, None])", "dp"),
     "delta left out of dk": (backward, "_into_dk_dv", "- delta[None, :]", ""),
-    "dq: a token does not see itself": (backward, "_into_dq", " >= keys[None, :]", " > keys[None, :]"),
-    "dk: a token does not see itself": (backward, "_into_dk_dv", " >= keys[:, None]", " > keys[:, None]"),
+    # ---- documents ----
+    "a document sees its neighbour's last token": (scores, "document_tile", "return begin, end", "return tl.maximum(begin - 1, 0), end"),
+    "a document sees its neighbour's first token": (scores, "document_tile", "return begin, end", "return begin, end + 1"),
+    "a boundary off by one": (kernels, "_ranges", "tl.where(wrong, 0, first)", "tl.where(wrong, 0, first + (documents == 1).to(tl.int32))"),
+    "the last block forgotten": (kernels, "_document_tiles_kernel", "count = tl.cdiv(end - first, BLOCK)", "count = (end - first) // BLOCK"),
+    "tiles in each other's place": (kernels, "_document_tiles_kernel", "(others < document)", "(others > document + 1)"),
+    "places that are left are not empty": (kernels, "_document_tiles_kernel", "left < tl.cdiv(S, BLOCK) + M", "left < 0"),
+    "statistics over each other": (scores, "document_tile", "4 * document", "0 * document"),
+    "positions of the whole row": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - 0 * first"),
+    "positions from 1": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - first + 1"),
+    # ---- windows ----
+    "a window one too long": (arguments, "make_options", "window - 1, 0", "window, 0"),
+    "a window one too short": (arguments, "make_options", "window - 1, 0", "max(0, window - 2), 0"),
+    "a window's far end not cut": (scores, "sees", "return queries - keys <= LEFT", "return queries - keys <= LEFT + 1"),
+    "a window's far end not cut on the diagonal": (scores, "sees", "seen & (queries - keys <= LEFT)", "seen & (queries - keys <= LEFT + 1)"),
+    "keys inside from one block too early": (scores, "key_ranges", "first + BLOCK_M - 1 - LEFT", "first - 1 - LEFT"),
+    "queries inside up to one block too late": (scores, "query_ranges", "// BLOCK_M  # blocks", "// BLOCK_M + 1  # blocks"),
+    "queries from one block too late": (scores, "query_ranges", "tl.maximum(first - RIGHT - begin, 0)", "tl.maximum(first - begin, 0)"),
+    "the right side not bounded": (scores, "sees", "(queries + RIGHT >= keys)", "(queries + RIGHT + 1 >= keys)"),
+    "keys past the end seen": (scores, "sees", "keys < end", "keys < end + 1"),
+    # ---- softcaps ----
+    "a cap's derivative left out of dq": (backward, "_into_dq", "1.0 - scores * scores", "1.0"),
+    "a cap's derivative left out of dk": (backward, "_into_dk_dv", "1.0 - scores * scores", "1.0"),
+    "a cap before the scale": (scores, "scales_of", "2 * LOG2E * scale / softcap", "2 * LOG2E / softcap"),
+    "half a cap": (scores, "scales_of", "softcap * LOG2E,", "softcap * LOG2E / 2,"),
+    # ---- sinks ----
+    "sinks to base e": (forward, "_attend_kernel", " * 1.4426950408889634", ""),
+    "sinks counted twice": (forward, "_attend_kernel", "total = tl.full([BLOCK_M], 1.0, tl.float32)", "total = tl.full([BLOCK_M], 2.0, tl.float32)"),
+    "the sinks' gradient turned": (backward, "_dsinks_kernel", "total -=", "total +="),
+    "the sinks' gradient of one sequence": (backward, "_dsinks_kernel", "range(0, M)", "range(0, 1)"),
+    "statistics between documents taken for some": (forward, "attend", "torch.full(shape, torch.inf,", "torch.full(shape, -1.0,"),
     # ---- the op ----
     "gradients not turned back": (module, "_backward", "True, (dq, dk)", "False, (dq, dk)"),
-    "gradients in halves": (module, "_backward", "dk, interleaved", "dk, False"),
+    "gradients in halves": (module, "_backward", "dk, options.interleaved", "dk, False"),
     "k not turned": (module, "_rotated_copy", "(into_q, into_k)", "(into_q, into_k.clone())"),
     "v not kept": (module, "_rotated_copy", "copy_(v)", "zero_()"),
     "overwritten unasked": (module, "_forward", "if overwrite", "if True"),
-    "half a scale": (module, "_options", "0.5", "1.0"),
-    "the scale not taken": (module, "_options", "scale is None", "True"),
+    "half a scale": (arguments, "make_options", "0.5", "1.0"),
+    "the scale not taken": (arguments, "make_options", "scale is None", "True"),
     "keys and values exchanged": (formula, "parts_of", "return q, k, v", "return q, v, k"),
     "values after the queries": (formula, "parts_of", "((heads, groups, groups), 2)", "((groups, groups, heads), 2)[::-1]"),
 }  # fmt: skip

@@ -52,3 +52,20 @@ def test_tables_that_require_grad_are_fine_where_nothing_does(backend):
     with torch.no_grad():
         ys = onepass.rope(q, q, *(cos.clone().requires_grad_() for _ in range(2)), backend=backend)
     assert equal(ys, onepass.rope(q, q, cos, cos, backend=backend))
+
+
+@backends
+@pytest.mark.parametrize(
+    ("q", "boundaries", "words"),
+    [
+        (x, (0, 6), ("q must be one row of tokens", "(2, 3)")),
+        (x[:1], (0, 2), ("cu_seqlens must end with 3, q's tokens", "2")),
+        (x[0], (0, 3, 2), ("cu_seqlens must end with 3", "2")),
+        (x[0], (0, 2, 1, 3), ("cu_seqlens must not fall", "from 2 to 1")),
+        (torch.ones(7, 2, 8), (0, 3, 7), ("cos must have a row for each position of the longest document, 4", "3")),
+    ],
+)
+def test_bad_documents_are_named(q, boundaries, words, backend):
+    with pytest.raises(ValueError) as raised:
+        onepass.rope(q, q, table, table, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32), backend=backend)
+    says(words, raised)

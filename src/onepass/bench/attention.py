@@ -7,21 +7,26 @@ Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and write
 Variants  `turned`, and `plain`, without rotation: all contenders run under torch.use_deterministic_algorithms, so that every run
           gives the same bits. `any order`: none does, and onepass has deterministic=False.
 Shapes    sequences x tokens x heads x key and value heads x head dimension. The whole head dimension is rotated.
+Options   `documents` of 44 to 4096 tokens, `short documents` of 512, `window` of 1024 keys, `softcap` of 50. Only onepass is
+          deterministic there. flex_attention has a block mask made before, varlen_attn takes the boundaries, and `dense SDPA`
+          the documents of 512 as sequences.
 Peers     rope + SDPA, flash, cuDNN: onepass's rope before PyTorch's attention, with the kernel of its choice or a given one.
           cuDNN's has no fixed order. torch.compile: eager rotation and PyTorch's attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from onepass.bench import attention_options as with_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled
 from onepass.ops.attention.attention import attention, attention_reference
@@ -33,7 +38,9 @@ OP = "attention"
 _ANY = ", any order"
 # notes cite the first two
 _TURNED = [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)]
-_SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1]}
+_ROW = [(1, 16384, 32, 8, 64), (1, 16384, 32, 8, 128)]
+_OPTIONS = {"documents": _ROW, "short documents": _ROW, "window": _ROW[1:], "softcap": [(1, 4096, 8, 4, 256)]}
+_SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1], **_OPTIONS}
 _CPU = {variant: [(1, 512, 8, 2, 64)] for variant in _SHAPES}
 
 
@@ -59,6 +66,8 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
     if case.variant.startswith("turned"):
         angles = torch.arange(S, device=device)[:, None] * 10000 ** -torch.arange(0, 1, 2 / D, device=device)
         tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+    if "documents" in case.variant:
+        tensors["cu_seqlens"] = torch.tensor((0, *with_options.lengths_of(case)), device=device).cumsum(0).int()
     grads = {"y": random(B, S, heads * D)}
     return Inputs(tensors, frozenset({"qkv"}), grads, row_elements=heads * S * S)  # the formula's scores
 
@@ -67,11 +76,23 @@ def _heads(case: BenchCase) -> tuple[int, int]:
     return case.shape[2], case.shape[3]
 
 
+def _named(case: BenchCase, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the tensors after qkv by their names."""
+    return dict(zip(("cu_seqlens",) if "documents" in case.variant else ("cos", "sin"), tensors, strict=False))
+
+
 def _formula(case: BenchCase) -> Call:
-    def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
-        return attention_reference(qkv, *_heads(case), cos=cos, sin=sin)
+    if case.variant in _OPTIONS:
+        return with_options.formula(case, rounded=False)
+
+    def call(qkv: Tensor, *tensors: Tensor) -> Result:
+        return attention_reference(qkv, *_heads(case), **_named(case, tensors))
 
     return call
+
+
+def _baseline(case: BenchCase) -> Call:
+    return with_options.formula(case, rounded=True) if case.variant in _OPTIONS else _after_rope(case)
 
 
 @contextmanager
@@ -79,7 +100,7 @@ def _in_order(case: BenchCase) -> Iterator[None]:
     """Use deterministic algorithms, unless the case allows any order. PyTorch reads the setting at run time, in backward too."""
     had, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(not case.variant.endswith(_ANY))
+    torch.use_deterministic_algorithms(case.variant in ("turned", "plain"))
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     try:
         yield
@@ -92,8 +113,9 @@ def _in_order(case: BenchCase) -> Iterator[None]:
 
 
 def _ours(case: BenchCase) -> Call:
-    def call(qkv: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Result:
-        return attention(qkv, *_heads(case), cos=cos, sin=sin, deterministic=not case.variant.endswith(_ANY))
+    def call(qkv: Tensor, *tensors: Tensor) -> Result:
+        given = _named(case, tensors) | with_options.options_of(case)
+        return attention(qkv, *_heads(case), **given, deterministic=not case.variant.endswith(_ANY))
 
     return call
 
@@ -143,6 +165,8 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
+    if case.variant in _OPTIONS:
+        return [Contender("onepass", _ours, ours=True), *with_options.peers(case)]
     found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
@@ -152,9 +176,8 @@ def _contenders(case: BenchCase) -> list[Contender]:
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
-    qkv, *tables = inputs.tensors.values()
-    cos, sin = tables or (None, None)
-    return explain(OP, qkv, *_heads(case), cos=cos, sin=sin).backend
+    qkv, *tensors = inputs.tensors.values()
+    return explain(OP, qkv, *_heads(case), **_named(case, tensors), **with_options.options_of(case)).backend
 
 
 BENCH = OpBench(
@@ -163,5 +186,5 @@ BENCH = OpBench(
         "Transformer Engine": "takes cuDNN's or flash attention's",
         "Megatron-core": "takes Transformer Engine's",
     },
-    baseline=_after_rope, reference="rope + SDPA", around=_in_order,
+    baseline=_baseline, reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA", around=_in_order,
 )  # fmt: skip

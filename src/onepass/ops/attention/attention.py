@@ -17,42 +17,37 @@ Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
-from onepass.ops.attention.backward import attend_backward, dk_dv_tiles, dq_tiles
-from onepass.ops.attention.formula import (
-    AttentionOptions,
-    Parts,
-    attention_by_pytorch,
-    attention_formula,
-    parts_of,
-    rotated_parts,
+from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
+from onepass.ops.attention.backward import BackwardCall, attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
+from onepass.ops.attention.by_pytorch import attend_by_pytorch
+from onepass.ops.attention.documents import tables_of_documents
+from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, parts_of
+from onepass.ops.attention.forward import (
+    all_by_cudnn,
+    attend,
+    attend_by_cudnn,
+    forward_by_cudnn,
+    forward_tiles,
+    head_block,
+    lse_size,
 )
-from onepass.ops.attention.forward import all_by_cudnn, attend, attend_by_cudnn, forward_by_cudnn, forward_tiles, lse_size
-from onepass.ops.attention.rope_formula import rope_blocks
-from onepass.ops.attention.rope_kernels import check_tables, rotate
+from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
+from onepass.ops.attention.rope_kernels import rotate
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.checks import check_floating, check_number
-from onepass.runtime.dispatch import (
-    cast,
-    fast_apply,
-    has_address,
-    needs_dispatcher,
-    needs_grad,
-    not_twice_differentiable,
-    under_functorch,
-)
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sizes import shared_memory
 
-SIZES = (16, 32, 64, 128)  # of heads
+SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of heads
 LONGEST = 1 << 20  # tokens
+MOST_DOCUMENTS = 1 << 15  # and their blocks, are programs of a grid's second dimension
 _TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -65,81 +60,59 @@ def attention_reference(
     sin: Tensor | None = None,
     interleaved: bool = False,
     scale: float | None = None,
+    causal: bool = True,
+    cu_seqlens: Tensor | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return y by the formula, for every type, with all scores at once: fp64 inputs make it the oracle."""
-    return attention_formula(qkv, cos, sin, _options(qkv, heads, groups, interleaved, scale))
-
-
-def _options(qkv: Tensor, heads: int, groups: int | None, interleaved: bool, scale: float | None) -> AttentionOptions:
-    if scale is None:
-        scale = _head_size(qkv, heads, groups) ** -0.5
-    return AttentionOptions(heads, heads if groups is None else groups, bool(interleaved), float(scale))
-
-
-def _head_size(qkv: Tensor, heads: int, groups: int | None) -> int:
-    return qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
-
-
-# ---- in qkv's own memory ----
-
-
-def _check_overwritable(qkv: Tensor) -> None:
-    """Raise where autograd would lose values: PyTorch refuses to write the same tensors in place."""
-    owner = qkv._base if qkv._is_view() and qkv._base is not None else qkv
-    if needs_grad(owner) and owner.is_leaf:
-        raise ValueError(
-            "overwrite must be False where qkv, or what it is a view of, is a leaf that requires grad, but is True: its values "
-            "would be lost"
-        )
-
-
-def _mark_overwritten(qkv: Tensor) -> None:
-    """Bump qkv's version so that autograd rejects stale saves. Call it after qkv's first use: bumping a view earlier loses its
-    base."""
-    if not qkv.is_inference():
-        torch.autograd.graph.increment_version(qkv)
-
-
-def _can_overwrite(qkv: Tensor, *tables: Tensor | None) -> bool:
-    """Whether q and k can be turned in qkv's memory: not in a graph or a transform, nor where elements share an address."""
-    if needs_dispatcher(qkv, *tables) or under_functorch():  # not whether an op is called: registered ops write over nothing
-        return False
-    extent = 1
-    for stride, size in sorted(zip(qkv.stride(), qkv.shape, strict=True)):
-        if size > 1 and stride < extent:
-            return False
-        extent = max(extent, stride * size)
-    return True
+    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
+    return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks)
 
 
 # ---- by kernels: registered ops, opaque to the compiler and visible to checkpointing ----
 
 
-def _as_readable(x: Tensor) -> Tensor:
-    """Return x, or a copy where 16 bytes at a time can't be read: rows must be contiguous and begin at multiples of 16 bytes."""
-    *outer, last = x.stride()
-    in_rows = last == 1 and not any(stride % 8 for stride in outer) and all(outer) and x.data_ptr() % 16 == 0
-    return x if in_rows else x.clone(memory_format=torch.contiguous_format)
-
-
 def _forward(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, *, overwrite: bool = False
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    *,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned."""
-    heads, groups, interleaved, scale = options
-    readable, turned = _as_readable(qkv), None
+    heads, groups = options.heads, options.groups
+    readable, turned = as_readable(qkv), None
+    cu_seqlens, sinks = _contiguous(cu_seqlens), _contiguous(sinks)
     if cos is not None and sin is not None:
         if overwrite:
             q, k, _ = parts_of(readable, heads, groups)
-            rotate(cos, sin, q, k, interleaved, False, (q, k))
-            _mark_overwritten(readable)
+            rotate(cos, sin, q, k, options.interleaved, False, (q, k))
+            mark_overwritten(readable)
         else:
             readable = _rotated_copy(readable, cos, sin, options)
         turned = readable
     q, k, v = parts_of(readable, heads, groups)
-    y, lse = (attend_by_cudnn if forward_by_cudnn(readable, q.shape[-1]) else attend)(q, k, v, scale)
+    if _forward_is_cudnns(readable, q.shape[-1], options, cu_seqlens, sinks):
+        y, lse = attend_by_cudnn(q, k, v, options.scale)
+    else:
+        y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
     return whole, lse, turned
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _forward_is_cudnns(
+    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None
+) -> bool:
+    return options.right == 0 and is_plain(options, cu_seqlens, sinks) and forward_by_cudnn(qkv, D)
 
 
 def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
@@ -151,107 +124,63 @@ def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptio
     return turned
 
 
-def _forward_fake(qkv: Tensor, cos: Any, sin: Any, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward_fake(
+    qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor | None]:
     B, S, _ = qkv.shape
-    y = qkv.new_empty(B, S, options.heads * _head_size(qkv, options.heads, options.groups))
-    lse = qkv.new_empty(B, options.heads, lse_size(S), dtype=torch.float32)
+    y = qkv.new_empty(B, S, options.heads * head_size(qkv, options.heads, options.groups))
+    lse = qkv.new_empty(B, options.heads, lse_size(S, cu_seqlens), dtype=torch.float32)
     return y, lse, None if cos is None else qkv.new_empty(qkv.shape)
 
 
 def _backward(
-    dy: Tensor, turned: Tensor, y: Tensor, lse: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions
-) -> Tensor:
-    """Return dqkv. `turned` is qkv with q and k turned, or qkv itself where there are no tables."""
-    heads, groups, interleaved, scale = options
-    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device)
-    dq, dk, dv = parts_of(dqkv, heads, groups)
+    dy: Tensor,
+    turned: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    of_qkv: bool,
+    of_sinks: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dqkv and the sinks' gradient. `turned` is qkv with q and k turned, or qkv itself where there are no tables."""
+    heads, groups = options.heads, options.groups
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
-    dy, y = _as_readable(dy).view(by_head), y.view(by_head)
-    attend_backward(dy, *parts_of(_as_readable(turned), heads, groups), y, lse, scale, dq, dk, dv)
-    if cos is not None and sin is not None:
-        rotate(cos, sin, dq, dk, interleaved, True, (dq, dk))
-    return dqkv
+    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device) if of_qkv else None
+    into = None if dqkv is None else parts_of(dqkv, heads, groups)
+    given = as_readable(dy).view(by_head), *parts_of(as_readable(turned), heads, groups), y.view(by_head)
+    call = BackwardCall(*given, lse, options, _contiguous(cu_seqlens))
+    attend_backward(call, into)
+    if cos is not None and sin is not None and into is not None:
+        dq, dk, _ = into
+        rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
+    dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
+    return dqkv, dsinks
+
+
+def _backward_fake(
+    dy: Tensor, turned: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
+    options: AttentionOptions, of_qkv: bool, of_sinks: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    dqkv = turned.new_empty(turned.shape) if of_qkv else None
+    return dqkv, sinks.new_empty(sinks.shape) if sinks is not None and of_sinks else None
 
 
 _forward_op = Registered(
-    "attention(Tensor qkv, Tensor? cos, Tensor? sin, AttentionOptions options) -> (Tensor, Tensor, Tensor?)",
+    "attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, Tensor? sinks, AttentionOptions options) "
+    "-> (Tensor, Tensor, Tensor?)",
     _forward,
     _forward_fake,
     AttentionOptions,
 )
 _backward_op = Registered(
-    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, AttentionOptions options) "
-    "-> Tensor",
+    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
+    "Tensor? sinks, AttentionOptions options, bool of_qkv, bool of_sinks) -> (Tensor?, Tensor?)",
     _backward,
-    lambda dy, turned, *rest: turned.new_empty(turned.shape),
-    AttentionOptions,
-)
-
-
-# ---- the rotations alone, for PyTorch's attention between them ----
-
-
-def _rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, overwrite: bool = False, by_kernel: bool = True
-) -> Parts:
-    """Return q and k turned, in qkv's memory with `overwrite`, and v, a view of qkv."""
-    if qkv.stride(-1) != 1:  # neither the kernel nor `view` can write there
-        qkv, overwrite = qkv.contiguous(), True
-    q, k, v = parts_of(qkv, options.heads, options.groups)
-    into = (q, k) if overwrite else (q.new_empty(q.shape), k.new_empty(k.shape))
-    _rotate_into(into, q, k, cos, sin, options.interleaved, False, by_kernel)
-    if overwrite:
-        _mark_overwritten(qkv)
-    return *into, v
-
-
-def _rotate_apart(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor | None, ...]:
-    """`_rotate` for the dispatcher, which takes no results that share memory with qkv or each other."""
-    q, k, v = parts_of(qkv, options.heads, options.groups)
-    return *rotate(cos, sin, q, k, options.interleaved, False), v.clone(memory_format=torch.contiguous_format)
-
-
-def _rotate_fake(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in parts_of(qkv, options.heads, options.groups))
-
-
-def _rotate_back(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, by_kernel: bool = True
-) -> Tensor:
-    """Return dqkv, with dq and dk turned back."""
-    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options)
-    into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
-    _rotate_into((into_q, into_k), dq, dk, cos, sin, options.interleaved, True, by_kernel)
-    into_v.copy_(dv)
-    return dqkv
-
-
-def _empty_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
-    B, S, _, D = q.shape
-    return q.new_empty(B, S, (options.heads + 2 * options.groups) * D)
-
-
-def _rotate_into(
-    into: tuple[Tensor, Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, by_kernel: bool
-) -> None:
-    if by_kernel:
-        rotate(cos, sin, q, k, interleaved, back, into)
-        return
-    for x, out in zip((q, k), into, strict=True):
-        rope_blocks(x, cos, sin, interleaved, back, out)
-
-
-_rotate_op = Registered(
-    "attention_turned(Tensor qkv, Tensor cos, Tensor sin, AttentionOptions options) -> (Tensor, Tensor, Tensor)",
-    _rotate,
-    _rotate_fake,
-    AttentionOptions,
-    dispatched=_rotate_apart,
-)
-_rotate_back_op = Registered(
-    "attention_turned_back(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, AttentionOptions options) -> Tensor",
-    _rotate_back,
-    _empty_qkv,
+    _backward_fake,
     AttentionOptions,
 )
 
@@ -262,117 +191,46 @@ _rotate_back_op = Registered(
 class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, overwrite: bool
+        ctx: Any,
+        qkv: Tensor,
+        sinks: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cu_seqlens: Tensor | None,
+        options: AttentionOptions,
+        overwrite: bool,
     ) -> Tensor:
-        y, lse, turned = _forward_op(qkv, cos, sin, options, overwrite=overwrite)
+        y, lse, turned = _forward_op(qkv, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)
         ctx.options = options
         kept = (qkv if turned is None else turned).detach()  # autograd won't save one of several views that was overwritten
-        ctx.save_for_backward(kept, y, lse, cos, sin)
+        ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward_op(dy, *ctx.saved_tensors, ctx.options), None, None, None, None
+        dqkv, dsinks = _backward_op(dy, *ctx.saved_tensors, ctx.options, *ctx.needs_input_grad[:2])
+        return dqkv, dsinks, None, None, None, None, None
 
 
-class _RotatedParts(torch.autograd.Function):
-    """q and k turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, overwrite: bool, by_kernel: bool
-    ) -> Parts:
-        ctx.call = options, by_kernel
-        ctx.save_for_backward(cos, sin)
-        return _rotated(qkv, cos, sin, options, overwrite, by_kernel)
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), (options, by_kernel) = ctx.saved_tensors, ctx.call
-        if by_kernel:
-            dqkv = _rotate_back_op(dq, dk, dv, cos, sin, options)
-        else:
-            dqkv = _rotate_back(dq, dk, dv, cos, sin, options, by_kernel=False)
-        return dqkv, None, None, None, None, None
-
-
-def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, overwrite: bool, by_kernel: bool) -> Parts:
-    if by_kernel:
-        return _rotate_op(qkv, cos, sin, options, overwrite=overwrite)  # type: ignore[no-any-return]
-    return _rotate(qkv, cos, sin, options, overwrite=overwrite, by_kernel=False)
-
-
-_apply, _apply_rotation = fast_apply(_AttentionFunction), fast_apply(_RotatedParts)
-
-
-def _by_pytorch(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, overwrite: bool, by_kernel: bool
-) -> Tensor:
-    """Return y by PyTorch's attention, which chooses what it saves, after our rotation; empty or transformed, by the formula.
-
-    Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
-    """
-    if under_functorch() or not qkv.numel():
-        return attention_formula(qkv, cos, sin, options)
-    by_address = qkv.is_cuda and has_address(qkv)
-    if by_address:
-        qkv = _as_readable(qkv)
-    # not whether an op is called: a compiler, or a mode that watches, sees the formula whole and chooses what to save
-    by_formula = not by_kernel and needs_dispatcher(qkv, cos, sin)
-    if cos is None or sin is None or by_formula:
-        parts = rotated_parts(qkv, cos, sin, options)
-    else:
-        parts = (_apply_rotation if needs_grad(qkv) else _rotated)(qkv, cos, sin, options, overwrite, by_kernel)
-    y = attention_by_pytorch(parts, options)
-    if by_address and y.requires_grad:
-        y.register_hook(_as_readable)
-    return y
+_apply = fast_apply(_AttentionFunction)
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(qkv: Tensor, heads: int, groups: int | None, cos: Tensor | None, sin: Tensor | None, scale: float | None) -> None:
-    check_floating("qkv", qkv)
-    for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} must be a whole number, but is {count!r}, a {type(count).__name__}")
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, but is {count}")
-    groups = heads if groups is None else groups
-    if heads % groups:
-        raise ValueError(f"heads must be a multiple of groups, {groups}, but is {heads}")
-    every = heads + 2 * groups
-    if qkv.dim() != 3 or qkv.shape[-1] % every or not qkv.shape[-1]:
-        raise ValueError(
-            f"qkv must have shape [B, S, {every} D], with {heads} heads of queries, {groups} of keys and {groups} of values, "
-            f"but has {tuple(qkv.shape)}"
-        )
-    if scale is not None:
-        check_number("scale", scale)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be finite and above 0, but is {scale}")
-    if (cos is None) != (sin is None):
-        name, other = ("sin", "cos") if sin is None else ("cos", "sin")
-        raise ValueError(f"{name} must be given where {other} is, but is None")
-    if cos is not None and sin is not None:
-        check_floating("cos", cos)
-        check_floating("sin", sin)
-        check_tables(cos, sin, qkv, tuple(qkv.shape[:2]), qkv.shape[-1] // every, "qkv")
-
-
-def unsupported(qkv: Tensor, heads: int, groups: int | None = None) -> str | None:
+def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: Tensor | None = None) -> str | None:
     """Why the kernels can't take this call, or None."""
     dtype = product_type(qkv)
     if dtype not in _TYPES:
         return f"qkv is {dtype}, and the kernels take 16 bits"
-    D = _head_size(qkv, heads, groups)
+    D = head_size(qkv, heads, groups)
     if D not in SIZES:
-        return f"heads of {D} are none of {', '.join(map(str, SIZES))}"
+        return f"heads of {D} are none of {', '.join(map(str, SIZES))}, which the kernels take; torch takes any"
     if qkv.shape[1] > LONGEST:
         return f"{qkv.shape[1]} tokens are more than {LONGEST}"
+    if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_DOCUMENTS:
+        return f"{cu_seqlens.shape[0] - 1} documents are more than {MOST_DOCUMENTS - 1}"
     if under_functorch():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
     reason = triton_unsupported(qkv)
@@ -393,22 +251,38 @@ def _variant(call: Call) -> str:
     qkv, cos, overwrite = call.qkv, call.cos, call.overwrite
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
-    D = _head_size(qkv, call.heads, call.groups)
-    if not call.deterministic and pytorch_is_faster(qkv, D):
+    D = head_size(qkv, call.heads, call.groups)
+    if not call.deterministic and is_plain(_options_of(call), call.cu_seqlens, call.sinks) and pytorch_is_faster(qkv, D):
         turned = "" if cos is None else f"q and k turned by rope's kernel{' in place' if overwrite else ''}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
-    smem = shared_memory(qkv.device)
-    forward, dq, dk_dv = forward_tiles(D, smem), dq_tiles(D, smem), dk_dv_tiles(D, qkv.shape[1], smem)
-    by_tiles = f"{forward.block_m} x {forward.block_n}"
-    said = f"tiles of queries x keys: forward {'by cuDNN' if forward_by_cudnn(qkv, D) else by_tiles}; "
+    smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
+    forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, qkv.shape[1], smem)
+    by_cudnn = _forward_is_cudnns(qkv, D, options, call.cu_seqlens, call.sinks)
+    said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
+    if call.cu_seqlens is not None:
+        said += "documents' tiles listed on the GPU, the longest first; "
     if cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
     return said + f"keeps {'qkv' if cos is None or overwrite else 'the copy'}, y, and a number a head and token"
 
 
+def _check(call: Call) -> None:
+    tables = call.cos, call.sin, call.scale
+    check_arguments(
+        call.qkv, call.heads, call.groups, *tables, call.causal, call.cu_seqlens, call.window, call.softcap, call.sinks
+    )
+
+
+def _options_of(call: Call) -> AttentionOptions:
+    given = call.interleaved, call.scale, call.causal, call.window, call.softcap
+    return make_options(call.qkv, call.heads, call.groups, *given)
+
+
 def _describe_pytorch(call: Call) -> str:
     turned = "" if call.cos is None else f", after q and k are turned{' in place' if call.overwrite else ''}"
+    if call.softcap is not None or call.sinks is not None:
+        return f"the PyTorch formula, all scores of a document at once{turned}"
     return f"torch.nn.functional.scaled_dot_product_attention{turned}"
 
 
@@ -421,11 +295,16 @@ def attention(
     sin: Tensor | None = None,
     interleaved: bool = False,
     scale: float | None = None,
+    causal: bool = True,
+    cu_seqlens: Tensor | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     overwrite: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal attention of a fused projection, with rotary positions; deterministic forward and backward by default.
+    """Attention of a fused projection, with rotary positions; causal, and deterministic forward and backward, by default.
 
     Args:
         qkv: ``[B, S, (heads + 2 groups) D]``: the queries of all heads, then the keys, then the values of all groups. Of any
@@ -433,9 +312,20 @@ def attention(
         heads: of the queries, a multiple of groups.
         groups: of keys and values, each shared by ``heads / groups`` consecutive heads of queries; None means one a head.
         cos, sin: the tables by which q and k are turned first, as in `rope`: ``[S, R/2]``, or ``[B, S, R/2]``. None for both
-            turns nothing. They get no gradient.
+            turns nothing. They get no gradient. With `cu_seqlens`, tables of ``[longest, R/2]`` are looked up by position within
+            the document, and those of ``[1, S, R/2]`` taken as they are.
         interleaved: the pairs that are turned are neighbours, ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``.
         scale: of the scores, above 0; None means ``D ** -0.5``.
+        causal: a query sees its own key and those before it; False: all keys.
+        cu_seqlens: int32 ``[documents + 1]``, on qkv's device: the boundaries of documents that follow each other in a qkv of
+            ``[1, S, ...]``, from 0 to S. A query sees its own document only, whose result has the bits that it would have as the
+            only one. Documents may be empty. On a GPU nothing waits to read them: where they are wrong, all results are NaN, and
+            `validate` raises.
+        window: how many keys a query sees, its own and those before it. Where attention is not causal: a pair, the keys before
+            and after its own. None for either, or for both, is no bound.
+        softcap: scores, after the scale, become ``softcap * tanh(scores / softcap)``. None leaves them.
+        sinks: ``[heads]``, a logit a head that takes part in the softmax and has no value, as a key of zeros would. It gets a
+            gradient.
         overwrite: q and k may be turned in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
             region begins with qkv. It has no effect without tables, under a compiler or under a transform.
@@ -443,36 +333,40 @@ def attention(
             on for heads over 64 or from 2048 tokens: the gradients' last bits then differ from run to run. It has no effect
             where `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
-            kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention.
+            kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention, with a mask where
+            there are documents or a window, and a formula where there is a softcap or sinks.
 
     Returns:
         ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
     """
-    _check(qkv, heads, groups, cos, sin, scale)
-    chosen = choose("attention", backend, unsupported(qkv, heads, groups))
+    check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks)
+    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
+    chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
-    overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and _can_overwrite(qkv, cos, sin)
+    overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
     if overwrite and dtype == qkv.dtype:  # otherwise the op writes over a copy
-        _check_overwritable(qkv)
+        check_overwritable(qkv)
     if chosen not in NATIVE:
         return run_other(  # type: ignore[no-any-return]
             "attention", chosen, qkv, heads, groups,
-            cos=cos, sin=sin, interleaved=interleaved, scale=scale, overwrite=overwrite, deterministic=deterministic,
+            cos=cos, sin=sin, interleaved=interleaved, scale=scale, causal=causal, cu_seqlens=cu_seqlens, window=window,
+            softcap=softcap, sinks=sinks, overwrite=overwrite, deterministic=deterministic,
         )  # fmt: skip
-    options = _options(qkv, heads, groups, interleaved, scale)
     rows = cast(qkv, dtype)
-    faster = not deterministic and pytorch_is_faster(rows, _head_size(rows, heads, groups))
-    if chosen == "torch" or faster or not qkv.numel():
-        return _by_pytorch(rows, cos, sin, options, overwrite, chosen != "torch")
-    if needs_grad(rows):
-        return _apply(rows, cos, sin, options, overwrite)  # type: ignore[no-any-return]
-    return _forward_op(rows, cos, sin, options, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+    plain = not deterministic and is_plain(options, cu_seqlens, sinks)
+    if chosen == "torch" or not qkv.numel() or (plain and pytorch_is_faster(rows, head_size(rows, heads, groups))):
+        return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, options, overwrite, chosen != "torch")
+    if cos is not None and sin is not None:
+        cos, sin = tables_of_documents(cos, sin, cu_seqlens, rows.shape[1])
+    if needs_grad(rows, sinks):
+        return _apply(rows, sinks, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
+    return _forward_op(rows, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)[0]  # type: ignore[no-any-return]
 
 
 define_op(
     attention,
-    check=lambda call: _check(call.qkv, call.heads, call.groups, call.cos, call.sin, call.scale),
-    unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups),
+    check=_check,
+    unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens),
     variant=_variant,
     formula=_describe_pytorch,
 )

@@ -1,13 +1,15 @@
-"""The formula of causal attention for every type, the same by PyTorch's own attention, and the parts of a fused projection."""
+"""The formula of attention for every type, the same by PyTorch's own attention, and the parts of a fused projection."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.ops.attention.documents import are_readable, are_right, document_of, ranges_of, tables_of_documents
 from onepass.ops.attention.rope_formula import rope_formula
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -20,6 +22,9 @@ class AttentionOptions(NamedTuple):
     groups: int  # of the keys and values
     interleaved: bool  # the pairs that the tables turn are neighbours
     scale: float  # of the scores
+    left: int = -1  # a query sees so many keys before its own, or all: -1
+    right: int = 0  # and so many after its own, or all: -1
+    softcap: float = 0.0  # the scores' bound, or none: 0
 
 
 def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
@@ -31,30 +36,95 @@ def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
     return q, k, v
 
 
-def attention_formula(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions) -> Tensor:
-    """Return y [B, S, heads D]. All scores exist at once, in fp32 or what is wider."""
-    heads, groups, _, scale = options
-    q, k, v = rotated_parts(qkv, cos, sin, options)
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    q, k, v = (x.to(wide).transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
-    S = qkv.shape[1]
-    later = torch.ones(S, S, dtype=torch.bool, device=qkv.device).triu(1)
-    scores = (q @ k.mT * scale).masked_fill(later, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
+def attention_formula(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: AttentionOptions,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return y [B, S, heads D]. All scores of a document exist at once, in fp32 or what is wider."""
+    return _by_document(rotated_parts(qkv, cos, sin, options, cu_seqlens), options, cu_seqlens, sinks, _scores_at_once)
 
 
-def rotated_parts(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions) -> Parts:
+def rotated_parts(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, cu_seqlens: Tensor | None = None
+) -> Parts:
     """Return q, k and v, by the formula; the tables, where there are any, turn q and k."""
     q, k, v = parts_of(qkv, options.heads, options.groups)
     if cos is None or sin is None:
         return q, k, v
+    cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
     return rope_formula(q, cos, sin, options.interleaved), rope_formula(k, cos, sin, options.interleaved), v
 
 
-def attention_by_pytorch(parts: Parts, options: AttentionOptions) -> Tensor:
-    """Return y [B, S, heads D] by `scaled_dot_product_attention`, of parts whose q and k are turned already."""
+def attention_by_pytorch(
+    parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return y [B, S, heads D] by `scaled_dot_product_attention`, of parts whose q and k are turned already.
+
+    It has no softcap and no sinks: with one of those, by the formula.
+    """
+    return _by_document(parts, options, cu_seqlens, sinks, _scores_at_once if options.softcap or sinks is not None else _by_sdpa)
+
+
+def is_plain(options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None) -> bool:
+    """Whether every query sees all keys, or all up to its own, in a softmax of nothing else."""
+    everywhere = options.left < 0 and options.right in (-1, 0)
+    return everywhere and not options.softcap and cu_seqlens is None and sinks is None
+
+
+def _by_document(
+    parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Return y [B, S, heads D]: of each document alone where the host may read the boundaries, elsewhere at once, by a mask."""
+    if cu_seqlens is not None and are_readable(cu_seqlens):
+        each = [tuple(x[:, first:end] for x in parts) for first, end in ranges_of(cu_seqlens) if end > first]
+        y = torch.cat([attend(part, options, None, sinks) for part in each] or [parts[0]], 1)
+    else:
+        y = attend(parts, options, cu_seqlens, sinks)
+    return y.flatten(2).contiguous()
+
+
+def _scores_at_once(parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> Tensor:
+    dtype, S = parts[0].dtype, parts[0].shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = (x.to(wide).transpose(1, 2) for x in parts)
+    k, v = (x.repeat_interleave(options.heads // options.groups, 1) for x in (k, v))
+    scores = q @ k.mT * options.scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if (hidden := _hidden(options, cu_seqlens, S, q.device)) is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:  # one more key, whose value is 0
+        scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    y = (scores.softmax(-1)[..., :S] @ v).transpose(1, 2).to(dtype)
+    return y if cu_seqlens is None else y.masked_fill(~are_right(cu_seqlens, S), torch.nan)
+
+
+def _by_sdpa(parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in parts)
-    grouped = options.heads != options.groups
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale, enable_gqa=grouped)
-    return y.transpose(1, 2).flatten(2).contiguous()
+    plain, mask = is_plain(options, cu_seqlens), None
+    if not plain and (hidden := _hidden(options, cu_seqlens, q.shape[2], q.device)) is not None:
+        mask = ~hidden
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask,
+        is_causal=plain and options.right == 0, scale=options.scale, enable_gqa=options.heads != options.groups,
+    ).transpose(1, 2)  # fmt: skip
+    return y if cu_seqlens is None else y.masked_fill(~are_right(cu_seqlens, y.shape[1]), torch.nan)
+
+
+def _hidden(options: AttentionOptions, cu_seqlens: Tensor | None, S: int, device: torch.device) -> Tensor | None:
+    """Return [queries, keys], true where a query does not see a key, or None where all see all."""
+    tokens = torch.arange(S, device=device)
+    ahead = tokens[None, :] - tokens[:, None]  # of the query
+    hidden = None if options.right < 0 else ahead > options.right
+    if options.left >= 0:
+        too_far = ahead < -options.left
+        hidden = too_far if hidden is None else hidden | too_far
+    if cu_seqlens is not None:
+        document = document_of(cu_seqlens, S)
+        apart = document[:, None] != document[None, :]
+        hidden = apart if hidden is None else hidden | apart
+    return hidden

@@ -1,13 +1,13 @@
-"""Causal attention's forward kernel and its launch; and cuDNN's forward, which is faster for wide heads and for many tokens.
+"""Attention's forward kernel and its launch; and cuDNN's forward, which is faster for wide heads and for many tokens.
 
-A program owns BLOCK_M queries of one head and loops over the keys up to its last query, BLOCK_N at a time, with the softmax's
-running maximum and sum. Tensors are read in place: [B, S, heads, D], each with its own strides except for the last, which is 1.
+A program owns BLOCK_M queries of one head and loops over the keys that they see, BLOCK_N at a time, with the softmax's running
+maximum and sum. Causal without a window: those up to its last query. Tensors are read in place: [B, S, heads, D], each with its
+own strides except for the last, which is 1.
 cuDNN's forward, unlike its backward, sums without atomics: on H200s it gave the same bits every time, and in any batch.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,38 +16,37 @@ from torch import Tensor
 
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
-from onepass.runtime.sizes import ceil_div, shared_memory
-
-LOG2E = math.log2(math.e)
-
-
-@device_function
-def load_tokens(head_ptr, first, TOKEN, S, D: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load [BLOCK, D] of a head from token `first` on; zeros past the sequence's end. WHOLE: the end is not within."""
-    tokens, columns = tl.arange(0, BLOCK), tl.arange(0, D)
-    at = head_ptr + tl.cast(first, tl.int64) * TOKEN + tokens[:, None] * TOKEN + columns[None, :]
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=(first + tokens < S)[:, None], other=0.0)
-
-
-@device_function
-def row_size(S):
-    """Length of lse's and delta's rows: Hopper's copy engine needs rows to begin at multiples of 16 bytes."""
-    return (S + 3) // 4 * 4
+from onepass.ops.attention.document_kernels import document_tiles
+from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.scores import (
+    EDGE,
+    INSIDE,
+    LEFT_EDGE,
+    LOG2E,
+    ScoreScales,
+    capped,
+    document_tile,
+    key_ranges,
+    load_tokens,
+    scales_of,
+    sees,
+    store_tokens,
+)
+from onepass.runtime.sizes import ceil_div, power_of_two, shared_memory
 
 
 @device_function
 def _mix(
-    m, total, y, q, k_head, v_head, first, queries, qk_scale, S, K_S, V_S,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
+    m, total, y, q, k_head, v_head, first, queries, end, qk_scale, cap_scale, K_S, V_S,
+    D: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys and values to the running maximum m (in units of log 2), sum and result."""
-    k = load_tokens(k_head, first, K_S, S, D, BLOCK_N, not DIAGONAL)
-    scores = tl.dot(q, tl.trans(k))
-    if DIAGONAL:
+    k = load_tokens(k_head, first, K_S, end, D, W, BLOCK_N, KIND != EDGE)
+    scores = capped(tl.dot(q, tl.trans(k)), cap_scale, CAPPED)
+    if KIND != INSIDE:
         keys = first + tl.arange(0, BLOCK_N)
-        scores = tl.where(queries[:, None] >= keys[None, :], scores, float("-inf"))
+        scores = tl.where(sees(queries[:, None], keys[None, :], end, LEFT, RIGHT, KIND), scores, float("-inf"))
     highest = tl.max(scores, 1) * qk_scale
     higher = tl.where(highest > m, highest, m)
     higher = tl.where(highest == highest, higher, highest)  # NaN stays
@@ -55,39 +54,63 @@ def _mix(
     p = tl.exp2(scores * qk_scale - base[:, None])
     shrink = tl.exp2(m - base)
     total = total * shrink + tl.sum(p, 1)
-    v = load_tokens(v_head, first, V_S, S, D, BLOCK_N, not DIAGONAL)
+    v = load_tokens(v_head, first, V_S, end, D, W, BLOCK_N, KIND != EDGE)
     y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])
     return higher, total, y
 
 
 @kernel
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, S, qk_scale, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H,
-    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, sinks_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale,
+    Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, for an even end
     sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     group = head // SHARING
     q_head = q_ptr + sequence * Q_B + head * Q_H
     k_head = k_ptr + sequence * K_B + group * K_H
     v_head = v_ptr + sequence * V_B + group * V_H
-    first = block * BLOCK_M
+    if tiles_ptr is None:
+        begin, end, shift = 0, S, 0
+        first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest rows first, for an even end
+    else:
+        begin, end, first, shift = document_tile(tiles_ptr, tl.program_id(1), BLOCK_M, False)
     queries = first + tl.arange(0, BLOCK_M)
-    q = load_tokens(q_head, first, Q_S, S, D, BLOCK_M, False)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    y = tl.zeros([BLOCK_M, D], tl.float32)
-    for at in tl.range(0, first, BLOCK_N, num_stages=STAGES):
-        m, total, y = _mix(m, total, y, q, k_head, v_head, at, queries, qk_scale, S, K_S, V_S, D, BLOCK_N, False)
-    for at in tl.range(first, tl.minimum(first + BLOCK_M, S), BLOCK_N, num_stages=1):
-        m, total, y = _mix(m, total, y, q, k_head, v_head, at, queries, qk_scale, S, K_S, V_S, D, BLOCK_N, True)
-    there = queries < S
-    lse_row = lse_ptr + (sequence * HEADS + head) * row_size(S)
-    # to the row's end: no memory is left uninitialised
-    tl.store(lse_row + queries, m + tl.log2(total), mask=queries < row_size(S))
-    y_row = y_ptr + ((sequence * S + first) * HEADS + head) * D + tl.arange(0, BLOCK_M)[:, None] * (HEADS * D)
-    tl.store(y_row + tl.arange(0, D)[None, :], y / total[:, None], mask=there[:, None])
+    q = load_tokens(q_head, first, Q_S, end, D, W, BLOCK_M, False)
+    if sinks_ptr is None:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    else:  # a key that all see, and whose value is 0
+        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    y = tl.zeros([BLOCK_M, W], tl.float32)
+    inside, edge, stop = key_ranges(begin, end, first, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+    if LEFT >= 0:
+        start = begin + tl.maximum(first - LEFT - begin, 0) // BLOCK_N * BLOCK_N
+        for at in tl.range(start, inside, BLOCK_N, num_stages=1):
+            m, total, y = _mix(
+                m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
+                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
+            )  # fmt: skip
+    for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
+        m, total, y = _mix(
+            m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
+            D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
+        )  # fmt: skip
+    for at in tl.range(edge, stop, BLOCK_N, num_stages=1):
+        m, total, y = _mix(
+            m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
+            D, W, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
+        )  # fmt: skip
+    y, lse = y / total[:, None], m + tl.log2(total)
+    there = queries < (ROWS if tiles_ptr is None else end)  # to the row's end: no memory is left uninitialised
+    if tiles_ptr is not None:
+        wrong = tl.load(tiles_ptr + 4 * tl.program_id(1) + 3) < 0  # the documents' boundaries
+        y, lse = tl.where(wrong, float("nan"), y), tl.where(wrong, float("nan"), lse)
+    tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
+    store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * D, y, HEADS * D, queries < end, D, W, BLOCK_M)
 
 
 class AttentionTiles(NamedTuple):
@@ -104,33 +127,56 @@ HOPPER_SMEM = 200_000  # bytes: GPUs have more shared memory than this from Hopp
 
 
 @lru_cache(64)
-def forward_tiles(D: int, smem: int) -> AttentionTiles:
-    return AttentionTiles(64, 64, 4, 3 if D <= 64 or smem > HOPPER_SMEM else 2)
+def forward_tiles(W: int, smem: int) -> AttentionTiles:
+    if W > 128:
+        return AttentionTiles(64, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 64, 8, 2)
+    return AttentionTiles(64, 64, 4, 3 if W <= 64 or smem > HOPPER_SMEM else 2)
 
 
 @lru_cache(1024)
-def _bind(strides: tuple[int, ...], heads: int, groups: int, D: int, scale: float, tiles: AttentionTiles) -> Bound:
-    sizes = heads, heads // groups, D, tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _attend_kernel.bind(scale * LOG2E, *strides, *sizes, num_warps=tiles.num_warps)
+def _bind(strides: tuple[int, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+    kind = heads, heads // groups, D, head_block(D), scales.left, scales.right, scales.capped
+    sizes = tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _attend_kernel.bind(scales.score, scales.cap, *strides, *kind, *sizes, num_warps=tiles.num_warps)
     return bound
 
 
-def lse_size(S: int) -> int:
-    return ceil_div(S, 4) * 4
+def head_block(D: int) -> int:
+    """Width of the tiles of a head: a power of two, and at least what a product takes."""
+    return max(16, power_of_two(D))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return y [B, S, H, D], contiguous, and the logarithm to base 2 of each row's sum, fp32 [B, H, `lse_size(S)`].
+def lse_size(S: int, cu_seqlens: Tensor | None = None) -> int:
+    """How many statistics a head has: multiples of 4, as Hopper's copy engine needs rows at multiples of 16 bytes.
+
+    Those of each document begin at one (`document_tile`).
+    """
+    return ceil_div(S if cu_seqlens is None else S + 4 * (cu_seqlens.shape[0] - 2), 4) * 4
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return y [B, S, H, D], contiguous, and the logarithm to base 2 of each row's sum, fp32 [B, H, `lse_size`].
 
     Backward computes the softmax again from that logarithm. q is [B, S, H, D], k and v are [B, S, G, D]; none is empty, their
-    last strides are 1, and scale is above 0.
+    last strides are 1.
     """
     B, S, H, D = q.shape
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, H, lse_size(S), dtype=torch.float32, device=q.device)
-    tiles = forward_tiles(D, shared_memory(q.device))
-    launch = _bind((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), H, k.shape[2], D, scale, tiles)
-    launch(grid_of(B * H, ceil_div(S, tiles.block_m)), q, k, v, y, lse, S)
+    shape = B, H, lse_size(S, cu_seqlens)
+    if cu_seqlens is None or sinks is None:
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    else:  # of what lies between documents, a sink has no part
+        lse = torch.full(shape, torch.inf, dtype=torch.float32, device=q.device)
+    tiles = forward_tiles(head_block(D), shared_memory(q.device))
+    launch = _bind((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), H, k.shape[2], D, scales_of(options), tiles)
+    if cu_seqlens is None:
+        blocks, places = ceil_div(S, tiles.block_m), None
+    else:
+        places = document_tiles(cu_seqlens, S, tiles.block_m, options.right >= 0)
+        blocks = places.shape[0]
+    launch(grid_of(B * H, blocks), q, k, v, y, lse, sinks, places, S, shape[-1])
     return y, lse
 
 
@@ -166,7 +212,10 @@ def has_cudnn(x: Tensor, newest: int) -> bool:
 
 
 def forward_by_cudnn(qkv: Tensor, D: int) -> bool:
-    """Whether `attend_by_cudnn` takes the parts of this projection and was measured to be faster than `attend`."""
+    """Whether `attend_by_cudnn` takes the parts of this projection and was measured to be faster than `attend`.
+
+    For plain causal attention, without documents, windows, softcaps and sinks.
+    """
     S = qkv.shape[1]
     if S % _STEP or _FORWARD_FROM.get(D, S + 1) > S or not has_cudnn(qkv, newest=9):
         return False

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
+from onepass.ops.attention.arguments import check_tables_of
+from onepass.ops.attention.documents import check_documents, tables_of_documents
 from onepass.ops.attention.rope_formula import rope_blocks, rope_formula
 from onepass.ops.attention.rope_kernels import check_tables, rope_variant, rotate
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -28,9 +30,20 @@ WIDEST = 4096  # of heads
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def rope_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return q and k turned, by the formula, for every type: fp64 inputs make it the oracle. Other types compute in fp32."""
+    cos, sin = _tables(q, cos, sin, cu_seqlens)
     return rope_formula(q, cos, sin, interleaved), rope_formula(k, cos, sin, interleaved)
+
+
+def _tables(q: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the tables with a row for each token, `[T, R/2]`, where they have one for each position within a document."""
+    if cu_seqlens is None or cos.dim() > 2:
+        return cos, sin
+    cos, sin = tables_of_documents(cos, sin, cu_seqlens, q.shape[-3])
+    return cos[0], sin[0]
 
 
 # ---- by the kernel, a registered op: opaque to the compiler, visible to checkpointing; or by PyTorch, in blocks ----
@@ -97,7 +110,7 @@ _apply = fast_apply(_RopeFunction)
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> None:
     check_floating("q", q)  # no loop: the checks are most of a call's time
     check_floating("k", k)
     check_floating("cos", cos)
@@ -109,7 +122,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if k_shape != q_shape and (k.dim() != q.dim() or k_shape[:-2] != tokens or k_shape[-1] != D):
         raise ValueError(f"k must have q's shape {tuple(q_shape)} but for the heads, its last but one, but has {tuple(k_shape)}")
     check_device("k", k, q, "q")
-    check_tables(cos, sin, q, tokens, D, "q")
+    if cu_seqlens is None:
+        check_tables(cos, sin, q, tokens, D, "q")
+    else:
+        check_documents(cu_seqlens, q, tuple(tokens), "q")
+        check_tables_of(cos, sin, cu_seqlens, q, tuple(tokens), D, "q")
 
 
 def _unsupported(q: Tensor, k: Tensor) -> str | None:
@@ -135,7 +152,14 @@ def _variant(call: Call) -> str:
 
 
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str | None = None
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotary positions on q and k in one kernel forward and one backward.
 
@@ -146,16 +170,22 @@ def rope(
             broadcast: ``[S, R/2]`` for all sequences alike, ``[B, S, R/2]`` where each has its own positions. They get no
             gradient. Elements past the first R of a head are copied.
         interleaved: the pairs are neighbours, ``(2i, 2i + 1)``; otherwise they are ``(i, i + R/2)``.
+        cu_seqlens: int32 ``[documents + 1]``, on q's device: the boundaries, from 0 to S, of documents that follow each other in
+            a q of ``[1, S, Hq, D]`` or ``[S, Hq, D]``. Tables of ``[longest, R/2]`` are then looked up by position within the
+            document; those of more dimensions are taken as they are.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         q and k turned, of their own shapes and types, contiguous. Arithmetic is in fp32 and rounded once. For an attention that
         takes ``[B, H, S, D]``, `transpose(1, 2)` is a view.
     """
-    _check(q, k, cos, sin)
+    _check(q, k, cos, sin, cu_seqlens)
     chosen = choose("rope", backend, _unsupported(q, k))
     if chosen not in NATIVE:
-        return run_other("rope", chosen, q, k, cos, sin, interleaved=interleaved)  # type: ignore[no-any-return]
+        return run_other(  # type: ignore[no-any-return]
+            "rope", chosen, q, k, cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens
+        )
+    cos, sin = _tables(q, cos, sin, cu_seqlens)
     interleaved, use_triton = bool(interleaved), chosen == "triton" and bool(q.numel() or k.numel())
     # not whether an op is called: a compiler, a mode that watches or a transform sees the formula whole, and chooses what to save
     if not use_triton and (needs_dispatcher(q, k, cos, sin) or under_functorch()):
@@ -167,7 +197,7 @@ def rope(
 
 define_op(
     rope,
-    check=lambda call: _check(call.q, call.k, call.cos, call.sin),
+    check=lambda call: _check(call.q, call.k, call.cos, call.sin, call.cu_seqlens),
     unsupported=lambda call: _unsupported(call.q, call.k),
     variant=_variant,
 )

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.ops.attention import hopper
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
+from onepass.ops.attention.backward import BackwardCall
+from onepass.ops.attention.formula import AttentionOptions, parts_of
+from onepass.ops.attention.forward import AttentionTiles, lse_size
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -19,11 +23,27 @@ from onepass.runtime.samples import (
     random_tensors,
 )
 
+
+def _documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return qkv of three documents, one of them empty; sinks; and boundaries."""
+    qkv, sinks = random_tensors(((1, 37, (4 + 2 * 2) * 16), (4,)), device, dtype)
+    return qkv, sinks, torch.tensor((0, 20, 20, 37), dtype=torch.int32, device=device)
+
+
 SAMPLES = {
     "attention": Sample(
         partial(random_tensors, ((3, 37, (4 + 2 * 2) * 16),)),
         attention_reference,
         {"heads": 4, "groups": 2},
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
+    "attention: documents": Sample(
+        _documents,
+        attention_reference,
+        {"heads": 4, "groups": 2, "window": 9, "softcap": 3.0},
+        keywords=("sinks", "cu_seqlens"),
+        frozen=1,
         dtype=torch.bfloat16,
         roundings=2.0,
     ),
@@ -56,10 +76,17 @@ def _random_attention(draw: Draw) -> RandomCall:
         tables = (*((batch,) if draw.flag(0.3) else ()), tokens, draw.choose((D // 2, 1)))
         tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
     options: dict[str, Any] = {"heads": heads, "groups": groups, "interleaved": draw.flag(), "scale": draw.choose((None, 0.5))}
+    options |= {"causal": draw.flag(0.8), "softcap": draw.choose((None, 3.0), (3, 1))}
+    sides = (None, 2, 5, 40) if options["causal"] else (None, (1, 3), (20, None))
+    options["window"] = draw.choose(sides, (3, *(1 for _ in sides[1:])))
+    if draw.flag(0.2):
+        tensors["sinks"] = RandomTensor((heads,), draw.choose((FP32, dtype)), "tame")
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
-    # an infinity or NaN may turn any row of its sequence into NaN
-    return RandomCall(tensors, {**options, "overwrite": bool(written)}, formula, True, written, finite=True)
+    # an infinity or NaN may turn any row of its sequence into NaN; the scores' gradient of a query that sees one key is rounding
+    return RandomCall(
+        tensors, {**options, "overwrite": bool(written)}, formula, True, written, finite=True, floors=lambda _: {"dqkv": 2e-5}
+    )
 
 
 def _random_rope(draw: Draw) -> RandomCall:
@@ -80,6 +107,8 @@ RANDOM_CALLS = {"attention": _random_attention, "rope": _random_rope}
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _attention_calls()
+    if hopper.HAS_GLUON:
+        yield from _hopper_calls()
     yield from _rope_calls()
 
 
@@ -115,20 +144,65 @@ def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bflo
 
 
 def _attention_calls() -> Iterator[CoveringCall]:
-    """All sizes of heads, alone and grouped; the other type, and what is not turned or a part of something, at one of them."""
+    """All sizes of heads, alone and grouped; the other type, what is not turned or a part of something, and each option."""
     for D in SIZES:
         yield _attention_call(8, 8, D)
         yield _attention_call(32, 8, D)
     yield _attention_call(32, 8, 64, torch.float16)
     for option in ("not turned", "odd strides"):
         yield _attention_call(32, 8, 64, option=option)
+    for D in (64, 128):
+        yield _attention_call(32, 8, D, option="documents")
+        yield _attention_call(32, 8, D, option="documents window", window=128)
+        yield _attention_call(32, 8, D, option="window", window=128)
+    yield _attention_call(64, 8, 64, option="documents sinks window", window=128)
+    yield _attention_call(12, 12, 64, option="documents full", causal=False)
+    yield _attention_call(12, 12, 64, option="full", causal=False)
+    yield _attention_call(12, 12, 64, option="full window", causal=False, window=(64, 64))
+    for D in (128, 256):
+        yield _attention_call(8, 4, D, option="softcap", softcap=50.0)
+        yield _attention_call(8, 4, D, option="softcap window", softcap=50.0, window=128)
+    yield _attention_call(8, 4, 256, option="documents")
 
 
-def _attention_call(heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+def _attention_call(
+    heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "", **options: Any
+) -> CoveringCall:
     def run() -> Tensor:
-        columns = (heads + 2 * groups) * D
-        qkv = meta(4, 512, columns + 1, dtype=dtype)[..., 1:] if option else meta(4, 512, columns, dtype=dtype)
+        columns, B = (heads + 2 * groups) * D, 1 if "documents" in option else 4
+        odd = option == "odd strides"
+        qkv = meta(B, 512, columns + 1, dtype=dtype)[..., 1:] if odd else meta(B, 512, columns, dtype=dtype)
         cos = None if option == "not turned" else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
-        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton")
+        given = dict(options)
+        if "documents" in option:
+            given["cu_seqlens"] = meta(9, dtype=torch.int32, requires_grad=False)
+        if "sinks" in option:
+            given["sinks"] = meta(heads, dtype=torch.float32)
+        return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton", **given)
 
     return CoveringCall(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)
+
+
+def _hopper_calls() -> Iterator[CoveringCall]:
+    """Hopper's backward with the tiles that its table has, or may have."""
+    for heads, groups, option in ((32, 32, ""), (32, 8, "documents")):
+        yield _hopper_call(heads, groups, option)
+
+
+def _hopper_call(heads: int, groups: int, option: str) -> CoveringCall:
+    D, dtype = 128, torch.bfloat16
+
+    def run() -> Tensor:
+        qkv, dqkv = (meta(1, 512, (heads + 2 * groups) * D, dtype=dtype, requires_grad=False) for _ in range(2))
+        y, dy = (meta(1, 512, heads, D, dtype=dtype, requires_grad=False) for _ in range(2))
+        documents = meta(9, dtype=torch.int32, requires_grad=False) if option else None
+        lse = meta(1, heads, lse_size(512, documents), dtype=torch.float32, requires_grad=False)
+        options = AttentionOptions(heads, groups, False, D**-0.5)
+        call = BackwardCall(dy, *parts_of(qkv, heads, groups), y, lse, options, documents)
+        dq, dk, dv = parts_of(dqkv, heads, groups)
+        hopper.write_dq(call, dq, AttentionTiles(128, 128, 8, 2))
+        hopper.write_dk_dv(call, dk, dv, AttentionTiles(64, 128, 8, 3))
+        return meta(1, dtype=dtype) * 1
+
+    label = " ".join(filter(None, (f"attention backward {heads}/{groups}x{D}", option)))
+    return CoveringCall(label, dtype, run, least_arch=90, last_arch=90)

@@ -1,0 +1,133 @@
+"""attention's arguments: what they must be, and the options that are made of them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from onepass.ops.attention.documents import check_documents, check_longest
+from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.rope_kernels import check_tables
+from onepass.runtime.checks import check_device, check_floating, check_number
+
+Window = int | tuple[int | None, int | None] | None
+
+
+def head_size(qkv: Tensor, heads: int, groups: int | None) -> int:
+    return qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+
+
+def make_options(
+    qkv: Tensor,
+    heads: int,
+    groups: int | None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    causal: bool = True,
+    window: Window = None,
+    softcap: float | None = None,
+) -> AttentionOptions:
+    """Return the options. A window as long as the tokens is none."""
+    if scale is None:
+        scale = head_size(qkv, heads, groups) ** -0.5
+    if isinstance(window, int):
+        left, right = window - 1, 0
+    else:
+        left, right = ((-1 if side is None else side) for side in window or (None, 0 if causal else None))
+    last = qkv.shape[1] - 1
+    left, right = -1 if 0 <= left >= last else left, -1 if 0 < right >= last else right
+    return AttentionOptions(
+        heads, heads if groups is None else groups, bool(interleaved), float(scale), left, right, float(softcap or 0.0)
+    )
+
+
+def check_arguments(
+    qkv: Tensor,
+    heads: int,
+    groups: int | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    window: Window,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raise where an argument of attention is wrong."""
+    check_floating("qkv", qkv)
+    for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
+        _check_whole(name, count, 1)
+    groups = heads if groups is None else groups
+    if heads % groups:
+        raise ValueError(f"heads must be a multiple of groups, {groups}, but is {heads}")
+    every = heads + 2 * groups
+    if qkv.dim() != 3 or qkv.shape[-1] % every or not qkv.shape[-1]:
+        raise ValueError(
+            f"qkv must have shape [B, S, {every} D], with {heads} heads of queries, {groups} of keys and {groups} of values, "
+            f"but has {tuple(qkv.shape)}"
+        )
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            check_number(name, number)
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, but is {number}")
+    if causal is not True or window is not None:
+        _check_window(causal, window)
+    if sinks is not None:
+        _check_sinks(sinks, heads, qkv)
+    tokens = tuple(qkv.shape[:2])
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, qkv, tokens, "qkv")
+    if (cos is None) != (sin is None):
+        name, other = ("sin", "cos") if sin is None else ("cos", "sin")
+        raise ValueError(f"{name} must be given where {other} is, but is None")
+    if cos is not None and sin is not None:
+        check_tables_of(cos, sin, cu_seqlens, qkv, tokens, qkv.shape[-1] // every, "qkv")
+
+
+def check_tables_of(
+    cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, x: Tensor, tokens: tuple[int, ...], D: int, name: str
+) -> None:
+    """Raise unless the tables fit x, called `name`; by position within a document where `cu_seqlens` is given."""
+    check_floating("cos", cos)
+    check_floating("sin", sin)
+    if cu_seqlens is not None and cos.dim() == 2:
+        check_tables(cos, sin, x, cos.shape[:1], D, name)
+        check_longest(cu_seqlens, cos.shape[0])
+    else:
+        check_tables(cos, sin, x, tokens, D, name)
+
+
+def _check_whole(name: str, count: object, least: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{name} must be a whole number, but is {count!r}, a {type(count).__name__}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, but is {count}")
+
+
+def _check_window(causal: object, window: object) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, but is {causal!r}, a {type(causal).__name__}")
+    if window is None:
+        return
+    if causal:
+        if isinstance(window, (tuple, list)):
+            what = "a whole number where attention is causal, the keys that a query sees"
+            raise TypeError(f"window must be {what}, but is {window!r}")
+        _check_whole("window", window, 1)
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        what = "a pair where attention is not causal, the keys before and after its own that a query sees (None for all)"
+        raise TypeError(f"window must be {what}, but is {window!r}")
+    for at, side in enumerate(window):
+        if side is not None:
+            _check_whole(f"window[{at}]", side, 0)
+
+
+def _check_sinks(sinks: Tensor, heads: int, qkv: Tensor) -> None:
+    check_floating("sinks", sinks, optional=True)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks must have shape ({heads},), a logit for each head, but has {tuple(sinks.shape)}")
+    check_device("sinks", sinks, qkv, "qkv")

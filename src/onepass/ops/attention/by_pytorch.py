@@ -1,0 +1,158 @@
+"""PyTorch's attention, after our rotation of q and k, whose gradients come back in one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.attention.documents import tables_of_documents
+from onepass.ops.attention.formula import (
+    AttentionOptions,
+    Parts,
+    attention_by_pytorch,
+    attention_formula,
+    parts_of,
+    rotated_parts,
+)
+from onepass.ops.attention.layout import as_readable, mark_overwritten
+from onepass.ops.attention.rope_formula import rope_blocks
+from onepass.ops.attention.rope_kernels import rotate
+from onepass.runtime.dispatch import (
+    fast_apply,
+    has_address,
+    needs_dispatcher,
+    needs_grad,
+    not_twice_differentiable,
+    under_functorch,
+)
+from onepass.runtime.op import Registered
+
+
+def _rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, overwrite: bool = False, by_kernel: bool = True
+) -> Parts:
+    """Return q and k turned, in qkv's memory with `overwrite`, and v, a view of qkv."""
+    if qkv.stride(-1) != 1:  # neither the kernel nor `view` can write there
+        qkv, overwrite = qkv.contiguous(), True
+    q, k, v = parts_of(qkv, options.heads, options.groups)
+    into = (q, k) if overwrite else (q.new_empty(q.shape), k.new_empty(k.shape))
+    _rotate_into(into, q, k, cos, sin, options.interleaved, False, by_kernel)
+    if overwrite:
+        mark_overwritten(qkv)
+    return *into, v
+
+
+def _rotate_apart(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor | None, ...]:
+    """`_rotate` for the dispatcher, which takes no results that share memory with qkv or each other."""
+    q, k, v = parts_of(qkv, options.heads, options.groups)
+    return *rotate(cos, sin, q, k, options.interleaved, False), v.clone(memory_format=torch.contiguous_format)
+
+
+def _rotate_fake(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in parts_of(qkv, options.heads, options.groups))
+
+
+def _rotate_back(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, by_kernel: bool = True
+) -> Tensor:
+    """Return dqkv, with dq and dk turned back."""
+    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options)
+    into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
+    _rotate_into((into_q, into_k), dq, dk, cos, sin, options.interleaved, True, by_kernel)
+    into_v.copy_(dv)
+    return dqkv
+
+
+def _empty_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
+    B, S, _, D = q.shape
+    return q.new_empty(B, S, (options.heads + 2 * options.groups) * D)
+
+
+def _rotate_into(
+    into: tuple[Tensor, Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, by_kernel: bool
+) -> None:
+    if by_kernel:
+        rotate(cos, sin, q, k, interleaved, back, into)
+        return
+    for x, out in zip((q, k), into, strict=True):
+        rope_blocks(x, cos, sin, interleaved, back, out)
+
+
+rotate_op = Registered(
+    "attention_turned(Tensor qkv, Tensor cos, Tensor sin, AttentionOptions options) -> (Tensor, Tensor, Tensor)",
+    _rotate,
+    _rotate_fake,
+    AttentionOptions,
+    dispatched=_rotate_apart,
+)
+rotate_back_op = Registered(
+    "attention_turned_back(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, AttentionOptions options) -> Tensor",
+    _rotate_back,
+    _empty_qkv,
+    AttentionOptions,
+)
+
+
+class _RotatedParts(torch.autograd.Function):
+    """q and k turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, overwrite: bool, by_kernel: bool
+    ) -> Parts:
+        ctx.call = options, by_kernel
+        ctx.save_for_backward(cos, sin)
+        return _rotated(qkv, cos, sin, options, overwrite, by_kernel)
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), (options, by_kernel) = ctx.saved_tensors, ctx.call
+        if by_kernel:
+            dqkv = rotate_back_op(dq, dk, dv, cos, sin, options)
+        else:
+            dqkv = _rotate_back(dq, dk, dv, cos, sin, options, by_kernel=False)
+        return dqkv, None, None, None, None, None
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, overwrite: bool, by_kernel: bool) -> Parts:
+    if by_kernel:
+        return rotate_op(qkv, cos, sin, options, overwrite=overwrite)  # type: ignore[no-any-return]
+    return _rotate(qkv, cos, sin, options, overwrite=overwrite, by_kernel=False)
+
+
+_apply_rotation = fast_apply(_RotatedParts)
+
+
+def attend_by_pytorch(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    overwrite: bool,
+    by_kernel: bool,
+) -> Tensor:
+    """Return y by PyTorch's attention, which chooses what it saves, after our rotation; empty or transformed, by the formula.
+
+    Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
+    """
+    if under_functorch() or not qkv.numel():
+        return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks)
+    by_address = qkv.is_cuda and has_address(qkv)
+    if by_address:
+        qkv = as_readable(qkv)
+    # not whether an op is called: a compiler, or a mode that watches, sees the formula whole and chooses what to save
+    by_formula = not by_kernel and needs_dispatcher(qkv, cos, sin)
+    if cos is None or sin is None or by_formula:
+        parts = rotated_parts(qkv, cos, sin, options, cu_seqlens)
+    else:
+        cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
+        parts = (_apply_rotation if needs_grad(qkv) else _rotated)(qkv, cos, sin, options, overwrite, by_kernel)
+    y = attention_by_pytorch(parts, options, cu_seqlens, sinks)
+    if by_address and y.requires_grad:
+        y.register_hook(as_readable)
+    return y
