@@ -206,7 +206,7 @@ def _replaced(
     rows += told
     if norms and (mlps or attentions):
         rows += replace_layers(model, patches, norms, attentions, mlps)
-        replace_masks(model, patches)
+    rows += replace_masks(model, patches) if attentions and qkv else []
     rows += replace_loss(model, patches) if loss else []
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]
