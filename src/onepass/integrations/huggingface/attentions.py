@@ -1,8 +1,8 @@
 """Attention: its projections as one product, rotation in one launch, and causal attention by `onepass.attention`.
 
-Where that is all that a module does, it is one call, with the documents, the window and the softcap of the call. For other modules
-their own code still runs: norms of q and k, caches, masks. It runs with another `apply_rotary_pos_emb` and other attention
-interfaces in its globals, and its linear layers return their parts of the one product.
+Where that is all that a module does, it is one call, with its documents, window and softcap. For other modules their own code
+still runs: norms of q and k, caches, masks. It runs with another `apply_rotary_pos_emb` and other attention interfaces in its
+globals, and its linear layers return their parts of the one product.
 """
 
 from __future__ import annotations
@@ -65,10 +65,13 @@ from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 _TOKENS, _HIDDEN = 5, 6
 _HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
-    ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
-)
+    (
+        "position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels",
+        "output_router_logits",
+    )
+)  # fmt: skip
 LENGTHS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # a marker has them
-_SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # no effect if False
+_SWITCHES = frozenset(("output_attentions", "output_hidden_states"))  # no effect if False
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,8 @@ def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
 
 
 def _original(module: nn.Module, rotation: Rotation | None, interface: InterfaceCall | None) -> Callable[..., Any]:
-    forward, others = type(module).forward, {}
+    forward = type(module).forward
+    others: dict[str, Any] = {}
     if rotation is not None:
         others[ROTATION] = rotation.function
     if interface is not None:
@@ -254,12 +258,14 @@ def _interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
     stock = globals_with(INTERFACES, forward).get(INTERFACES)
     if stock is None or not getattr(module, "is_causal", True):
         return None
-    layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1], seed=i)) for i, name in enumerate(linears)}
+    sizes = {name: sizes_of(module.get_submodule(name))[1] for name in linears}
+    layers = {name: Function(partial(_random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
     hidden, by = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
     for width in _widths(module):
 
         def run(interfaces: Any, width: int = width) -> object:
-            return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=with_globals(forward, {INTERFACES: interfaces}))
+            code = with_globals(forward, {INTERFACES: interfaces})
+            return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=code)
 
         if (found := find_interface(stock, by, run)) is not None:
             return found

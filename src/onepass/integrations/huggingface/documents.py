@@ -25,8 +25,8 @@ def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.devi
 def documents_of_rows(given: object, rows: int, tokens: int, device: torch.device, *, padding: bool) -> Tensor | None:
     """Return int32 boundaries over all rows, one after the other, or None where each row is one document.
 
-    A GPU's host reads one pair of numbers: how many documents there are, and whether a mask has holes. Transformers reads one, too.
-    Tokens that a mask hides are documents of their own, so that nobody sees them.
+    A GPU's host waits once to read two numbers: how many documents there are, and whether a mask has holes. Transformers waits
+    too, to see whether there is anything to mask. Tokens that a mask hides are documents of their own, which no other token sees.
     """
     name = "attention_mask" if padding else "position_ids"
     if not isinstance(given, Tensor) or given.dim() != 2 or given.shape not in ((rows, tokens), (1, tokens)) or not tokens:

@@ -1,8 +1,8 @@
-"""The interface by which a module's code calls attention, replaced by `onepass.attention` where the stack has said what is seen.
+"""The interface by which a module's code calls attention: `onepass.attention` where a marker says what tokens see.
 
-The stack of layers says so by a marker in place of a mask (masks.py): `NOTHING`, or the documents' boundaries. A call with a mask,
-or with none, goes to the implementation that the model is configured for. Copying q, k and v into one tensor costs a read and a
-write of each; no scores or masks of [tokens, tokens] are kept.
+The stack of layers passes the marker in place of a mask (masks.py): `NOTHING`, or the documents' boundaries. A call with a mask,
+or with none, goes to the implementation that the model is configured for. q, k and v are copied into one tensor: a read and a
+write of each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
-NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # the marker of a batch of whole rows; no real mask has this shape
+NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # the marker of whole rows; no real mask has this shape
 _KNOWN = frozenset(("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal"))  # arguments of an interface
 
 
@@ -142,6 +142,8 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
         return None
     default, module, q, k, v, options = recorder.calls[0]
     if any(value is not None and value is not False for name, value in options.items() if name not in _KNOWN):
+        return None
+    if options.get("is_causal") is False:
         return None
     if q.dim() != 4 or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
         return None

@@ -220,7 +220,7 @@ def _arrives(module: nn.Module, attention: str, **given: object) -> bool:
     return any(options.get(name) is value for options in _calls(module, attention, **given))
 
 
-def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str, Any]]:
+def _calls(module: nn.Module, attention: str, **given: Any) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of the attention."""
     functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
     made = _standing(module, functions, attention)

@@ -1,9 +1,9 @@
 """Tells attentions what a batch lets them see, in place of a mask of [tokens, tokens].
 
-Transformers makes masks of all scores for windows, packed sequences and padding, and at every step waits for the GPU to see whether
-there are any. So this module passes the stack of layers a marker: nothing is masked, or the boundaries of documents. The model's
-code passes it on as any prepared mask, and onepass's attentions read it. `apply` verifies on small batches that the code does so,
-and what each layer's own masks hide. In any other call masks are transformers' own, and the report says in which there were some.
+Transformers makes masks of all scores for windows, packed sequences and padding, and waits for the GPU at every step to see
+whether there are any. So this module passes the stack of layers a marker: nothing is masked, or the boundaries of documents. The
+model's code passes it on as any prepared mask, and onepass's attentions read it. `apply` verifies on small batches that the code
+does so, and what each layer's own masks hide. In all other calls masks are transformers' own, and the report names those calls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from onepass.integrations.huggingface.layers import LayerMatch, adds_tensors, ar
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward, shallow
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
-from onepass.ops.attention.attention import LONGEST, SIZES
+from onepass.ops.attention.attention import LONGEST
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.runtime.backend import choose
 
-_INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # these mask nothing
+_INPUTS = frozenset(  # these mask nothing
+    ("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels", "output_router_logits")
+)
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _HIDING = LENGTHS | {_MASK, _POSITIONS}
 
@@ -60,6 +62,7 @@ class Stack:
     place: str  # of the list of layers
     paths: list[MaskPath]
     by: str  # the attention implementation at `apply`
+    names: list[str]  # of its forward's arguments
     packs: bool = False  # positions that begin again part documents
     pads: bool = False  # a mask of [rows, tokens] hides tokens
     snapshot: Snapshot = UNREAD
@@ -74,9 +77,9 @@ class Stack:
 
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
-        given = {**dict(zip(parameters_of(stack), args, strict=False)), **options}
+        given = {**dict(zip(self.names, args, strict=False)), **options}
         try:
-            if not self._intact(stack) or _MASK in [*parameters_of(stack)][: len(args)]:
+            if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None
             return self._marker(stack, given)
         except Refused as reason:
@@ -97,7 +100,7 @@ class Stack:
         cache = given.get("use_cache")
         if stack.config.use_cache if cache is None and hasattr(stack.config, "use_cache") else cache:
             raise Refused("a cache")
-        given = {name: value for name, value in given.items() if value is not None and value is not False}
+        given = {name: value for name, value in given.items() if value is not None and (value is not False or name == "is_causal")}
         for name in given:
             if name not in _INPUTS and name not in _HIDING:
                 raise Refused(name)
@@ -137,12 +140,11 @@ class Stack:
     def _check_kernels(self, tokens: int, documents: Tensor | None) -> None:
         """Refuse what no kernel takes: PyTorch's way would be a mask of all tokens of the batch."""
         for path in self.paths:
-            module: Any = path.attention.module
-            weight = next(each for each in module.parameters() if each.dim() == 2)
-            size = path.attention.head_size
-            why = attention_unsupported(weight.new_empty(1, 0, 3 * size), 1, 1, documents)
-            if why is not None or size not in SIZES or tokens > LONGEST:
-                raise Refused(f"documents or windows that onepass's kernels don't take: {why or f'{tokens} tokens'}")
+            weight, size = next(path.attention.module.parameters()), path.attention.head_size
+            qkv = torch.empty(1, 0, 3 * size, dtype=weight.dtype, device=weight.device)
+            why = f"{tokens} tokens" if tokens > LONGEST else attention_unsupported(qkv, 1, 1, documents)
+            if why is not None:
+                raise Refused(f"documents or windows that no kernel takes ({why})")
             if choose("attention", None, None) != "triton":
                 raise Refused("documents or windows, by another backend than triton")
 
@@ -154,7 +156,7 @@ def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
         place = next((name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)), None)
         if stack is model or place is None or own_forward(stack):
             continue
-        paths = [find_mask_path(layer) for layer in stack._modules[place]]  # type: ignore[union-attr]
+        paths = [find_mask_path(layer) for layer in stack._modules[place]]
         there = [path for path in paths if path is not None]
         if not there or len(there) < len(paths):
             continue
@@ -210,7 +212,7 @@ def _found(stack: Any, place: str, paths: list[MaskPath]) -> tuple[Stack | None,
         return None, "its layers call attention in a way that onepass doesn't know"
     for path, window in zip(paths, windows, strict=True):
         path.attention.window = window
-    found = Stack(stack, place, paths, by)
+    found = Stack(stack, place, paths, by, list(parameters_of(stack)))
     if not plain_only:
         found.packs, found.pads = (_reads(stack, name, value, hidden) for name, value in _BATCHES.items())
     return found, None
@@ -258,7 +260,8 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
         if getattr(config, name, None) is not None:
             setattr(config, name, _WINDOW)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
-    probe_forward(probe(stack, children, config=config), input_ids=ids, use_cache=False, **{_MASK: mask, **given})
+    options: dict[str, Any] = {"input_ids": ids, "use_cache": False, _MASK: mask, **given}
+    probe_forward(probe(stack, children, config=config), **options)
     calls = [{**{str(i): value for i, value in enumerate(args)}, **options} for each in layers for args, options in each.calls]
     masks = [call.pop(_MASK, None) for call in calls]
     return _Run(masks, calls, [list(call) for each in others for call in each.calls])

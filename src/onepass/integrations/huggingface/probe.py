@@ -55,7 +55,7 @@ def isolated_rng() -> Iterator[None]:
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=FP64, device="cpu", generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=FP64, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 def close(found: Any, expected: Tensor, tolerance: float = 1e-9) -> bool:
