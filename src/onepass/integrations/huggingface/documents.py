@@ -16,7 +16,7 @@ class Refused(Exception):
 def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.device, rows: int) -> Tensor:
     """Return the boundaries that a collator has counted."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or rows != 1:
-        raise Refused("cu_seq_lens_q that are no int32 boundaries of one row")
+        raise Refused("cu_seq_lens_q that is no int32 tensor of one row's boundaries")
     if not isinstance(of_keys, Tensor | None) or (of_keys is not None and of_keys.shape != cu_seqlens.shape):
         raise Refused("cu_seq_lens_k of other documents")
     return cu_seqlens.to(device, non_blocking=True)
@@ -30,15 +30,15 @@ def documents_of_rows(given: object, rows: int, tokens: int, device: torch.devic
     """
     name = "attention_mask" if padding else "position_ids"
     if not isinstance(given, Tensor) or given.dim() != 2 or given.shape not in ((rows, tokens), (1, tokens)) or not tokens:
-        raise Refused(f"{name} that are not of [rows, tokens]")
+        raise Refused(f"{name} of another shape than [rows, tokens]")
     if not can_count(given):
-        raise Refused(f"{name} whose documents can't be counted, as in a compiled graph")
+        raise Refused(f"{name} in a captured graph")
     given = given.to(device, non_blocking=True)
     starts = starts_of(given, padding).expand(rows, tokens)
     holes = has_holes(given) if padding else starts.new_zeros(())
     count, wrong = torch.stack([starts.sum(), holes.long()]).tolist()
     if wrong:
-        raise Refused("an attention_mask with holes")
+        raise Refused("attention_mask with holes")
     if count == rows:
         return None
     numbers = torch.arange(1, count + 2, device=device)

@@ -96,13 +96,13 @@ class Stack:
             return False
         return all(module is path.module and path.intact() for module, path in zip(there, self.paths, strict=True))
 
-    def _marker(self, stack: Any, given: dict[str, Any]) -> Tensor | None:
-        cache = given.get("use_cache")
-        if stack.config.use_cache if cache is None and hasattr(stack.config, "use_cache") else cache:
+    def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
+        cache = everything.get("use_cache")
+        if getattr(stack.config, "use_cache", False) if cache is None else cache:
             raise Refused("a cache")
-        given = {name: value for name, value in given.items() if value is not None and (value is not False or name == "is_causal")}
-        for name in given:
-            if name not in _INPUTS and name not in _HIDING:
+        given = {name: value for name, value in everything.items() if value is not None and value is not False}
+        for name in everything:
+            if name not in _INPUTS and name not in _HIDING and (name in given or name == "is_causal"):
                 raise Refused(name)
         if self.by != "sdpa" and getattr(stack.config, "output_attentions", False):
             raise Refused("output_attentions")
@@ -126,7 +126,7 @@ class Stack:
         if name not in given:
             return None
         if not (self.pads if name is _MASK else self.packs):
-            raise Refused(f"{name}, which its own masks don't read as others' do")
+            raise Refused(f"{name}, by which its own masks part nothing")
         return documents_of_rows(given[name], rows, tokens, x.device, padding=name is _MASK)
 
     def _hides_more(self, tokens: int) -> bool:
@@ -154,14 +154,11 @@ def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     for name, stack in model.named_modules():
         place = next((name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)), None)
-        if stack is model or place is None or own_forward(stack):
-            continue
-        paths = [find_mask_path(layer) for layer in stack._modules[place]]
-        there = [path for path in paths if path is not None]
-        if not there or len(there) < len(paths):
+        layers = [] if place is None else [*stack._modules[place]]
+        if place is None or not any(_attentions_in(layer) for layer in layers):
             continue
         with reads_of(stack) as reads:
-            found, why = _found(stack, place, there)
+            found, why = _found(stack, place, layers) if stack is not model else (None, "other code reads the model's forward")
         if found is not None:
             found.snapshot = reads.snapshot()
             patches.set_forward(stack, _forward, found)
@@ -170,12 +167,17 @@ def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     return rows
 
 
+def _attentions_in(layer: nn.Module) -> list[tuple[str, AttentionMatch]]:
+    """Return the layer's own attentions that onepass knows, by name."""
+    known = [(name, vars(child).get("_onepass")) for name, child in layer._modules.items() if child is not None]
+    return [(name, match) for name, match in known if isinstance(match, AttentionMatch)]
+
+
 def find_mask_path(layer: nn.Module) -> MaskPath | None:
     """Return how this layer's mask comes to its attention, or None where it doesn't come as it is."""
     own = vars(layer).get("_onepass")
     match = own if isinstance(own, LayerMatch) else None
-    known = {name: vars(child).get("_onepass") for name, child in layer._modules.items() if child is not None}
-    found = [(name, each) for name, each in known.items() if isinstance(each, AttentionMatch)]
+    found = _attentions_in(layer)
     if len(found) != 1 or (match is None and own_forward(layer)) or not getattr(found[0][1].module, "is_causal", False):
         return None
     name, attention = found[0]
@@ -188,8 +190,13 @@ def find_mask_path(layer: nn.Module) -> MaskPath | None:
     return MaskPath(layer, name, attention, match, reads.snapshot())
 
 
-def _found(stack: Any, place: str, paths: list[MaskPath]) -> tuple[Stack | None, str | None]:
+def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | None, str | None]:
     """Return what the stack's own masks hide, as its code makes them for small batches; or None, and why."""
+    if own_forward(stack):
+        return None, "it has a forward of its own already"
+    paths = [path for path in map(find_mask_path, layers) if path is not None]
+    if len(paths) < len(layers):
+        return None, "not all of its layers pass a mask on to an attention that is causal"
     by = stack.config._attn_implementation
     if by != ("eager" if getattr(stack, "_supports_sdpa", True) is False else "sdpa"):
         return None, f"its attention is {by}"
