@@ -357,6 +357,7 @@ def test_checkpointed(family, reentrant, markers):
 @pytest.mark.parametrize("family", ("Mistral", "Gemma3Text"))
 def test_compiled(family):
     """Lengths are read in the graph. Positions and masks can't be counted there: transformers makes masks."""
+    torch._dynamo.reset()
     model, before, _ = both(family, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_alike(step(compiled, **packed("cu_seq_lens_q")), step(before, **packed()))
