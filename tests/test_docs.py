@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,14 @@ def _as_before():
     for table, was in zip(tables, before, strict=True):
         table.clear()
         table.update(was)
+    if "accelerate" in sys.modules:  # a Trainer's state is one for the process
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_runs(page, tmp_path):
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "page.py"  # a file: Triton reads the source of its functions
     script.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)))
     runpy.run_path(str(script))

@@ -102,3 +102,43 @@ def test_less_memory():
         peaks.append(torch.cuda.max_memory_allocated() - before)
         each.zero_grad()
     assert peaks[0] < 0.6 * peaks[1]
+
+
+def documents_given(kind):
+    """Two rows of 48 tokens: documents of 7 to 29, by positions or by boundaries of one row; or padding on the left."""
+    given = batch(tokens=48)
+    if kind == "padded":
+        mask = torch.ones(2, 48, dtype=torch.int64)
+        mask[0, :17] = 0
+        labels = torch.where(mask.cumsum(1) > 1, given["input_ids"], -100)  # a padded token predicts the first
+        return {name: value.cuda() for name, value in (given | {"labels": labels, "attention_mask": mask}).items()}
+    lengths = (7, 29, 12)
+    given["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].expand(2, -1)
+    if kind == "lengths":
+        given = {name: value[:1] for name, value in given.items()}
+        given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 7, 36, 48], dtype=torch.int32)
+    return {name: value.cuda() for name, value in given.items()} | {"use_cache": False}
+
+
+@pytest.mark.parametrize("kind", ("positions", "lengths", "padded"))
+@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"))
+def test_documents_as_near_as_eager(family, kind):
+    """transformers makes masks of them; it goes by positions where there are lengths, too."""
+    model, plain, exact, _ = on_gpu(family, **LARGER)
+    given = documents_given(kind)
+    found, eager, expected = (step(each, **given) for each in (model, plain, exact))
+    assert error(found, expected) < 1.25 * error(eager, expected)
+    stack = model.model._onepass
+    assert not stack.refused
+
+
+def test_nobody_waits_where_boundaries_are_given():
+    model, _, _, _ = on_gpu("Mistral", **LARGER)
+    given = {name: value for name, value in documents_given("lengths").items() if name != "labels"}
+    model.model(**given).last_hidden_state.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.model(**given).last_hidden_state.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not model.model._onepass.refused

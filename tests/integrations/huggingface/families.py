@@ -40,34 +40,44 @@ FAMILIES = {
     "Cohere": SMALL,
     "StableLm": SMALL,
     "Olmo2": SMALL,
+    "GptOss": MOE | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 5},
 }
 FAMILIES_BESIDE = {"Starcoder2": SMALL | {"residual_dropout": 0.0}}
+
+# stacks: what takes the place of transformers' masks
+_BOTH = "documents for packed and padded masks"
+_WINDOWS = f"{_BOTH}, windows of 5"
 
 # family -> the expected replacements: norms, MLPs, rotary embeddings, QKV products and losses. All else is reported as left.
 _LLAMA = {
     "norm": {"rms_norm", "norm_linear, with the residual's sums"}, "mlp": {"activation_linear, swiglu"}, "rope": {"rope"},
-    "qkv": {"attention"}, "loss": {"linear_cross_entropy"},
+    "qkv": {"attention", _BOTH}, "loss": {"linear_cross_entropy"},
 }  # fmt: skip
 _GEMMA = _LLAMA | {
     "norm": {"rms_norm, zero-centred", "norm_linear, with the residual's sums"}, "mlp": {"activation_linear, geglu"}
 }  # fmt: skip
 _LAYER_NORM = {"layer_norm", "norm_linear, with the residual's sums"}
 REPLACED = {
-    **dict.fromkeys(("Llama", "Qwen2", "Mistral", "Phi3"), _LLAMA),
-    "Qwen3": _LLAMA | {"qkv": {"linear"}},
+    **dict.fromkeys(("Llama", "Qwen2", "Phi3"), _LLAMA),
+    "Mistral": _LLAMA | {"qkv": {"attention", _WINDOWS}},
+    "Qwen3": _LLAMA | {"qkv": {"linear", _BOTH}},
     "Gemma": _GEMMA,
-    "Gemma2": _GEMMA | {"qkv": {"linear"}, "loss": {"linear_cross_entropy, softcap 30"}},
-    "Gemma3Text": _GEMMA | {"qkv": {"linear"}},
+    "Gemma2": _GEMMA | {"qkv": {"attention, softcap 50", _WINDOWS}, "loss": {"linear_cross_entropy, softcap 30"}},
+    "Gemma3Text": _GEMMA | {"qkv": {"linear", _WINDOWS}},
     "GPT2": {"norm": _LAYER_NORM, "mlp": {"activation_linear, gelu"}, "qkv": {"attention"}, "loss": {"linear_cross_entropy"}},
-    "GPTNeoX": _LLAMA | {"norm": _LAYER_NORM, "mlp": {"activation_linear, gelu_exact"}, "qkv": {"linear"}},
+    "GPTNeoX": _LLAMA | {"norm": _LAYER_NORM, "mlp": {"activation_linear, gelu_exact"}, "qkv": {"linear", _BOTH}},
     "OPT": {"norm": {"layer_norm"}, "qkv": {"linear"}, "loss": {"linear_cross_entropy"}},
     "Mixtral": _LLAMA | {"mlp": {"grouped products, swiglu"}},
-    "Qwen3Moe": _LLAMA | {"mlp": {"grouped products, swiglu"}, "qkv": {"linear"}},
+    "Qwen3Moe": _LLAMA | {"mlp": {"grouped products, swiglu"}, "qkv": {"linear", _BOTH}},
     "Granite": _LLAMA | {"norm": {"rms_norm"}, "loss": {"linear_cross_entropy, logit_scale 0.333333"}},
     "Cohere": _LLAMA | {"norm": {"layer_norm"}, "loss": {"linear_cross_entropy, logit_scale 0.0625"}},
     "StableLm": _LLAMA | {"norm": _LAYER_NORM},
-    "Olmo2": _LLAMA | {"norm": {"rms_norm"}, "qkv": {"linear"}},
-}
+    "Olmo2": _LLAMA | {"norm": {"rms_norm"}, "qkv": {"linear", _BOTH}},
+    "GptOss": {
+        "norm": {"rms_norm"}, "qkv": {"linear", "documents for padded masks, windows of 5, sinks"},
+        "loss": {"linear_cross_entropy"},
+    },
+}  # fmt: skip
 
 
 def made(family="Llama", **options):

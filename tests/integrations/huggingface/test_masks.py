@@ -15,8 +15,8 @@ from onepass.integrations import huggingface  # noqa: E402
 from onepass.integrations.huggingface.layers import LayerMatch  # noqa: E402
 from onepass.integrations.huggingface.masks import Stack  # noqa: E402
 
-# Those whose layers are all known, see everything before a token, and whose stack passes a prepared mask on.
-KNOWN = {"Llama", "Qwen2", "Qwen3", "Gemma", "Phi3", "GPTNeoX", "Mixtral", "Qwen3Moe", "StableLm"}
+# Those whose layers and stack pass a prepared mask on. OPT counts positions by its mask, GPT-2 passes it by place.
+KNOWN = set(FAMILIES) - {"GPT2", "OPT"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,8 @@ def masks_of(model, **given):
     def read(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention or "scaled_dot_product" in str(node.target):
-                found.append((node.kwargs.get("attn_mask") is not None, node.kwargs.get("is_causal", False)))
+                mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+                found.append((mask is not None, node.kwargs.get("is_causal", False)))
         return graph.forward
 
     torch._dynamo.reset()
@@ -101,14 +102,19 @@ def test_which_stacks_mask_no_more_than_what_follows(family):
 
 
 @pytest.mark.parametrize(
-    "options",
-    ({"is_causal": False}, {"attn_implementation": "eager"}, {"sliding_window": 5}, {"layer_types": ["sliding_attention"] * 2}),
+    ("family", "options"),
+    (
+        ("Llama", {"is_causal": False}),
+        ("Llama", {"attn_implementation": "eager"}),
+        ("Gemma3Text", {"use_bidirectional_attention": True}),
+    ),
     ids=str,
 )
-def test_not_one_that_sees_less_or_more(options):
-    family = "Qwen3" if "layer_types" in options else "Llama"
-    model, _, _ = both(family, **options)
+def test_not_one_that_sees_more_or_is_told_otherwise(family, options):
+    model, before, applied = both(family, **options)
     assert not known(model)
+    assert any(row.why and row.name == "model" for row in applied.left)
+    alike(model, before)
 
 
 def test_not_a_model_that_is_the_stack_itself():
@@ -156,8 +162,12 @@ def test_in_a_call(seen):
     assert seen(model, **given) == NOTHING
     assert seen(model, input_ids=ids, use_cache=False) == NOTHING
     assert seen(model, input_ids=ids) != NOTHING  # a cache is made
-    assert seen(model, **given, attention_mask=torch.ones_like(ids)) != NOTHING
-    assert seen(model, **given, use_cache=False, position_ids=torch.arange(12).remainder(5).expand(2, -1)) == [(2, 1, 12, 12)] * 2
+    assert seen(model, **given, attention_mask=torch.ones_like(ids)) == NOTHING
+    assert seen(model, **batch(masked=True)) == [(4, 1, 1, 1)] * 2  # boundaries of three documents
+    positions = torch.arange(12).remainder(5).expand(2, -1)
+    assert seen(model, **given, use_cache=False, position_ids=positions) == [(7, 1, 1, 1)] * 2
+    assert seen(model, **given, use_cache=False, position_ids=torch.arange(12)[None]) == NOTHING
+    assert seen(model, **given, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool)) == [(2, 1, 12, 12)] * 2
     model.set_attn_implementation("eager")
     assert seen(model, **given) == [(2, 1, 12, 12)] * 2
 

@@ -6,7 +6,7 @@ import transformers
 from integrations.huggingface.families import VOCABULARY
 
 
-def trained(model, optimizer, out, *, steps=4, resume=None, callbacks=(), **options):
+def trained(model, optimizer, out, *, steps=4, resume=None, callbacks=(), collate=None, **options):
     """Let Trainer train the model, with accumulation. Return its losses."""
     accelerate = pytest.importorskip("accelerate")
     tokens = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(3))
@@ -16,7 +16,9 @@ def trained(model, optimizer, out, *, steps=4, resume=None, callbacks=(), **opti
         learning_rate=1e-2, seed=0, **{"weight_decay": 0.1, "max_grad_norm": 0.0, "save_strategy": "no"} | options,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[*callbacks])
+    trainer = transformers.Trainer(
+        model, arguments, collate, data, optimizers=(optimizer, None), callbacks=[*callbacks]
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     try:
         trainer.train(resume_from_checkpoint=resume)

@@ -146,7 +146,8 @@ def apply(
         rope: rotation of q and k in one launch.
         loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
             `logits` are empty. Without labels, in evaluation and in generation they are unchanged.
-        qkv: queries, keys and values by one product. With `rope`, plain causal attention runs as one op.
+        qkv: queries, keys and values by one product. With `rope`, causal attention runs as one op. Packed documents, padding,
+            windows, softcaps and sinks are its options, in place of masks.
         main_grad: accumulate gradients in fp32 in the ops that compute them. `.grad` stays None; `Applied.optimizer` reads the
             fp32 gradients.
         release_main_grad: lend the gradients' memory to activations, from a step until the next gradients
@@ -207,7 +208,8 @@ def _replaced(
     rows += told
     if norms and (mlps or attentions):
         rows += replace_layers(model, patches, norms, attentions, mlps)
-        replace_masks(model, patches)
+    told = replace_masks(model, patches) if attentions else []
+    rows += told if qkv else []
     rows += replace_loss(model, patches) if loss else []
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]

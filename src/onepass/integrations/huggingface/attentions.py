@@ -1,7 +1,8 @@
-"""Attention: its projections as one product, rotation in one launch, and plain causal attention by `onepass.attention`.
+"""Attention: its projections as one product, rotation in one launch, and causal attention by `onepass.attention`.
 
-For other attention the module's own code still runs: norms of q and k, caches, masks, the configured attention implementation.
-It runs with another `apply_rotary_pos_emb` in its globals, and its linear layers return their parts of the one product.
+Where that is all that a module does, it is one call, with its documents, window and softcap. For other modules their own code
+still runs: norms of q and k, caches, masks. It runs with another `apply_rotary_pos_emb` and other attention interfaces in its
+globals, and its linear layers return their parts of the one product.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.interfaces import (
+    INTERFACES,
+    InterfaceCall,
+    Interfaces,
+    backend_of,
+    documents_of,
+    find_interface,
+    is_marker,
+    masks_nothing,
+    window_of,
+)
 from onepass.integrations.huggingface.linears import (
     LINEARS_CHANGED,
     FoldedNorm,
@@ -39,23 +51,27 @@ from onepass.integrations.huggingface.probe import (
     shallow,
     thread,
 )
-from onepass.integrations.huggingface.rotation import ROTATION, Rotation, find_rotation, tables_are_doubled, with_rotation
+from onepass.integrations.huggingface.rotation import (
+    ROTATION,
+    Rotation,
+    find_rotation,
+    globals_with,
+    tables_are_doubled,
+    with_globals,
+)
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
 from onepass.ops.attention.attention import SIZES, attention
-from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 _TOKENS, _HIDDEN = 5, 6
 _HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
-    ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels")
-)
-_SWITCHES = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # no effect if False
-NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # masks.py's marker; no real mask has this shape
-
-
-def masks_nothing(mask: Any) -> bool:
-    """Whether the mask is NOTHING, or a copy on another device."""
-    return isinstance(mask, Tensor) and mask.shape == NOTHING.shape
+    (
+        "position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels",
+        "output_router_logits",
+    )
+)  # fmt: skip
+LENGTHS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # a marker has them
+_SWITCHES = frozenset(("output_attentions", "output_hidden_states"))  # no effect if False
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,7 @@ class FusedAttention:
     groups: int
     scale: float
     rotation: Rotation | None
+    softcap: float | None
 
 
 class _AttentionCall:
@@ -86,15 +103,21 @@ class AttentionMatch:
     original: Callable[..., Any]  # its class's forward, or a copy that calls onepass's rotation
     rotation: Rotation | None
     whole: FusedAttention | None
+    interface: InterfaceCall | None
+    window: int | None = None  # which a marker has in place of a mask; masks.py sets it
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
     snapshot: Snapshot = UNREAD
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"original": None, "running": {}}  # with_rotation's function can't be pickled
+        return vars(self) | {"original": None, "running": {}}  # with_globals' function can't be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.original = _original(self.module, self.rotation)
+        self.original = _original(self.module, self.rotation, self.interface)
+
+    @property
+    def head_size(self) -> int:
+        return _head_size(self.module)
 
     def ready(self) -> bool:
         if self.projections is None or not self.projections.intact():
@@ -134,20 +157,28 @@ class AttentionMatch:
         """Whether `onepass.attention` computes exactly this call. A caller that folds a norm in has checked `ready` already."""
         if self.whole is None or args or x.dim() != 3 or (folded is None and not self.ready()):
             return False
-        if not getattr(self.module, "is_causal", True) or not all(map(_is_harmless, options, options.values())):
+        marked = is_marker(options.get("attention_mask"))
+        if not getattr(self.module, "is_causal", True) or not all(_is_harmless(*each, marked) for each in options.items()):
             return False
         if (self.whole.rotation is None) != (options.get("position_embeddings") is None):
             return False
         module: Any = self.module
         if x.is_cuda and _head_size(module) not in SIZES:  # its own code runs rope's kernel and SDPA
             return False
-        return module.config._attn_implementation == "sdpa" and not (module.training and _drops(module))
+        if not marked and (self.whole.softcap is not None or module.config._attn_implementation != "sdpa"):
+            return False
+        return not (module.training and drops(module))
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
         assert whole is not None and self.projections is not None
-        qkv = self.projections(x, folded)
+        qkv, marker = self.projections(x, folded), options.get("attention_mask")
+        B, S, C = qkv.shape
         cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
+        documents = None if marker is None else documents_of(marker)
+        if documents is not None:
+            qkv = qkv.view(1, B * S, C)
+            cos, sin = (None if table is None else table.expand(B, S, -1).reshape(1, B * S, -1) for table in (cos, sin))
         y = attention(
             qkv,
             whole.heads,
@@ -156,18 +187,23 @@ class AttentionMatch:
             sin=sin,
             interleaved=whole.rotation is not None and whole.rotation.interleaved,
             scale=whole.scale,
+            cu_seqlens=documents,
+            window=None if marker is None else window_of(self.window, S),
+            softcap=whole.softcap,
             overwrite=True,
             deterministic=False,
-            backend=None if attention_unsupported(qkv, whole.heads, whole.groups) is None else "torch",
+            backend=backend_of(qkv, whole.heads, whole.groups, documents),
         )
-        return self.module._modules[self.out](y), None  # type: ignore[misc]
+        return self.module._modules[self.out](y.view(B, S, -1)), None  # type: ignore[misc]
 
 
-def _is_harmless(name: str, value: Any) -> bool:
+def _is_harmless(name: str, value: Any, marked: bool) -> bool:
+    if marked and (name == "attention_mask" or name in LENGTHS):
+        return True
     return value is None or name in _HARMLESS or (value is False and name in _SWITCHES)
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Whether the module has dropout, as a rate or as a child."""
     rates = [getattr(module, "attention_dropout", 0.0), *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
@@ -201,13 +237,39 @@ def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
     projections, out = _roles(module, linears)
     if projections is None and rotation is None:
         return None
-    whole = None if projections is None else _as_whole(module, projections, out, rotation)
-    return AttentionMatch(module, projections, out, _original(module, rotation), rotation, whole)
+    interface = _interface_of(module, linears)
+    whole = None if projections is None else _as_whole(module, projections, out, rotation, interface)
+    return AttentionMatch(module, projections, out, _original(module, rotation, interface), rotation, whole, interface)
 
 
-def _original(module: nn.Module, rotation: Rotation | None) -> Callable[..., Any]:
+def _original(module: nn.Module, rotation: Rotation | None, interface: InterfaceCall | None) -> Callable[..., Any]:
     forward = type(module).forward
-    return forward if rotation is None else with_rotation(forward, rotation)
+    others: dict[str, Any] = {}
+    if rotation is not None:
+        others[ROTATION] = rotation.function
+    if interface is not None:
+        others[INTERFACES] = Interfaces(globals_with(INTERFACES, forward)[INTERFACES])
+    return with_globals(forward, others) if others else forward
+
+
+def _interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
+    """Return how the module's code calls attention, or None."""
+    forward = type(module).forward
+    stock = globals_with(INTERFACES, forward).get(INTERFACES)
+    if stock is None or not getattr(module, "is_causal", True):
+        return None
+    sizes = {name: sizes_of(module.get_submodule(name))[1] for name in linears}
+    layers = {name: Function(partial(_random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
+    hidden, by = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
+    for width in _widths(module):
+
+        def run(interfaces: Any, width: int = width) -> object:
+            code = with_globals(forward, {INTERFACES: interfaces})
+            return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=code)
+
+        if (found := find_interface(stock, by, run)) is not None:
+            return found
+    return None
 
 
 def _roles(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:
@@ -230,20 +292,33 @@ def _roles(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, 
     return None, linears[-1]
 
 
-def _random_like(x: Tensor, size: int) -> Tensor:
-    return randn(*x.shape[:-1], size)
+def _random_like(x: Tensor, size: int, seed: int = 1) -> Tensor:
+    return randn(*x.shape[:-1], size, seed=seed)
 
 
-def _tried(module: nn.Module, layers: dict[str, Any], hidden: Tensor, angles: Tensor, by: str, training: bool = False) -> Any:
-    """Run the module's code with these layers and this attention implementation. Norms are replaced by identities."""
+def _tried(
+    module: nn.Module,
+    layers: dict[str, Any],
+    hidden: Tensor,
+    angles: Tensor,
+    by: str,
+    training: bool = False,
+    mask: Tensor | None = None,
+    code: Callable[..., Any] | None = None,
+) -> Any:
+    """Run the module's code, or other code, with these layers and this attention implementation.
+
+    Norms are replaced by identities, and parameters of its own by random ones.
+    """
     others = {name: Function(lambda x: x) for name in _norms_in(module)}
     config = shallow(module.config, _attn_implementation=by)
-    made = probe(module, {**layers, **others}, config=config, training=training)
+    own = {name: None if p is None else randn(*p.shape, seed=5) for name, p in module._parameters.items()}
+    made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
     names = parameters_of(module)
-    options: dict[str, Any] = {"attention_mask": None} if "attention_mask" in names else {}
+    options: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in names else {}
     if "position_embeddings" in names:
         options["position_embeddings"] = angles.cos(), angles.sin()
-    found = probe_forward(made, hidden, **options)
+    found = probe_forward(made, hidden, probed_code=code, **options)
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -265,7 +340,9 @@ def _head_size(module: Any) -> int:
     return int(named or module.config.hidden_size // module.config.num_attention_heads)
 
 
-def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None) -> FusedAttention | None:
+def _as_whole(
+    module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None, interface: InterfaceCall | None
+) -> FusedAttention | None:
     """Return the arguments of `onepass.attention` if the module only does projections, rotation and causal attention.
 
     The test compares the module's code and the formula on small layers.
@@ -273,7 +350,8 @@ def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotati
     size, heads = _head_size(module), module.config.num_attention_heads
     groups = (sum(projections.sizes) // size - heads) // 2
     scale = getattr(module, "scaling", None)
-    whole = FusedAttention(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation)
+    softcap = None if interface is None else interface.softcap
+    whole = FusedAttention(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation, softcap)
     if ("position_embeddings" in parameters_of(module)) != (rotation is not None) or _norms_in(module):
         return None
     if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
@@ -287,12 +365,15 @@ def _as_whole(module: Any, projections: LinearsMatch, out: str, rotation: Rotati
     last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
     x = randn(1, _TOKENS, _HIDDEN)
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
+    by, mask = "sdpa", None
+    if softcap is not None:  # which SDPA refuses
+        by, mask = "eager", torch.full((_TOKENS, _TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
     for width in _widths(module):
         angles = randn(1, _TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
-        found = [_tried(module, {**layers, out: last}, x, doubled, "sdpa", training) for training in (False, True)]
+        found = [_tried(module, {**layers, out: last}, x, doubled, by, training, mask) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
-        call = AttentionOptions(heads, groups, rotation is not None and rotation.interleaved, whole.scale)
+        call = AttentionOptions(heads, groups, rotation is not None and rotation.interleaved, whole.scale, softcap=softcap or 0.0)
         expected = last(attention_formula(qkv, cos, sin, call)).detach()
         if all(close(each, expected, 1e-6) for each in found):
             return whole
@@ -311,7 +392,7 @@ def replace_attentions(
         with reads_of(module) as reads:
             found = find_attention(module, bool(rotates))
         if found is not None and found.rotation is not None and found.rotation not in rotates:
-            found.original, found.rotation, found.whole = type(module).forward, None, None
+            found.original, found.rotation, found.whole = _original(module, None, found.interface), None, None
         if found is not None and (found.rotation is not None or (qkv and found.projections is not None)):
             found.snapshot = reads.snapshot()
             if found.snapshot.reads_tensors:
@@ -325,7 +406,8 @@ def replace_attentions(
 
 def _replace(found: AttentionMatch, patches: Patches, qkv: bool) -> None:
     if not qkv:
-        found.projections = found.whole = None
+        found.projections = found.whole = found.interface = None
+        found.original = _original(found.module, found.rotation, None)
     elif found.projections is not None:
         found.projections.replace(patches)
         for name, layer in zip(found.projections.names, found.projections.linears, strict=True):
@@ -344,7 +426,8 @@ def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool,
             rows.append(row(why=why))
     if qkv:
         one = found is not None and found.projections is not None
-        by = None if not one else "attention" if found is not None and found.whole is not None else "linear"
+        whole = None if found is None else found.whole
+        by = "linear" if whole is None else "attention" if whole.softcap is None else f"attention, softcap {whole.softcap:g}"
         why = "what its input goes to are not just linear layers"
         rows.append(AppliedRow(name, kind, "qkv", by=by, match=found) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows
@@ -352,7 +435,7 @@ def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool,
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
     found: AttentionMatch = self._onepass
-    if masks_nothing(options.get("attention_mask")):
+    if found.interface is None and masks_nothing(options.get("attention_mask")):
         options["attention_mask"] = None
     if found.suits(hidden_states, args, options, onepass_folded):
         return found.at_once(hidden_states, options, onepass_folded)

@@ -142,13 +142,13 @@ def find_layer(
     if len(rest) != 1 or len(normed) not in (2, 4) or not isinstance(mlps.get(children[rest[0]]), MLPMatch | None):
         return None
     shape = _shape_of(module, own[0], rest[0], normed, dropouts)
-    if shape is None or _adds_tensors(module, own[0]):
+    if shape is None or adds_tensors(module, own[0]):
         return None
     first, second = norms[children[shape.before_attention]], norms[children[shape.before_mlp]]
     return LayerMatch(
         module,
         shape,
-        _arguments_of(module, own[0]),
+        arguments_of(module, own[0]),
         attentions[children[own[0]]],
         mlps.get(children[rest[0]]),
         first,
@@ -200,7 +200,7 @@ def _formula(shape: LayerNames, functions: dict[str, Any], x: Tensor) -> Tensor:
     return h + made
 
 
-def _arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
+def arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
     """Find the arguments by passing each alone, and checking whether the attention receives it."""
     parameters = parameters_of(module)
     names = tuple(name for name, each in list(parameters.items())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
@@ -209,7 +209,7 @@ def _arguments_of(module: nn.Module, attention: str) -> AttentionArguments:
     return AttentionArguments(names, passed, _arrives(module, attention, onepass_asks=object()), by_name)
 
 
-def _adds_tensors(module: nn.Module, attention: str) -> bool:
+def adds_tensors(module: nn.Module, attention: str) -> bool:
     """Whether the layer passes its attention a tensor that it was not given, such as a mask of its own."""
     given = (value for options in _calls(module, attention) for name, value in options.items() if name != "hidden_states")
     return any(isinstance(value, Tensor) for value in given)
@@ -220,7 +220,7 @@ def _arrives(module: nn.Module, attention: str, **given: object) -> bool:
     return any(options.get(name) is value for options in _calls(module, attention, **given))
 
 
-def _calls(module: nn.Module, attention: str, **given: object) -> list[dict[str, Any]]:
+def _calls(module: nn.Module, attention: str, **given: Any) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of the attention."""
     functions = {child: lambda x: x for child, there in module._modules.items() if there is not None}
     made = _standing(module, functions, attention)

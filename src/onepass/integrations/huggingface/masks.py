@@ -1,122 +1,312 @@
-"""Avoids attention masks in calls that mask nothing.
+"""Tells attentions what a batch lets them see, in place of a mask of [tokens, tokens].
 
-Eager, transformers checks whether its own positions are several packed sequences, which waits for the GPU at every step. Under a
-compiler it can't check, and passes its attentions a mask of all scores, which keeps SDPA off its fast kernels. So this module
-passes the stack a marker mask, which means that nothing is masked. The model's code passes it on as any prepared mask, and
-onepass's attentions treat it as None. `apply` verifies that the code does so, and that it has no sliding windows.
+Transformers makes masks of all scores for windows, packed sequences and padding, and waits for the GPU at every step to see
+whether there are any. So this module passes the stack of layers a marker: nothing is masked, or the boundaries of documents. The
+model's code passes it on as any prepared mask, and onepass's attentions read it. `apply` verifies on small batches that the code
+does so, and what each layer's own masks hide. In all other calls masks are transformers' own, and the report names those calls.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.attentions import NOTHING
-from onepass.integrations.huggingface.layers import LayerMatch
-from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward
+from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
+from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
+from onepass.integrations.huggingface.interfaces import NOTHING, marker_of, window_of
+from onepass.integrations.huggingface.layers import LayerMatch, adds_tensors, arguments_of
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward, shallow
+from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
+from onepass.ops.attention.attention import LONGEST
+from onepass.ops.attention.attention import unsupported as attention_unsupported
+from onepass.runtime.backend import choose
 
-_INPUTS = frozenset(("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels"))  # these mask nothing
-_MASK = "attention_mask"
+_INPUTS = frozenset(  # these mask nothing
+    ("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels", "output_router_logits")
+)
+_MASK, _POSITIONS = "attention_mask", "position_ids"
+_HIDING = LENGTHS | {_MASK, _POSITIONS}
 
 
+@dataclass(frozen=True)
+class MaskPath:
+    """A layer that passes its mask on to its attention."""
+
+    module: nn.Module
+    name: str  # of its attention
+    attention: AttentionMatch
+    layer: LayerMatch | None  # None: it runs its class's code
+    snapshot: Snapshot = UNREAD
+
+    def intact(self) -> bool:
+        module, attention = self.module, self.attention
+        if self.layer is None:
+            if is_watched(module) or not self.snapshot.unchanged(module):
+                return False
+        elif not Patches.untouched(module, self.layer):
+            return False
+        if module._modules[self.name] is not attention.module:
+            return False
+        return Patches.untouched(attention.module, attention) and attention.snapshot.unchanged(attention.module)
+
+
+@dataclass
 class Stack:
-    """A module whose layers are all recognised, and attend to all earlier tokens."""
+    """A module that passes its mask to its layers, and what its own masks hide in each."""
 
-    def __init__(self, place: str, layers: list[LayerMatch], names: list[str]) -> None:
-        self.place = place  # of the list of layers
-        self.layers = layers
-        self.names = names  # of its forward's arguments
+    module: nn.Module
+    place: str  # of the list of layers
+    paths: list[MaskPath]
+    by: str  # the attention implementation at `apply`
+    names: list[str]  # of its forward's arguments
+    packs: bool = False  # positions that begin again part documents
+    pads: bool = False  # a mask of [rows, tokens] hides tokens
+    snapshot: Snapshot = UNREAD
+    refused: dict[str, None] = field(default_factory=dict)  # what calls had that were left to transformers
 
-    def leaves_out(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether this call masks nothing, and all code from here to onepass's attentions is unchanged."""
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module)
+
+    def left(self) -> str | None:
+        """What calls had in which masks were transformers' own."""
+        return f"transformers' masks in calls with {', '.join(self.refused)}" if self.refused else None
+
+    def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+        """Return the marker for this call, or None where it is left to transformers."""
         given = {**dict(zip(self.names, args, strict=False)), **options}
-        if _MASK in self.names[: len(args)]:
-            return False
-        if given.get("use_cache") is None and getattr(stack.config, "use_cache", False):
-            return False
-        if stack.config._attn_implementation != "sdpa":
-            return False
-        if not all(value is None or value is False or name in _INPUTS for name, value in given.items()):
-            return False
+        try:
+            if not self._intact(stack) or _MASK in self.names[: len(args)]:
+                return None
+            return self._marker(stack, given)
+        except Refused as reason:
+            if not torch.compiler.is_compiling():
+                self.refused[str(reason)] = None
+            return None
+
+    def _intact(self, stack: Any) -> bool:
+        """Whether all code from here to onepass's attentions is unchanged."""
         there = stack._modules[self.place]
-        if len(there) != len(self.layers) or not _has_no_windows(stack):
+        if len(there) != len(self.paths) or not self.snapshot.unchanged(stack):
             return False
-        return all(module is layer.module and _as_it_was(layer) for module, layer in zip(there, self.layers, strict=True))
+        if stack.config._attn_implementation != self.by:
+            return False
+        return all(module is path.module and path.intact() for module, path in zip(there, self.paths, strict=True))
+
+    def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
+        cache = everything.get("use_cache")
+        if getattr(stack.config, "use_cache", False) if cache is None else cache:
+            raise Refused("a cache")
+        given = {name: value for name, value in everything.items() if value is not None and value is not False}
+        for name in everything:
+            if name not in _INPUTS and name not in _HIDING and (name in given or name == "is_causal"):
+                raise Refused(name)
+        if self.by != "sdpa" and getattr(stack.config, "output_attentions", False):
+            raise Refused("output_attentions")
+        if any(path.attention.module.training and drops(path.attention.module) for path in self.paths):
+            raise Refused("attention dropout")
+        x = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        documents = self._documents(x, given)
+        tokens = x.shape[1] if documents is None else x.shape[0] * x.shape[1]
+        if x.is_cuda and (documents is not None or self._hides_more(x.shape[1])):
+            self._check_kernels(tokens, documents)
+        return NOTHING if documents is None else marker_of(documents)
+
+    def _documents(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+        """Return the boundaries of the batch's documents, or None where each row is one."""
+        rows, tokens = x.shape[:2]
+        if "cu_seq_lens_q" in given:
+            if _MASK in given:
+                raise Refused("both cu_seq_lens_q and attention_mask")
+            return documents_of_lengths(given["cu_seq_lens_q"], given.get("cu_seq_lens_k"), x.device, rows)
+        name = _MASK if _MASK in given else _POSITIONS
+        if name not in given:
+            return None
+        if not (self.pads if name is _MASK else self.packs):
+            raise Refused(f"{name}, by which its own masks part nothing")
+        return documents_of_rows(given[name], rows, tokens, x.device, padding=name is _MASK)
+
+    def _hides_more(self, tokens: int) -> bool:
+        """Whether a layer needs onepass's attention even where rows are whole."""
+        attentions = [path.attention for path in self.paths]
+        return any(
+            window_of(each.window, tokens) is not None or (each.interface is not None and not each.interface.is_plain)
+            for each in attentions
+        )
+
+    def _check_kernels(self, tokens: int, documents: Tensor | None) -> None:
+        """Refuse what no kernel takes: PyTorch's way would be a mask of all tokens of the batch."""
+        for path in self.paths:
+            weight, size = next(path.attention.module.parameters()), path.attention.head_size
+            qkv = torch.empty(1, 0, 3 * size, dtype=weight.dtype, device=weight.device)
+            why = f"{tokens} tokens" if tokens > LONGEST else attention_unsupported(qkv, 1, 1, documents)
+            if why is not None:
+                raise Refused(f"documents or windows that no kernel takes ({why})")
+            if choose("attention", None, None) != "triton":
+                raise Refused("documents or windows, by another backend than triton")
 
 
-def _as_it_was(layer: LayerMatch) -> bool:
-    """Whether layer and attention pass the mask on to onepass's attention."""
-    attention = layer.attention
-    if layer.module._modules[layer.shape.attention] is not attention.module or not Patches.untouched(layer.module, layer):
-        return False
-    return Patches.untouched(attention.module, attention) and attention.snapshot.unchanged(attention.module)
-
-
-def replace_masks(model: nn.Module, patches: Patches) -> None:
+def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     """Replace the forwards of suitable stacks in the model. The model's own forward stays, because other code inspects it."""
-    for stack in model.modules():
+    rows = []
+    for name, stack in model.named_modules():
         place = next((name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)), None)
-        known = [vars(layer).get("_onepass") for layer in (() if place is None else stack._modules[place])]  # type: ignore[union-attr]
-        found = [layer for layer in known if isinstance(layer, LayerMatch)]
-        if stack is model or place is None or not found or own_forward(stack):
+        layers = [] if place is None else [*stack._modules[place]]
+        if place is None or not any(_attentions_in(layer) for layer in layers):
             continue
-        if all(map(_sees_what_it_is_given, found)) and _has_no_windows(stack) and _hands_on(stack, found):
-            patches.set_forward(stack, _forward, Stack(place, found, list(parameters_of(stack))))
+        with reads_of(stack) as reads:
+            found, why = _found(stack, place, layers) if stack is not model else (None, "other code reads the model's forward")
+        if found is not None:
+            found.snapshot = reads.snapshot()
+            patches.set_forward(stack, _forward, found)
+        by = None if found is None else _words(found)
+        rows.append(AppliedRow(name, type(stack).__name__, "qkv", by=by, why=why, match=found))
+    return rows
 
 
-def _sees_what_it_is_given(layer: LayerMatch) -> bool:
-    one_way = getattr(layer.attention.module, "is_causal", False)
-    return one_way and (_MASK in layer.arguments.passed or (_MASK not in layer.arguments.names and layer.arguments.others_too))
+def _attentions_in(layer: nn.Module) -> list[tuple[str, AttentionMatch]]:
+    """Return the layer's own attentions that onepass knows, by name."""
+    known = [(name, vars(child).get("_onepass")) for name, child in layer._modules.items() if child is not None]
+    return [(name, match) for name, match in known if isinstance(match, AttentionMatch)]
 
 
-def _has_no_windows(stack: Any) -> bool:
-    config = getattr(stack, "config", None)
-    if config is None or not getattr(config, "is_causal", True):
-        return False
-    if any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
-        return False
-    return not set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+def find_mask_path(layer: nn.Module) -> MaskPath | None:
+    """Return how this layer's mask comes to its attention, or None where it doesn't come as it is."""
+    own = vars(layer).get("_onepass")
+    match = own if isinstance(own, LayerMatch) else None
+    found = _attentions_in(layer)
+    if len(found) != 1 or (match is None and own_forward(layer)) or not getattr(found[0][1].module, "is_causal", False):
+        return None
+    name, attention = found[0]
+    with reads_of(layer) as reads:
+        arguments = arguments_of(layer, name)
+        if adds_tensors(layer, name):
+            return None
+    if _MASK not in arguments.passed and (_MASK in arguments.names or not arguments.others_too):
+        return None
+    return MaskPath(layer, name, attention, match, reads.snapshot())
 
 
-def _hands_on(stack: nn.Module, layers: list[LayerMatch]) -> bool:
-    """Whether the stack calls exactly these layers, and passes them its mask unchanged, None or the marker.
+def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | None, str | None]:
+    """Return what the stack's own masks hide, as its code makes them for small batches; or None, and why."""
+    if own_forward(stack):
+        return None, "it has a forward of its own already"
+    paths = [path for path in map(find_mask_path, layers) if path is not None]
+    if len(paths) < len(layers):
+        return None, "not all of its layers pass a mask on to an attention that is causal"
+    by = stack.config._attn_implementation
+    if by != ("eager" if getattr(stack, "_supports_sdpa", True) is False else "sdpa"):
+        return None, f"its attention is {by}"
+    if not getattr(stack.config, "is_causal", True):
+        return None, "its attention is not causal"
+    plain, marked = _run(stack, None), _run(stack, NOTHING)
+    if not len(plain.masks) == len(marked.masks) == len(paths) or any(mask is not NOTHING for mask in marked.masks):
+        return None, "its code doesn't pass a mask on to its layers"
+    if not plain.agrees(marked):
+        return None, "its code gives its layers something else where there is a mask"
+    causal = torch.ones(_ROWS, _TOKENS, _TOKENS, dtype=torch.bool).tril()
+    narrow = causal.triu(1 - _WINDOW)
+    kept = torch.ones(_ROWS, _TOKENS, dtype=torch.bool)
+    hidden = [narrow if _hides(mask, narrow, kept) else causal for mask in plain.masks]
+    if not all(_hides(mask, seen, kept) for mask, seen in zip(plain.masks, hidden, strict=True)):
+        return None, "its masks are none that onepass knows"
+    windows = [stack.config.sliding_window if seen is narrow else None for seen in hidden]
+    plain_only = any(path.attention.interface is None for path in paths)
+    if plain_only and (by != "sdpa" or any(windows)):
+        return None, "its layers call attention in a way that onepass doesn't know"
+    for path, window in zip(paths, windows, strict=True):
+        path.attention.window = window
+    found = Stack(stack, place, paths, by, list(parameters_of(stack)))
+    if not plain_only:
+        found.packs, found.pads = (_reads(stack, name, value, hidden) for name, value in _BATCHES.items())
+    return found, None
 
-    All other arguments must be the same with both masks.
-    """
-    without, marked = _given_to_layers(stack, None), _given_to_layers(stack, NOTHING)
-    if not len(without) == len(marked) == len(layers):
-        return False
-    for before, now in zip(without, marked, strict=True):
-        if before.pop(_MASK, None) is not None or now.pop(_MASK, None) is not NOTHING or not _same(before, now):
-            return False
-    return True
+
+_ROWS, _TOKENS, _WINDOW = 2, 6, 2  # of the small batches
+_BATCHES = {  # of several documents a row, and padded on either side
+    _POSITIONS: torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]),
+    _MASK: torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]),
+}
 
 
-def _given_to_layers(stack: Any, mask: Tensor | None) -> list[dict[str, Any]]:
-    """Return the arguments of each call of a layer, by name or position, from a run with stand-ins for all children.
+@dataclass
+class _Run:
+    """What a stack's code gave its layers and other children."""
 
-    Return an empty list if the code can't run with stand-ins.
-    """
-    hidden = torch.zeros(2, 3, 4)
+    masks: list[Any]
+    layers: list[dict[str, Any]]  # the other arguments of each layer's call, by name or position
+    others: list[Any]  # arguments of the other children's calls
+
+    def agrees(self, other: _Run) -> bool:
+        return _same(self.layers, other.layers) and _same(self.others, other.others)
+
+
+def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
+    """Run the stack's code with stand-ins for all children, eager attention's masks, and a short window."""
+    hidden = torch.zeros(_ROWS, _TOKENS, 4)
     children: dict[str, nn.Module] = {}
-    stubs: list[Function] = []
+    layers: list[Function] = []
+    others: list[Function] = []
     for name, child in stack._modules.items():
         if isinstance(child, nn.ModuleList):
-            stubs = [Function(_first) for _ in child]
-            children[name] = nn.ModuleList(stubs)
-        elif isinstance(child, nn.Embedding):  # of tokens or positions
-            children[name] = Function(lambda *_, **__: hidden)
-        elif child is not None:
-            children[name] = Function(_tables if "rotary" in name else _first)
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    probe_forward(probe(stack, children), input_ids=ids, use_cache=False, **{_MASK: mask})
-    return [{**{str(i): value for i, value in enumerate(args)}, **options} for stub in stubs for args, options in stub.calls]
+            layers = [Function(_first) for _ in child]
+            children[name] = nn.ModuleList(layers)
+            continue
+        if child is None:
+            continue
+        if isinstance(child, nn.Embedding):  # of tokens or positions
+            children[name] = made = Function(lambda *_, **__: hidden)
+        else:
+            children[name] = made = Function(_tables if "rotary" in name else _first)
+        others.append(made)
+    config = shallow(stack.config, _attn_implementation="eager")
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, _WINDOW)
+    ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
+    options: dict[str, Any] = {"input_ids": ids, "use_cache": False, _MASK: mask, **given}
+    probe_forward(probe(stack, children, config=config), **options)
+    calls = [{**{str(i): value for i, value in enumerate(args)}, **options} for each in layers for args, options in each.calls]
+    masks = [call.pop(_MASK, None) for call in calls]
+    return _Run(masks, calls, [list(call) for each in others for call in each.calls])
 
 
-def _first(x: Any, *_: Any, **__: Any) -> Any:
+def _hides(mask: Any, seen: Tensor, kept: Tensor) -> bool:
+    """Whether an eager mask lets the tokens that are kept see just these."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != seen.shape[-2:]:
+        return False
+    return torch.equal((mask[:, 0] == 0).expand(seen.shape)[kept], seen[kept])
+
+
+def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor]) -> bool:
+    """Whether the stack's own masks part documents by this argument as onepass does, and nothing else depends on it."""
+    padding = name is _MASK
+    own = _run(stack, value if padding else None, **({} if padding else {name: value}))
+    marked = _run(stack, NOTHING, **({} if padding else {name: value}))
+    if len(own.masks) != len(seen) or any(mask is not NOTHING for mask in marked.masks) or not own.agrees(marked):
+        return False
+    document = starts_of(value, padding).cumsum(-1)
+    together = document[:, :, None] == document[:, None, :]
+    kept = value.bool() if padding else torch.ones_like(value, dtype=torch.bool)
+    return all(_hides(mask, each & together, kept) for mask, each in zip(own.masks, seen, strict=True))
+
+
+def _words(found: Stack) -> str:
+    attentions = [path.attention for path in found.paths]
+    kinds = [name for name, there in (("packed", found.packs), ("padded", found.pads)) if there]
+    words = [f"documents for {' and '.join(kinds)} masks" if kinds else "no masks"]
+    windows = sorted({each.window for each in attentions if each.window is not None})
+    if windows:
+        words.append(f"windows of {', '.join(map(str, windows))}")
+    if any(each.interface is not None and each.interface.sinks for each in attentions):
+        words.append("sinks")
+    return ", ".join(words)
+
+
+def _first(x: Any = None, *_: Any, **__: Any) -> Any:
     return x
 
 
@@ -138,7 +328,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
-    known: Stack = self._onepass
-    if known.leaves_out(self, args, options):
-        options[_MASK] = NOTHING
+    marker = self._onepass.marker(self, args, options)
+    if marker is not None:
+        options[_MASK] = marker
     return type(self).forward(self, *args, **options)

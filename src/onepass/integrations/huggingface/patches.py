@@ -40,7 +40,9 @@ class AppliedRow:
             changed = self.match.change()
         else:
             changed = "it is gone" if there is None else f"{type(there).__name__} has its place"
-        return self if changed is None else replace(self, by=None, why=f"changed since: {changed}")
+        if changed is not None:
+            return replace(self, by=None, why=f"changed since: {changed}")
+        return replace(self, why=self.match.left()) if hasattr(self.match, "left") else self
 
 
 @dataclass(frozen=True)

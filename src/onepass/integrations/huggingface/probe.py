@@ -32,11 +32,11 @@ def probe(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) 
     return made
 
 
-def probe_forward(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """Run the class's forward without hooks and without __call__. Return None if it raises."""
+def probe_forward(module: nn.Module, *args: Any, probed_code: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Run the class's forward, or other code, without hooks and without __call__. Return None if it raises."""
     with torch.no_grad():
         try:
-            return type(module).forward(module, *args, **options)
+            return (probed_code or type(module).forward)(module, *args, **options)
         except Exception:
             return None
 
@@ -55,7 +55,7 @@ def isolated_rng() -> Iterator[None]:
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=FP64, device="cpu", generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=FP64, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 def close(found: Any, expected: Tensor, tolerance: float = 1e-9) -> bool:

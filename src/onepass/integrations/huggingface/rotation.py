@@ -59,15 +59,15 @@ def _rotated(how: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head
 
 def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
     """Return the rotation that `apply_rotary_pos_emb` in this function's globals computes, or None."""
-    function = _code_of(forward).get(ROTATION)
+    function = globals_with(ROTATION, forward).get(ROTATION)
     return None if function is None else next((how for how in map(Rotation, (False, True)) if _is(function, how)), None)
 
 
-def _code_of(forward: Any) -> dict[str, Any]:
-    """Return the globals of a plain function that uses `apply_rotary_pos_emb`. Return nothing for other callables."""
+def globals_with(name: str, forward: Any) -> dict[str, Any]:
+    """Return the globals of a plain function that uses the one of this name. Return nothing for other callables."""
     if _renames_arguments(forward):
-        return _code_of(forward.__wrapped__)
-    if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or ROTATION not in forward.__code__.co_names:
+        return globals_with(name, forward.__wrapped__)
+    if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or name not in forward.__code__.co_names:
         return {}
     return forward.__globals__
 
@@ -89,18 +89,16 @@ def _is(function: Callable[..., Any], how: Rotation) -> bool:
     return len(found) == 2 and all(close(y, other, 1e-6) for y, other in zip(found, expected, strict=True))
 
 
-def with_rotation(forward: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
-    """Return a copy of the function with onepass's rotation in its globals.
+def with_globals(forward: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
+    """Return a copy of the function with other globals.
 
     The globals have no __name__, because compilers would look up globals in the module of that name.
     """
     assert isinstance(forward, FunctionType)
     if _renames_arguments(forward):
-        return _wrapped_again(forward, with_rotation(forward.__wrapped__, how))  # type: ignore[attr-defined]
+        return _wrapped_again(forward, with_globals(forward.__wrapped__, others))  # type: ignore[attr-defined]
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
-    made = FunctionType(
-        forward.__code__, names | {ROTATION: how.function}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    made = FunctionType(forward.__code__, names | others, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 

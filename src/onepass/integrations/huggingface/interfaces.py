@@ -1,0 +1,161 @@
+"""The interface by which a module's code calls attention: `onepass.attention` where a marker says what tokens see.
+
+The stack of layers passes the marker in place of a mask (masks.py): `NOTHING`, or the documents' boundaries. A call with a mask,
+or with none, goes to the implementation that the model is configured for. q, k and v are copied into one tensor: a read and a
+write of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.probe import close
+from onepass.ops.attention.attention import attention
+from onepass.ops.attention.attention import unsupported as attention_unsupported
+from onepass.ops.attention.formula import AttentionOptions, attention_formula
+
+INTERFACES = "ALL_ATTENTION_FUNCTIONS"
+NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # the marker of whole rows; no real mask has this shape
+_KNOWN = frozenset(("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal"))  # arguments of an interface
+
+
+def marker_of(cu_seqlens: Tensor) -> Tensor:
+    """Return the marker of documents: their boundaries, in a shape and of a type that no mask has."""
+    return cu_seqlens.view(-1, 1, 1, 1)
+
+
+def masks_nothing(mask: Any) -> bool:
+    """Whether the mask is NOTHING, or a copy on another device."""
+    return isinstance(mask, Tensor) and mask.shape == NOTHING.shape
+
+
+def is_marker(mask: Any) -> bool:
+    """Whether the mask is a marker: each token sees those before it, of its row or document, in the layer's window."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False
+    return masks_nothing(mask) or (mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, 1) and mask.shape[0] > 1)
+
+
+def documents_of(marker: Tensor) -> Tensor | None:
+    """Return the boundaries, or None for whole rows."""
+    return None if masks_nothing(marker) else marker.view(-1)
+
+
+def backend_of(qkv: Tensor, heads: int, groups: int, cu_seqlens: Tensor | None) -> str | None:
+    """Return PyTorch's backend where the kernels can't take this call, else None. masks.py sends no such documents on a GPU."""
+    return None if attention_unsupported(qkv, heads, groups, cu_seqlens) is None else "torch"
+
+
+@dataclass(frozen=True)
+class InterfaceCall:
+    """How a module's code calls its interface, whose function computes what `onepass.attention` does."""
+
+    by: str  # the implementation that was compared: "sdpa" or "eager"
+    scale: float | None
+    softcap: float | None
+    sinks: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and not self.sinks
+
+
+class Interfaces:
+    """Stands in for transformers' ALL_ATTENTION_FUNCTIONS in the globals of a module's code."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = self._stock.get_interface(name, default)
+
+        def call(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, *args: Any, **options: Any) -> Any:
+            if not is_marker(attention_mask):
+                return function(module, q, k, v, attention_mask, *args, **options)
+            assert attention_mask is not None
+            documents, window = documents_of(attention_mask), window_of(module._onepass.window, q.shape[2])
+            if documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain:
+                return function(module, q, k, v, None, *args, **options)
+            return _attend(q, k, v, documents, window, options), None
+
+        return call
+
+
+def window_of(window: int | None, tokens: int) -> int | None:
+    """Return None for a window that hides nothing."""
+    return None if window is None or window >= tokens else window
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, options: dict[str, Any]) -> Tensor:
+    """Return y [B, tokens, heads, D] of q [B, heads, tokens, D]; k and v have the groups."""
+    (B, heads, S, D), groups = q.shape, k.shape[1]
+    rows = (1, B * S) if documents is not None else (B, S)
+    qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2).view(*rows, (heads + 2 * groups) * D)
+    y = attention(
+        qkv,
+        heads,
+        groups,
+        scale=options.get("scaling"),
+        cu_seqlens=documents,
+        window=window,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        deterministic=False,
+        backend=backend_of(qkv, heads, groups, documents),
+    )
+    return y.view(B, S, heads, D)
+
+
+# ---- recognition ----
+
+
+class _Recorder:
+    """Stands in for ALL_ATTENTION_FUNCTIONS, and keeps the calls of its functions."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        def record(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+            self.calls.append((default, module, q, k, v, options))
+            return torch.zeros_like(q).transpose(1, 2), None
+
+        return record
+
+
+def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> InterfaceCall | None:
+    """Return how a module's code calls attention, if that is what the formula computes; else None.
+
+    `run` runs the module's code with other interfaces. `by` is the model's implementation.
+    """
+    recorder = _Recorder()
+    run(recorder)
+    if len(recorder.calls) != 1 or by not in ("sdpa", "eager"):
+        return None
+    default, module, q, k, v, options = recorder.calls[0]
+    if any(value is not None and value is not False for name, value in options.items() if name not in _KNOWN):
+        return None
+    if options.get("is_causal") is False:
+        return None
+    if q.dim() != 4 or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        return None
+    (_, heads, S, D), groups = q.shape, k.shape[1]
+    scale, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    harmless = {"dropout": 0.0, **({"sliding_window": 2} if options.get("sliding_window") else {})}  # the mask has the window
+    mask = torch.full((S, S), float("-inf"), dtype=q.dtype).triu(1)[None, None]
+    try:
+        found = stock.get_interface(by, default)(module, q, k, v, mask, **{**options, **harmless})[0]
+        call = AttentionOptions(heads, groups, False, D**-0.5 if scale is None else scale, softcap=softcap or 0.0)
+        qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2).flatten(2)
+        expected = attention_formula(qkv, None, None, call, None, sinks)
+    except Exception:
+        return None
+    return InterfaceCall(by, scale, softcap, sinks is not None) if close(found.flatten(2), expected, 1e-6) else None
