@@ -316,7 +316,9 @@ def test_which_blocks_run_in_eight_bits():
     assert Config().precision(0) is None and config.reference().precision(2) is None
     model = Model(config.replace(num_moe_experts=2), device="meta", seed=0)
     assert {name for name, module in model.named_modules() if getattr(module, "precision", None)} == {
-        f"layers.{layer}.self_attention.linear_{part}" for layer in (1, 2) for part in ("qkv", "proj")
+        f"layers.{layer}.{part}"
+        for layer in (1, 2)
+        for part in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.experts")
     }
 
 
