@@ -233,7 +233,8 @@ def test_gradients_come_in_one_tensor():
     with poisoned() as allocations:
         (dqkv,) = torch.autograd.grad(y, qkv, dy)
     statistics = 4 * HEADS * 2 * lse_size(19)
-    assert [size for _, size, _ in allocations.made if size > statistics] == [2 * made.numel()]
+    found = [size for _, size, what in allocations.made if size > statistics and "int8" not in what]  # but for descriptors
+    assert found == [2 * made.numel()]
     assert dqkv.is_contiguous()
 
 
@@ -399,7 +400,7 @@ def test_registered_ops_with_tables_are_sound():
         torch.library.opcheck(module._forward_op.op, (x, *given), test_utils=tests)
         y, lse, turned = module._forward_op.op(x, *given)
         for of in ((True, True), (False, True), (True, False)):
-            back = torch.randn_like(y), turned, y, lse.nan_to_num(), *given, *of
+            back = torch.randn_like(y), turned, y, lse.nan_to_num(posinf=torch.inf), *given, *of
             torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
     call = cos, sin, *options
     for x in (qkv, qkv.mT.contiguous().mT):
@@ -458,7 +459,10 @@ def test_explain_names_the_kernels():
     ("given", "reason"),
     [
         (torch.ones(1, 2, COLUMNS), "qkv is torch.float32, and the kernels take 16 bits"),
-        (torch.ones(1, 2, 8 * 24).bfloat16(), "heads of 24 are none of 16, 32, 64, 80, 96, 128, 192, 256"),
+        (
+            torch.ones(1, 2, 8 * 24).bfloat16(),
+            "heads of 24 are none of 16, 32, 64, 80, 96, 128, 192, 256, which the kernels take; torch takes any",
+        ),
         (torch.ones(1, 1, 1).bfloat16().expand(1, (1 << 20) + 1, COLUMNS), "1048577 tokens are more than 1048576"),
     ],
     ids=("fp32", "heads", "tokens"),

@@ -59,7 +59,8 @@ def test_nothing_of_q_and_k_is_kept_beside_qkv():
     made = qkv * 1
     with saved_tensors() as kept:
         y = onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False)
-    assert bytes_kept(kept, cos, sin, y, made) <= 4 * HEADS * qkv.shape[0] * qkv.shape[1]  # the logarithms
+    seeds = 16  # of a dropout that there isn't, which PyTorch keeps on a GPU
+    assert bytes_kept(kept, cos, sin, y, made) <= 4 * HEADS * qkv.shape[0] * qkv.shape[1] + seeds  # the logarithms
 
 
 def laid(qkv, layout):

