@@ -116,6 +116,8 @@ class RandomCall:
         incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
         promised: the gradient that comes to the first result where the call was promised it. None comes to the others.
         floors: takes the tensors, and returns absolute errors that results ("y0", "dweight") may have where terms cancel.
+        can_defer: whether the weight's gradient may be made after backward, where the op can.
+        arguments: makes the op's keywords of the tensors, where some of them are parts of a record.
     """
 
     tensors: dict[str, RandomTensor]
@@ -128,6 +130,8 @@ class RandomCall:
     incoming: float = 1.0
     promised: float | None = None
     floors: Callable[[dict[str, Tensor]], dict[str, float]] = lambda tensors: {}
+    can_defer: bool = True
+    arguments: Callable[[dict[str, Tensor]], dict[str, Any]] = lambda tensors: tensors
 
 
 def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:

@@ -113,7 +113,8 @@ def run_case(
     found = Outcome(op.name, seed, given=choices is not None)
     references: list[dict[str, Tensor]] | None = None
     for backend in backends:
-        if backend == "triton" and op.unsupported(op.call(**drawn.tensors, **drawn.call.options)) is not None:
+        call = op.call(**drawn.call.arguments(drawn.tensors), **drawn.call.options)
+        if backend == "triton" and op.unsupported(call) is not None:
             continue
         found.ran.append(backend)
         try:
@@ -176,7 +177,7 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
             else:
                 words.append("frozen")
         drawn.words.append(" ".join(words))
-    can_defer = "deferred" in inspect.signature(op.function).parameters and call.promised is None
+    can_defer = call.can_defer and "deferred" in inspect.signature(op.function).parameters
     if can_defer and "weight" in drawn.main_grads and draw.flag():
         drawn.defers = True
         drawn.words.append("deferred")
@@ -256,7 +257,7 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw)
     more = {} if deferred is None else {"deferred": deferred}
     torch.manual_seed(drawn.seed)
     with unchanged(**drawn.tensors), poisoned():
-        outputs = _outputs(function(**given, **drawn.call.options, **more, backend=backend))
+        outputs = _outputs(function(**drawn.call.arguments(given), **drawn.call.options, **more, backend=backend))
         if drawn.dys is None:
             drawn.dys = [_incoming(y, i, draw, drawn) for i, y in enumerate(outputs)]
         with unchanged(**{f"dy{i}": dy for i, dy in enumerate(drawn.dys)}):
@@ -326,7 +327,7 @@ def _formula(drawn: _Drawn, dtype: torch.dtype, jitter: float = 0.0, seed: int =
     assert drawn.dys is not None
     dys = [None if dy is None else converted(dy) for dy in drawn.dys]
     torch.manual_seed(drawn.seed)
-    results = _results(_outputs(drawn.call.formula(**leaves)), dys)
+    results = _results(_outputs(drawn.call.formula(**drawn.call.arguments(leaves))), dys)
     for name in drawn.asking:
         grad = leaves[name].grad
         grad = torch.zeros_like(leaves[name]) if grad is None else grad

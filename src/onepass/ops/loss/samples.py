@@ -34,15 +34,36 @@ def _with_labels(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtyp
     return *random_tensors(shapes, device, dtype), labels.to(device)
 
 
+def with_lora(named: dict[str, Tensor]) -> dict[str, Any]:
+    """Make a LoRA of the tensors whose names end in ".a" and ".b", if there are such."""
+    found: dict[str, Any] = dict(named)
+    for lora in [name.removesuffix(".a") for name in named if name.endswith(".a")]:
+        found[lora] = LoRA(found.pop(f"{lora}.a"), found.pop(f"{lora}.b"), 0.7)
+    return found
+
+
+def random_lora(draw: Draw, name: str, vocabulary: int, width: int, dtype: torch.dtype) -> dict[str, RandomTensor]:
+    """Return a LoRA's parts, or none."""
+    if not draw.flag(0.3):
+        return {}
+    rank, kind = draw.choose((4, 1, 9)), draw.choose((dtype, torch.promote_types(dtype, FP32)))
+    return {
+        f"{name}.a": RandomTensor((rank, width), kind, "tame weight", top=width),
+        f"{name}.b": RandomTensor((vocabulary, rank), kind, "tame weight", top=rank),
+    }
+
+
+def lora_floor(dtype: torch.dtype) -> float:
+    """An absolute error of a LoRA's a's gradient, for inputs of size 1: logits' gradients times b are rounded to 16 bits."""
+    return 2.0**-24 if dtype is torch.float16 else 0.0
+
+
 @dataclass(frozen=True)
 class LoRASample(Sample):
     """A call with LoRA. All tensors have keywords, and those of its a and b end in ".a" and ".b"."""
 
     def call(self, function: Callable[..., Any], *tensors: Tensor, **more: Any) -> Any:
-        named = dict(zip(self.keywords, tensors, strict=True))
-        lora = next(name.removesuffix(".a") for name in named if name.endswith(".a"))
-        named[lora] = LoRA(named.pop(f"{lora}.a"), named.pop(f"{lora}.b"), 0.7)  # type: ignore[assignment]
-        return function(**named, **self.options, **more)
+        return function(**with_lora(dict(zip(self.keywords, tensors, strict=True))), **self.options, **more)
 
 
 SAMPLES = {
@@ -128,6 +149,7 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         tensors["bias"] = RandomTensor((vocabulary,), dtype, "tame", True)
     if draw.flag(0.3):
         tensors["token_weight"] = RandomTensor(lead, FP32, "positive")
+    tensors |= random_lora(draw, "lora", vocabulary, width, dtype)
     options |= {
         "softcap": draw.choose((None, 5.0)),
         "logit_scale": draw.choose((1.0, 0.25)),
@@ -150,11 +172,13 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         each = _ROUNDED * scaled / _averaged(rows, options)
         over_rows = each * max(1, rows) / vocabulary
         found = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
+        found["dlora.a"] = max(1, rows) * lora_floor(dtype) * _size(given["hidden"])
         return found | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
 
     return RandomCall(
-        tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors
-    )
+        tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors,
+        can_defer=more["grad_scale"] is None and "lora.a" not in tensors, arguments=with_lora,
+    )  # fmt: skip
 
 
 RANDOM_CALLS = {"cross_entropy": _random_cross_entropy, "linear_cross_entropy": _random_linear_cross_entropy}
