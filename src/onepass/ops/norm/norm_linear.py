@@ -57,6 +57,7 @@ from onepass.gradients.vectors import (
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_backward_formula, norm_formula
 from onepass.ops.norm.fp8_linear import norm_linear_fp8, start_norm_operand
+from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -73,6 +74,7 @@ from onepass.runtime.checks import check_linear, check_norm, check_same_shape, c
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -446,6 +448,8 @@ def norm_linear(
         y ``[..., N]`` in x's type, then norm(h) with `return_norm_output`, then h, of x's shape and type, with a residual or
         `return_input`: (y, norm(h), h) with all.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards("norm_linear", locals())
     _check(x, residual, norm_weight, norm_bias, weight, bias, norm, eps, zero_centered_gamma)
     deferred = check_deferred(deferred, weight)
     chosen = choose("norm_linear", backend, kernels.norm_unsupported(x))
@@ -490,5 +494,6 @@ define_op(
     ),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=_variant,
+    sharding=shard_norm_linear,
     formula=describe_formula,
 )  # fmt: skip

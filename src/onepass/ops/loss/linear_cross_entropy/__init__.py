@@ -38,6 +38,7 @@ from onepass.ops.loss.reduction import (
     check_terms,
     validate_labels,
 )
+from onepass.ops.loss.sharding import shard_linear_cross_entropy
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
@@ -45,6 +46,7 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
 from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 _STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
 
@@ -313,6 +315,8 @@ def linear_cross_entropy(
         The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
         tuple of all four, or, where statistics are named, of all six with None for those that are not.
     """
+    if has_dtensor(hidden, weight):
+        return run_on_shards("linear_cross_entropy", locals())
     given = {
         "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
         "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype,
@@ -365,6 +369,7 @@ define_op(
     check=_check,
     unsupported=lambda call: _unsupported(call.hidden),
     variant=_variant,
+    sharding=shard_linear_cross_entropy,
     formula=_variant,
     samples_module="onepass.ops.loss.samples",
 )

@@ -30,12 +30,14 @@ from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions,
 from onepass.ops.loss.linear_divergence.steps import plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
+from onepass.ops.loss.sharding import shard_linear_divergence
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number
 from onepass.runtime.dispatch import cast, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def linear_divergence_reference(
@@ -218,6 +220,8 @@ def linear_divergence(
     Returns:
         The divergence in fp32 (of a student in fp64 in fp64), a scalar or of the tokens' shape.
     """
+    if has_dtensor(student, student_weight):
+        return run_on_shards("linear_divergence", locals())  # type: ignore[no-any-return]
     given = {
         "kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap,
         "reduction": reduction, "ignore_index": ignore_index, "student_bias": student_bias, "student_lora": student_lora,
@@ -271,6 +275,7 @@ define_op(
     check=lambda call: _checked(**vars(call)),
     unsupported=lambda call: _unsupported(call.student, call.teacher),
     variant=_variant,
+    sharding=shard_linear_divergence,
     formula=_variant,
     samples_module="onepass.ops.loss.linear_divergence.samples",
 )
