@@ -1,8 +1,8 @@
 """AdamW over sharded parameters in one pass: DTensors, as FSDP2's and tensor parallelism's, beside plain parameters.
 
-Each rank steps its part by the kernels of `onepass.parallel.AdamW`, which read the gradient, and read and write the weight and both
-moments once: 28 bytes a parameter. State has torch.optim.AdamW's layout, and its DTensors lie as their parameters do. Moments are
-flat, so that one table of addresses serves a device. Gradients may be others in each step, and then a new table is made.
+Each rank steps its part by the kernels of `onepass.parallel.AdamW`, which read the gradient once, and read and write the weight
+and both moments once: 28 bytes a parameter. State has torch.optim.AdamW's layout, and its DTensors lie as their parameters do.
+Moments are flat, so that one table of addresses serves a device. Gradients may be others in each step, which then makes a table.
 """
 
 from __future__ import annotations

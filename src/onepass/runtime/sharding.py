@@ -5,7 +5,7 @@
         return Layout({"x": rows}, outputs=split_output(rows, given["x"]))
 
     if has_dtensor(x):                              # first in the public function
-        return run_on_shards("softmax", locals())
+        return run_on_shards("softmax", x=x, ...)   # all arguments
 
 A rule gets the arguments, for each tensor what one mesh dimension does to it, and the number of ranks along that. It returns what
 the op can take instead, what the gradients then are, and what comes back. Tensors are redistributed to that and given to the op
@@ -123,9 +123,9 @@ def refuse_split(name: str, split: Split, allowed: str) -> None:
 # ---- running a call ----
 
 
-def run_on_shards(name: str, given: dict[str, Any]) -> Any:
+def run_on_shards(op_name: str, /, **given: Any) -> Any:
     """Run an op by its rule, and return DTensors. A plain tensor beside DTensors is one that all ranks have alike."""
-    op = OPS[name]
+    op = OPS[op_name]
     tensors = _tensors_of(given)
     mesh = _common_mesh(tensors)
     if not torch.compiler.is_compiling():  # compiled, each rank's own call checks
@@ -142,7 +142,7 @@ def run_on_shards(name: str, given: dict[str, Any]) -> Any:
             parts[option] = value
         if layout.group:
             if parts[layout.group] is not None:
-                raise ValueError(f"{name} can share its weight over one dimension of the mesh, but it is divided over two")
+                raise ValueError(f"{op_name} can share its weight over one dimension of the mesh, but it is divided over two")
             parts[layout.group] = mesh.get_group(i)
         if layout.adapt is not None:
             layout.adapt(parts, mesh.get_local_rank(i), mesh.size(i))

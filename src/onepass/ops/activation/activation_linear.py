@@ -342,7 +342,11 @@ def activation_linear(
         ``[..., N]`` in x's type. The activation is computed in fp32 and rounded once, as an operand of the product.
     """
     if has_dtensor(x, weight):
-        return run_on_shards("activation_linear", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "activation_linear", x=x, weight=weight, bias=bias, activation=activation, activation_bias=activation_bias,
+            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group,
+            sequence_parallel=sequence_parallel, deferred=deferred, precision=precision, backend=backend,
+        )  # fmt: skip
     act = _check(
         x, weight, bias, activation, activation_bias, token_weight, clamp, linear_offset, save, tp_group, sequence_parallel
     )

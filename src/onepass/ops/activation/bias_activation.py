@@ -185,7 +185,10 @@ def bias_activation(
         ``[..., H]``, and ``inverse`` of their scale, fp32 ``[..., 1]`` where each row has its own.
     """
     if has_dtensor(x, bias):
-        return run_on_shards("bias_activation", locals())
+        return run_on_shards(
+            "bias_activation", x=x, bias=bias, activation=activation, token_weight=token_weight, clamp=clamp,
+            linear_offset=linear_offset, dropout=dropout, save=save, out=out, backend=backend,
+        )  # fmt: skip
     act = kernels.check_activation(x, bias, activation, token_weight, clamp, linear_offset, save)
     threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
     target = _output_target(out, x, threshold)

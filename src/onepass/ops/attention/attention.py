@@ -342,7 +342,11 @@ def attention(
         ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
     """
     if has_dtensor(qkv):
-        return run_on_shards("attention", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "attention", qkv=qkv, heads=heads, groups=groups, cos=cos, sin=sin, interleaved=interleaved, scale=scale,
+            causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, overwrite=overwrite,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks)
     options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))

@@ -182,7 +182,9 @@ def rope(
         takes ``[B, H, S, D]``, `transpose(1, 2)` is a view.
     """
     if has_dtensor(q, k):
-        return run_on_shards("rope", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "rope", q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, cu_seqlens=cu_seqlens, backend=backend,
+        )  # fmt: skip
     _check(q, k, cos, sin, cu_seqlens)
     chosen = choose("rope", backend, _unsupported(q, k))
     if chosen not in NATIVE:

@@ -228,7 +228,10 @@ def dropout_add(
     elements are dropped; backend, tiles and strides do not matter.
     """
     if has_dtensor(x, residual):
-        return run_on_shards("dropout_add", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "dropout_add", x=x, residual=residual, p=p, bias=bias, training=training, tp_group=tp_group,
+            sequence_parallel=sequence_parallel, backend=backend,
+        )  # fmt: skip
     threshold = _check(x, residual, bias, p, sequence_parallel)
     if not training:
         threshold = 0

@@ -223,7 +223,10 @@ def embedding(
         under `onepass.validate()`. On a GPU and in a compiled graph its row is NaN, and no row gets a gradient from it.
     """
     if has_dtensor(ids, weight):
-        return run_on_shards("embedding", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "embedding", ids=ids, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size,
+            backend=backend,
+        )  # fmt: skip
     sound = _check(ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size)
     chosen = choose("embedding", backend, unsupported(weight))
     if chosen not in NATIVE:

@@ -115,7 +115,11 @@ def linear(
         ``[..., N]`` in x's type, or autocast's.
     """
     if has_dtensor(x, weight):
-        return run_on_shards("linear", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "linear", x=x, weight=weight, bias=bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
+            backend=backend,
+        )  # fmt: skip
     _check_tensors(x, weight, bias)
     deferred = check_deferred(deferred, weight)
     chosen = choose("linear", backend, None)

@@ -314,7 +314,10 @@ def cross_entropy(
         The loss in fp32 (fp64 of fp64): a number, or for ``none`` of labels' shape.
     """
     if has_dtensor(logits, labels):
-        return run_on_shards("cross_entropy", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "cross_entropy", logits=logits, labels=labels, tp_group=tp_group, reduction=reduction, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, inplace_backward=inplace_backward, backend=backend,
+        )  # fmt: skip
     group, terms = _checked(logits, labels, tp_group, reduction, ignore_index, label_smoothing, z_loss, inplace_backward)
     chosen = choose("cross_entropy", backend, _unsupported(logits))
     if chosen not in NATIVE:

@@ -220,7 +220,10 @@ def rms_norm(
         each row has its own.
     """
     if has_dtensor(x, weight):
-        return run_on_shards("rms_norm", locals())
+        return run_on_shards(
+            "rms_norm", x=x, weight=weight, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
+            memory_efficient=memory_efficient, out=out, backend=backend,
+        )  # fmt: skip
     _check(x, residual, weight, None, eps, zero_centered_gamma)
     options = NormOptions(False, float(eps), zero_centered_gamma)
     return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, out, backend)
@@ -278,7 +281,10 @@ def layer_norm(
         each row has its own.
     """
     if has_dtensor(x, weight):
-        return run_on_shards("layer_norm", locals())
+        return run_on_shards(
+            "layer_norm", x=x, weight=weight, bias=bias, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
+            memory_efficient=memory_efficient, out=out, backend=backend,
+        )  # fmt: skip
     _check(x, residual, weight, bias, eps, zero_centered_gamma)
     options = NormOptions(True, float(eps), zero_centered_gamma)
     return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, out, backend)

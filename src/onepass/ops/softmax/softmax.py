@@ -203,7 +203,9 @@ def softmax(
         Writing to y in place makes backward raise.
     """
     if has_dtensor(x):
-        return run_on_shards("softmax", locals())  # type: ignore[no-any-return]
+        return run_on_shards(  # type: ignore[no-any-return]
+            "softmax", x=x, scale=scale, mask=mask, causal=causal, backend=backend,
+        )  # fmt: skip
     _check(x, scale=scale, mask=mask, causal=causal)
     chosen = choose("softmax", backend, unsupported(x))
     if chosen not in NATIVE:

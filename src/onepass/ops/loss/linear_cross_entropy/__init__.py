@@ -315,8 +315,6 @@ def linear_cross_entropy(
         The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
         tuple of all four, or, where statistics are named, of all six with None for those that are not.
     """
-    if has_dtensor(hidden, weight):
-        return run_on_shards("linear_cross_entropy", locals())
     given = {
         "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
         "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype,
@@ -324,6 +322,11 @@ def linear_cross_entropy(
         "vocab_mask": vocab_mask, "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
+    if has_dtensor(hidden, weight):
+        return run_on_shards(
+            "linear_cross_entropy", hidden=hidden, weight=weight, labels=labels, tp_group=tp_group, reduction=reduction,
+            ignore_index=ignore_index, sequence_parallel=sequence_parallel, **given, backend=backend,
+        )  # fmt: skip
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
     deferred = check_deferred(deferred, weight)
     chosen = choose("linear_cross_entropy", backend, _unsupported(hidden))

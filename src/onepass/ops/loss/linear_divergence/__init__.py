@@ -220,14 +220,17 @@ def linear_divergence(
     Returns:
         The divergence in fp32 (of a student in fp64 in fp64), a scalar or of the tokens' shape.
     """
-    if has_dtensor(student, student_weight):
-        return run_on_shards("linear_divergence", locals())  # type: ignore[no-any-return]
     given = {
         "kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap,
         "reduction": reduction, "ignore_index": ignore_index, "student_bias": student_bias, "student_lora": student_lora,
         "teacher_bias": teacher_bias, "tp_group": tp_group, "logits_dtype": logits_dtype, "chunk_bytes": chunk_bytes,
     }  # fmt: skip
     heads = student, student_weight, teacher, teacher_weight
+    if has_dtensor(student, student_weight):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "linear_divergence", student=student, student_weight=student_weight, teacher=teacher, teacher_weight=teacher_weight,
+            labels=labels, **given, backend=backend,
+        )  # fmt: skip
     options, group = _checked(*heads, labels, **given)  # type: ignore[arg-type]
     chosen = choose("linear_divergence", backend, _unsupported(student, teacher))
     if chosen not in NATIVE:
