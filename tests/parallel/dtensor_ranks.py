@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 
 import onepass
+from onepass import nn
 from onepass.runtime.samples import weights_of
 from onepass.testing.contract import subjects
 
@@ -32,6 +33,7 @@ def run(rank, ranks, folder, backend="gloo"):
             found[name, "triton"] = attempts(subject, mesh, divided(subject, 0))
     found["dropout"] = dropout(rank, mesh)
     found["plans"] = plans(mesh)
+    found["modules"] = modules(mesh)
     found["two dimensions"] = two_dimensions()
     found["said"] = said(mesh)
     torch.save(found, f"{folder}/{rank}.pt")
@@ -133,6 +135,41 @@ def plans(mesh):
             for name, p in block.named_parameters()
         }
     return found
+
+
+def modules(mesh):
+    """Return the largest error of each module's result and gradients, its parameters whole and its inputs divided."""
+    torch.manual_seed(7)
+    x, teacher = torch.randn(2, 2, 5, 16)
+    ids = torch.randint(30, (2, 5))
+    made = {
+        nn.BiasActivation(16): [x],
+        nn.ColumnParallelLinear(16, 8): [x],
+        nn.LayerNorm(16): [x],
+        nn.Linear(16, 8): [x],
+        nn.LinearCrossEntropy(16, 30): [x, ids],
+        nn.LinearDivergence(16, 30): [x, teacher, torch.randn(30, 16)],
+        nn.MLP(16, 32, "swiglu"): [x],
+        nn.NormLinear(16, 8): [x],
+        nn.RMSNorm(16): [x],
+        nn.RowParallelLinear(16, 8): [x],
+        nn.VocabParallelEmbedding(30, 16): [ids],
+    }
+    found = {}
+    for module, given in made.items():
+        expected = first(module(*given))
+        grads = torch.autograd.grad(expected.sum(), [*module.parameters()])
+        distribute_module(module, mesh)
+        rows = [placed(t, mesh, Shard(0) if t.shape[0] == 2 else Replicate()) for t in given]
+        y = first(module(*rows)).full_tensor()
+        mine = torch.autograd.grad(y.sum(), [*module.parameters()])
+        pairs = zip((y, *(g.full_tensor() for g in mine)), (expected, *grads), strict=True)
+        found[type(module).__name__] = max(error(a, b) for a, b in pairs)
+    return found
+
+
+def first(found):
+    return found[0] if isinstance(found, tuple) else found
 
 
 def two_dimensions():

@@ -1,10 +1,14 @@
 """Every op on DTensors: results and gradients of the call on plain tensors, in every placement. Ranks run dtensor_ranks.py."""
 
+import ast
+import inspect
+
 import pytest
 import torch.distributed as dist
 from parallel import dtensor_ranks
 from parallel.worlds import PAIRS, found_by
 
+from onepass import nn
 from onepass.runtime.op import OPS
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
@@ -93,6 +97,24 @@ def test_column_and_row_parallel_plans(found):
         for way, parameters in mine["plans"].items():
             for name, (error, grad, lies) in parameters.items():
                 assert error < CLOSE and grad == lies, (way, name, error, grad)
+
+
+def test_modules(found):
+    for mine in found:
+        assert {*mine["modules"]} == {name for name in nn.__all__ if name[0].isupper()}
+        assert max(mine["modules"].values()) < CLOSE, mine["modules"]
+
+
+def test_calls_give_all_arguments():
+    """What a public function forgot to hand to `run_on_shards` would silently be its default."""
+    for name, op in OPS.items():
+        function = ast.parse(inspect.getsource(op.function)).body[0]
+        call = next(c for c in ast.walk(function) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "run_on_shards")
+        given = {k.arg for k in call.keywords if k.arg}
+        if any(k.arg is None for k in call.keywords):  # and those of the record `given`
+            record = next(n.value for n in function.body if isinstance(n, ast.Assign) and n.targets[0].id == "given")
+            given |= {key.value for key in record.keys}
+        assert given == {*inspect.signature(op.function).parameters}, name
 
 
 def test_a_mesh_of_two_dimensions(found):

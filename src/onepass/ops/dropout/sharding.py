@@ -14,7 +14,7 @@ def shard_dropout_add(given: dict[str, Any], at: Mapping[str, Split], ranks: int
     Where the first dimension is divided, the elements dropped are those of one rank with all rows. Where another is, rows are
     numbered rank by rank, so that no two rows of the whole drop alike.
     """
-    refuse(given, "tp_group", "sequence_parallel")
+    refuse(given, "tp_group")
     x = given["x"]
     rows = first_split(leading_split(at["x"], x), leading_split(at["residual"], x))
     inputs: dict[str, Split] = {"x": rows, "residual": rows, "bias": WHOLE}

@@ -10,7 +10,7 @@ from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, add_bias_onc
 
 def shard_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole. Its rows divide y's columns, its columns make y a sum."""
-    refuse(given, "tp_group", "allreduce_dgrad", "sequence_parallel", "reduce_output", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision")
     x, weight = given["x"], given["weight"]
     last = x.dim() - 1
     if at["weight"] == 0:

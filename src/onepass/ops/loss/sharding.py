@@ -37,7 +37,7 @@ def shard_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], ranks: i
 
 def shard_linear_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole. A weight divided by rows is the vocabulary-parallel loss."""
-    refuse(given, "tp_group", "sequence_parallel", "deferred", "rows", "grad_scale")
+    refuse(given, "tp_group", "deferred", "rows", "grad_scale")
     hidden, mask = given["hidden"], given["vocab_mask"]
     rows = first_split(leading_split(at["hidden"], hidden), at["labels"])
     heads = ("weight", "bias", "lora.a", "lora.b")

@@ -30,7 +30,7 @@ def shard_norm(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> La
 
 def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole; a weight divided by rows is Megatron's column-parallel one."""
-    refuse(given, "tp_group", "sequence_parallel", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision")
     x, weight, rows = given["x"], given["weight"], _rows(given, at)
     if at["weight"] == WHOLE:
         return _by_rows(given, at, rows)
@@ -47,7 +47,7 @@ def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int
         return Layout(inputs, {name: sum_over(0) for name in vectors}, outputs, "tp_group", {"sequence_parallel": True})
     if rows == WHOLE or more:  # dx is summed in the op, before what comes back through h and norm(h) is added
         inputs = {"x": WHOLE, "residual": WHOLE, **vectors, "weight": 0, "bias": 0}
-        return Layout(inputs, outputs=[y, *[WHOLE] * more], group="tp_group")
+        return Layout(inputs, outputs=[y, *[WHOLE] * more], group="tp_group", options={"sequence_parallel": False})
     inputs = {"x": WHOLE, **vectors, "weight": 0, "bias": 0}  # dx is summed by the reduce-scatter that divides it
     return Layout(inputs, {name: sum_over(0) for name in ("x", *vectors)}, outputs=y)
 
