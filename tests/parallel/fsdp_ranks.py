@@ -186,9 +186,10 @@ def optimized(mesh, make):
 
 def trained_steps(rank, model, optimizer, steps):
     """Train, clipping gradients; return their norms."""
-    norms = []
+    norms, kept = [], []
     for step in steps:
         loss(model, batch(rank, step)).backward()
+        kept += [p.grad for p in model.parameters()]  # so that those of each step have other memory
         if isinstance(optimizer, ShardedAdamW):
             norms.append(optimizer.step(max_norm=0.05))
         else:

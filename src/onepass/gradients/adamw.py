@@ -367,6 +367,14 @@ class AdamWStepper:
     def lay(self, stretches: list[AdamWSlice]) -> None:
         self.stretches, self.batches = stretches, batches_of(stretches)
 
+    def move_gradients(self, stretches: list[AdamWSlice]) -> None:
+        """Take the gradients of these: the last ones but for their addresses, storages and offsets shared alike."""
+        moved = {id(old.grad): new.grad for old, new in zip(self.stretches, stretches, strict=True)}
+        self.stretches = stretches
+        for batch in self.batches:
+            batch.sources = [moved[id(source)] for source in batch.sources]
+            batch.tensors = (batch.tensors[0], batch.sources[0], *batch.tensors[2:])
+
     def run(self, groups: list[dict[str, Any]], norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
         norm = None if norm is None else norm.to(self.device)
         if self._use_triton():

@@ -2,7 +2,7 @@
 
 Each rank steps its part by the kernels of `onepass.parallel.AdamW`, which read the gradient once, and read and write the weight
 and both moments once: 28 bytes a parameter. State has torch.optim.AdamW's layout, and its DTensors lie as their parameters do.
-Moments are flat, so that one table of addresses serves a device. Gradients may be others in each step, which then makes a table.
+Moments are flat, so that one table of addresses serves a device. Gradients are others in each step, and the table follows them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from onepass.gradients.adamw import AdamWStepper, check_options
 from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.releasable_storage import storage_id
 from onepass.runtime.sharding import has_dtensor
 from onepass.runtime.sizes import ceil_div
 
 _ALIGNED = 16  # numbers: where a parameter's state begins
+_BYTES = 32  # a gradient's address modulo this decides how it is read
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
@@ -66,7 +68,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._shards = self._make_shards()
         self._steppers = {device: AdamWStepper(device, self.param_groups) for device in self._devices()}
         self._adopt()
-        self._where: list[tuple[int, int]] = []  # shards in the table, and their gradients' addresses
+        self._layout: list[tuple[int, int, int, int]] = []  # of the gradients in the tables: shard, storage, offset, alignment
 
     def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group in groups:
@@ -135,17 +137,18 @@ class ShardedAdamW(torch.optim.Optimizer):
         return norm if closure is None else loss
 
     def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
-        """Make tables of addresses, unless gradients have those of the last step."""
+        """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
         given = [(shard, grad) for shard, grad in given if grad.numel()]
-        where = [(id(shard), grad.data_ptr()) for shard, grad in given]
         stretches = [AdamWSlice(shard.weight, grad, *shard.moments, None, shard.group) for shard, grad in given]
+        firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
+        layout = []
+        for shard, grad in given:
+            number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
+            layout.append((id(shard), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
         for device, stepper in self._steppers.items():
             mine = [stretch for stretch in stretches if stretch.weight.device == device]
-            if where == self._where:
-                stepper.stretches = mine  # the formula's
-            else:
-                stepper.lay(mine)
-        self._where = where
+            (stepper.move_gradients if layout == self._layout else stepper.lay)(mine)
+        self._layout = layout
 
     # ---- states ----
 
