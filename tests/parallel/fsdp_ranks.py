@@ -196,6 +196,10 @@ def trained_steps(rank, model, optimizer, steps):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).full_tensor())
             optimizer.step()
         optimizer.zero_grad()
+    if isinstance(optimizer, ShardedAdamW):
+        batches = [batch for stepper in optimizer._steppers.values() for batch in stepper.batches]
+        held = [t for batch in batches for t in (*batch.sources, batch.tensors[1])]
+        assert held and not any(t.numel() for t in held), "gradients stay in memory"
     return torch.stack(norms)
 
 

@@ -133,6 +133,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._lay([(shard, _grad_part(parameter)) for parameter, shard in given])
         for stepper in self._steppers.values():
             stepper.run(self.param_groups, norm, max_norm, False)
+            # gradients' memory is the caller's to free
+            stepper.move_gradients([stretch._replace(grad=torch.empty(0)) for stretch in stepper.stretches])
         torch.autograd.graph.increment_version([shard.weight for _, shard in given])
         return norm if closure is None else loss
 
