@@ -50,8 +50,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the gradient is left": (kernels, "step_batch", "split, zero", "split, False", "triton"),
     "the gradient is cleared": (kernels, "step_batch", "split, zero", "split, True", "triton"),
     # ---- options and buffers ----
-    "options of another group": (module, "_Stepper._write_options", "(values)", "(values[:-1][::-1] + values[-1:])", "triton"),
-    "options are written once": (module, "_Stepper._write_options", "known[place] != value", "known[place] == 0.0", "triton"),
+    "options of another group": (module, "AdamWStepper._write_options", "(values)", "(values[:-1][::-1] + values[-1:])", "triton"),
+    "options are written once": (module, "AdamWStepper._write_options", "known[place] != value", "known[place] == 0.0", "triton"),
     "said to be clear when it is not": (module, "AdamW.step", "if zero and ", "if ", "triton"),
     "said to be finished when it is clear": (buffers, "MainGrads.cleared", 'was."""\n        self._finished = False', 'was."""', "triton"),
     # ---- PyTorch's operators ----
@@ -63,8 +63,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "torch: low without a sign": (formula, "joined_master", "add_(low)", "add_(low.int() & 0xFFFF)", "torch"),
     "torch: the gradient unscaled": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad", "torch"),
     "torch: scaled in place": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad.mul_(factor)", "torch"),
-    "torch: the gradient is left": (module, "_Stepper._run_formula", "if zero and", "if not zero and", "torch"),
-    "torch: steps are not counted": (module, "_Stepper._run_formula", "step += 1", "step += 0 if self.step else 1", "torch"),
+    "torch: the gradient is left": (module, "AdamWStepper._run_formula", "if zero and", "if not zero and", "torch"),
+    "torch: steps are not counted": (module, "AdamWStepper._run_formula", "step += 1", "step += 0 if self.step else 1", "torch"),
 }  # fmt: skip
 
 

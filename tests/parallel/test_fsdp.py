@@ -50,6 +50,52 @@ def test_gradients(found, name):
                 assert error(grad, key, len(found)) <= 1e-5, key
 
 
+def test_gradients_in_products_are_not_rounded(found):
+    for mine in found:
+        in_products, by_pytorch = mine["rounding"]
+        assert in_products < 1e-6 < 1e-4 < by_pytorch  # PyTorch rounds each microbatch's to bf16
+
+
+def test_what_is_undone_or_unknown_is_fsdps_own(found):
+    for mine in found:
+        assert mine["undone"] == 0
+        warning, reason, reduced = mine["stock"]
+        assert "PyTorch 3.0.1 is not one of 2.11 to 2.13" in reason and reason in warning and reduced
+
+
+def test_models_that_cannot_be_taken(found):
+    for mine in found:
+        plain, twice, low = mine["refused"]
+        assert "model must be sharded by fully_shard" in plain
+        assert "has FSDPMainGrads already" in twice
+        assert "must reduce gradients in fp32" in low and "reduce_dtype=torch.float32" in low
+
+
+def close(a, b):
+    return float((a - b).norm() / b.norm()) <= 1e-6
+
+
+def test_adamw_on_shards_is_torchs(found):
+    for mine in found:
+        adamw = mine["AdamW"]
+        assert close(*adamw["norms"]) and close(*adamw["weights"])
+        assert adamw["state lies"][0] == adamw["state lies"][1]
+
+
+@pytest.mark.parametrize("name", ("theirs from mine", "mine from theirs", "same from mine"))
+def test_checkpoints_of_adamw_are_torchs_both_ways(found, name):
+    for mine in found:
+        assert close(mine["AdamW"][name], mine["AdamW"]["on"])
+
+
+def test_adamw_says_what_it_does_not_take(found):
+    for mine in found:
+        low, amsgrad, group = mine["AdamW said"]
+        assert "parameters must be fp32, but one is torch.bfloat16" in low
+        assert "amsgrad must be False" in amsgrad
+        assert "groups must be given when ShardedAdamW is made" in group
+
+
 def test_a_dtensors_gradient_has_no_main_grad_to_go_to(found):
     for mine in found:
         grad, said = mine["DTensor"]

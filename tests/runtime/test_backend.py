@@ -128,7 +128,7 @@ def test_a_registered_backend_gets_the_call(others):
 
 def test_a_backend_registered_for_another_op_only(others, monkeypatch):
     other = runtime_op.Op(
-        "other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: None, lambda *_: "", None, ""
+        "other", test_explain_runs_nothing_and_says_why, lambda *_: None, lambda *_: None, lambda *_: "", None, None, ""
     )
     monkeypatch.setitem(runtime_op.OPS, "other", other)
     with (

@@ -99,12 +99,12 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(in_groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         for group in self.param_groups:
-            _check_options(group)
+            check_options(group)
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
             with main_grads.filled():
                 self._pieces = self._make_shards()
-            self._steppers = {device: _Stepper(device, self.param_groups) for device in self._devices()}
+            self._steppers = {device: AdamWStepper(device, self.param_groups) for device in self._devices()}
             for piece in self._pieces:
                 self.state[piece.parameter] = self._state_of(piece)
             self.reload()
@@ -350,7 +350,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-class _Stepper:
+class AdamWStepper:
     """A device's step number, options and slices to step."""
 
     def __init__(self, device: torch.device, groups: list[dict[str, Any]]) -> None:
@@ -366,6 +366,14 @@ class _Stepper:
 
     def lay(self, stretches: list[AdamWSlice]) -> None:
         self.stretches, self.batches = stretches, batches_of(stretches)
+
+    def move_gradients(self, stretches: list[AdamWSlice]) -> None:
+        """Take the gradients of these: the last ones but for their addresses, storages and offsets shared alike."""
+        moved = {id(old.grad): new.grad for old, new in zip(self.stretches, stretches, strict=True)}
+        self.stretches = stretches
+        for batch in self.batches:
+            batch.sources = [moved[id(source)] for source in batch.sources]
+            batch.tensors = (batch.tensors[0], batch.sources[0], *batch.tensors[2:])
 
     def run(self, groups: list[dict[str, Any]], norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
         norm = None if norm is None else norm.to(self.device)
@@ -439,7 +447,7 @@ def _flat(name: str, parameter: Tensor) -> Tensor:
     return parameter.detach().view(-1)
 
 
-def _check_options(group: Mapping[str, Any]) -> None:
+def check_options(group: Mapping[str, Any]) -> None:
     for name, value in (("lr", group["lr"]), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
         if not isinstance(value, Tensor) and not value >= 0:
             raise ValueError(f"{name} must be 0 or more, but is {value}")

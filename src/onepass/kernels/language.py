@@ -75,8 +75,6 @@ def triton_unsupported(x: Tensor) -> str | None:
         return None if x.device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     if not x.is_cuda:
         return f"x is on {x.device.type}"
-    if type(x) is not Tensor and type(x).__name__ == "DTensor":
-        return "x is a DTensor, for which the kernels have no sharding rule"
     index = x.get_device()
     if index not in _no_kernels and not torch.compiler.is_compiling():
         _no_kernels[index] = _why_no_kernels(index)

@@ -5,17 +5,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onepass.gradients.adamw import AdamW
     from onepass.gradients.deferred import DeferredWgrad
+    from onepass.gradients.fsdp import FSDPMainGrads
     from onepass.gradients.main_grads import MainGrads
     from onepass.gradients.master_weights import MasterWeights
     from onepass.gradients.sequence_parallel import reduce_sequence_parallel_grads
+    from onepass.gradients.sharded_adamw import ShardedAdamW
 
-__all__ = ["AdamW", "DeferredWgrad", "MainGrads", "MasterWeights", "reduce_sequence_parallel_grads"]
+__all__ = [
+    "AdamW",
+    "DeferredWgrad",
+    "FSDPMainGrads",
+    "MainGrads",
+    "MasterWeights",
+    "ShardedAdamW",
+    "reduce_sequence_parallel_grads",
+]
 
 _MODULES = {
     "AdamW": "adamw",
     "DeferredWgrad": "deferred",
+    "FSDPMainGrads": "fsdp",
     "MainGrads": "main_grads",
     "MasterWeights": "master_weights",
+    "ShardedAdamW": "sharded_adamw",
     "reduce_sequence_parallel_grads": "sequence_parallel",
 }
 

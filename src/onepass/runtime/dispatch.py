@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 NAMESPACE = "onepass"  # of the registered ops; a mutant under test has another
-_PLAIN = (Tensor, Parameter, type(None))
+PLAIN = (Tensor, Parameter, type(None))  # types that nobody watches
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -36,14 +36,14 @@ def needs_dispatcher(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     for tensor in tensors:  # a loop, not any(...): half a microsecond
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return True
     return False
 
 
 def has_address(x: Tensor) -> bool:
     """Whether `x.data_ptr()` is where its values are: a compiler's tensors, fake ones and subclasses have none."""
-    return type(x) in _PLAIN and not torch.compiler.is_compiling()
+    return type(x) in PLAIN and not torch.compiler.is_compiling()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -147,6 +147,7 @@ class Op:
     unsupported: Callable[[Call], Reason]  # why the kernels can't take this call
     variant: Callable[[Call], str]  # which kernels would run, with what tiles, and why
     formula: Callable[[Call], str] | None  # what "torch" does, where that is more than the formula
+    sharding: Callable[..., Any]  # how ranks share a call on DTensors, a `runtime.sharding.Rule`
     samples_module: str
     others: dict[str, Backend] = field(default_factory=dict)
 
@@ -180,6 +181,7 @@ def define_op(
     check: Callable[[Call], object],
     unsupported: Callable[[Call], Reason],
     variant: Callable[[Call], str],
+    sharding: Callable[..., Any],
     formula: Callable[[Call], str] | None = None,
     samples_module: str = "",
 ) -> None:
@@ -188,4 +190,4 @@ def define_op(
     Its sample calls are in `samples.py` of its folder, unless another module is named.
     """
     samples_module = samples_module or f"{function.__module__.rpartition('.')[0]}.samples"
-    OPS[function.__name__] = Op(function.__name__, function, check, unsupported, variant, formula, samples_module)
+    OPS[function.__name__] = Op(function.__name__, function, check, unsupported, variant, formula, sharding, samples_module)

@@ -53,6 +53,7 @@ from onepass.ops.activation.fp8_linear import (
     activation_linear_fp8,
     start_activation_operand,
 )
+from onepass.ops.activation.sharding import shard_activation_linear
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     check_divisible,
@@ -71,6 +72,7 @@ from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_dif
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def activation_linear_reference(
@@ -339,6 +341,12 @@ def activation_linear(
     Returns:
         ``[..., N]`` in x's type. The activation is computed in fp32 and rounded once, as an operand of the product.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "activation_linear", x=x, weight=weight, bias=bias, activation=activation, activation_bias=activation_bias,
+            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group,
+            sequence_parallel=sequence_parallel, deferred=deferred, precision=precision, backend=backend,
+        )  # fmt: skip
     act = _check(
         x, weight, bias, activation, activation_bias, token_weight, clamp, linear_offset, save, tp_group, sequence_parallel
     )
@@ -381,5 +389,6 @@ define_op(
     check=_check_call,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
+    sharding=shard_activation_linear,
     formula=describe_formula,
 )

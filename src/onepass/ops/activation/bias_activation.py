@@ -29,12 +29,14 @@ from onepass.kernels.seeds import draw_seed
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.sharding import shard_bias_activation
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
@@ -182,6 +184,11 @@ def bias_activation(
         ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once. With `out` it is an `onepass.FP8Tensor`: ``codes``
         ``[..., H]``, and ``inverse`` of their scale, fp32 ``[..., 1]`` where each row has its own.
     """
+    if has_dtensor(x, bias):
+        return run_on_shards(
+            "bias_activation", x=x, bias=bias, activation=activation, token_weight=token_weight, clamp=clamp,
+            linear_offset=linear_offset, dropout=dropout, save=save, out=out, backend=backend,
+        )  # fmt: skip
     act = kernels.check_activation(x, bias, activation, token_weight, clamp, linear_offset, save)
     threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
     target = _output_target(out, x, threshold)
@@ -219,6 +226,7 @@ define_op(
     check=_check,
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
+    sharding=shard_bias_activation,
     formula=describe_output_formula,
 )
 

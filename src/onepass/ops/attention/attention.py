@@ -39,10 +39,12 @@ from onepass.ops.attention.forward import (
 )
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
+from onepass.ops.attention.sharding import shard_attention
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Call, Registered, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of heads
@@ -339,6 +341,12 @@ def attention(
     Returns:
         ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
     """
+    if has_dtensor(qkv):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "attention", qkv=qkv, heads=heads, groups=groups, cos=cos, sin=sin, interleaved=interleaved, scale=scale,
+            causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, overwrite=overwrite,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks)
     options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
@@ -368,5 +376,6 @@ define_op(
     check=_check,
     unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens),
     variant=_variant,
+    sharding=shard_attention,
     formula=_describe_pytorch,
 )

@@ -21,10 +21,12 @@ from onepass.ops.attention.arguments import check_tables_of
 from onepass.ops.attention.documents import check_documents, tables_of_documents
 from onepass.ops.attention.rope_formula import rope_blocks, rope_formula
 from onepass.ops.attention.rope_kernels import check_tables, rope_variant, rotate
+from onepass.ops.attention.sharding import shard_rope
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Call, Registered, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 WIDEST = 4096  # of heads
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -179,6 +181,10 @@ def rope(
         q and k turned, of their own shapes and types, contiguous. Arithmetic is in fp32 and rounded once. For an attention that
         takes ``[B, H, S, D]``, `transpose(1, 2)` is a view.
     """
+    if has_dtensor(q, k):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "rope", q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, cu_seqlens=cu_seqlens, backend=backend,
+        )  # fmt: skip
     _check(q, k, cos, sin, cu_seqlens)
     chosen = choose("rope", backend, _unsupported(q, k))
     if chosen not in NATIVE:
@@ -200,4 +206,5 @@ define_op(
     check=lambda call: _check(call.q, call.k, call.cos, call.sin, call.cu_seqlens),
     unsupported=lambda call: _unsupported(call.q, call.k),
     variant=_variant,
+    sharding=shard_rope,
 )

@@ -30,12 +30,14 @@ from onepass.kernels.philox import STEPS, Seed, dropout_formula, threshold_of
 from onepass.kernels.seeds import as_tensor, draw_seed
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.formula import DropoutOptions, backward_formula, global_rows
+from onepass.ops.dropout.sharding import shard_dropout_add
 from onepass.parallel.collectives import group_of_several, start_all_gather
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import processors
 
 
@@ -225,6 +227,11 @@ def dropout_add(
     drops the same elements again, and each replay of a CUDA graph drops others. The seed, the row and the column decide which
     elements are dropped; backend, tiles and strides do not matter.
     """
+    if has_dtensor(x, residual):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "dropout_add", x=x, residual=residual, p=p, bias=bias, training=training, tp_group=tp_group,
+            sequence_parallel=sequence_parallel, backend=backend,
+        )  # fmt: skip
     threshold = _check(x, residual, bias, p, sequence_parallel)
     if not training:
         threshold = 0
@@ -257,4 +264,5 @@ define_op(
     check=lambda call: _check(call.x, call.residual, call.bias, call.p, call.sequence_parallel),
     unsupported=lambda call: unsupported(call.x, call.residual),
     variant=_variant,
+    sharding=shard_dropout_add,
 )

@@ -23,10 +23,12 @@ from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_o
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.embedding.forward import EmbeddingOptions, look_up, look_up_tiles, orders_in_kernel
 from onepass.ops.embedding.gradient import rows_gradient
+from onepass.ops.embedding.sharding import shard_embedding
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Registered, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.validation import validating
 
 
@@ -220,6 +222,11 @@ def embedding(
         y ``[..., H]``, of weight's type, also under autocast. An id outside of the vocabulary raises IndexError on a CPU and
         under `onepass.validate()`. On a GPU and in a compiled graph its row is NaN, and no row gets a gradient from it.
     """
+    if has_dtensor(ids, weight):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "embedding", ids=ids, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size,
+            backend=backend,
+        )  # fmt: skip
     sound = _check(ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size)
     chosen = choose("embedding", backend, unsupported(weight))
     if chosen not in NATIVE:
@@ -241,5 +248,6 @@ define_op(
     check=lambda call: _check(**vars(call)),
     unsupported=lambda call: unsupported(**vars(call)),
     variant=lambda call: variant(**vars(call)),
+    sharding=shard_embedding,
     formula=lambda call: "the PyTorch formula; a gradient's rows are summed in order, and the ids are saved",
 )

@@ -19,6 +19,7 @@ from onepass.gradients.fp8_linear import fp8_product
 from onepass.gradients.fp8_weight import describe_formula, describe_fp8, fp8_state
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.gradients.product import linear_product
+from onepass.ops.linear.sharding import shard_linear
 from onepass.parallel.collectives import group_of_several
 from onepass.parallel.tensor_parallel import check_divisible, tp_layout
 from onepass.runtime.autocast import product_type, under_autocast
@@ -27,6 +28,7 @@ from onepass.runtime.checks import check_floating, check_linear
 from onepass.runtime.dispatch import cast, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,6 +114,12 @@ def linear(
     Returns:
         ``[..., N]`` in x's type, or autocast's.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "linear", x=x, weight=weight, bias=bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
+            backend=backend,
+        )  # fmt: skip
     _check_tensors(x, weight, bias)
     deferred = check_deferred(deferred, weight)
     chosen = choose("linear", backend, None)
@@ -139,5 +147,6 @@ define_op(
     check=_check,
     unsupported=lambda call: None,  # PyTorch's products run everywhere
     variant=_variant,
+    sharding=shard_linear,
     formula=describe_formula,
 )

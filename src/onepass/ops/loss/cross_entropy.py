@@ -41,12 +41,14 @@ from onepass.ops.loss.row_kernels import (
     RowGradients,
     row_tiles,
 )
+from onepass.ops.loss.sharding import shard_cross_entropy
 from onepass.parallel.collectives import group_of_several
 from onepass.parallel.vocab_shards import start_gather_parts, vocab_range
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Call, Registered, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -311,6 +313,11 @@ def cross_entropy(
     Returns:
         The loss in fp32 (fp64 of fp64): a number, or for ``none`` of labels' shape.
     """
+    if has_dtensor(logits, labels):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "cross_entropy", logits=logits, labels=labels, tp_group=tp_group, reduction=reduction, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, inplace_backward=inplace_backward, backend=backend,
+        )  # fmt: skip
     group, terms = _checked(logits, labels, tp_group, reduction, ignore_index, label_smoothing, z_loss, inplace_backward)
     chosen = choose("cross_entropy", backend, _unsupported(logits))
     if chosen not in NATIVE:
@@ -339,4 +346,5 @@ define_op(
     check=lambda call: _checked(**vars(call)),
     unsupported=lambda call: _unsupported(call.logits),
     variant=_variant,
+    sharding=shard_cross_entropy,
 )

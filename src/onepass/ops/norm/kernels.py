@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.gradients.fp8_weight import describe_fp8
+from onepass.gradients.product import describe_products
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.forward import forward_tiles, norm_forward
 from onepass.runtime.dispatch import under_functorch
-from onepass.runtime.op import Registered
+from onepass.runtime.op import Call, Registered
 
 WIDEST = 262144
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -117,3 +119,12 @@ def norm_variant(
     if not memory_efficient:
         return f"{said}; keeps {kept} and its rows' statistics"
     return f"{said}; keeps {kept} only" + (", which backward reads once more for its statistics" if reads_twice(back) else "")
+
+
+def norm_linear_variant(call: Call) -> str:
+    """Which kernels a call of norm_linear runs, and their tiles."""
+    layer = call.norm == "layer_norm"
+    said = norm_variant(call.x, call.residual, call.norm_weight, layer, False, call.norm_bias)
+    rebuilt = "norm(x)" if call.residual is None else "norm(h)"
+    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    return f"{said}; {products}; {rebuilt} is rebuilt in backward"

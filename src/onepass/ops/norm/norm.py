@@ -23,12 +23,14 @@ from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vecto
 from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output_formula, output_target
 from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
+from onepass.ops.norm.sharding import shard_norm
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def rms_norm_reference(
@@ -217,6 +219,11 @@ def rms_norm(
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards(
+            "rms_norm", x=x, weight=weight, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
+            memory_efficient=memory_efficient, out=out, backend=backend,
+        )  # fmt: skip
     _check(x, residual, weight, None, eps, zero_centered_gamma)
     options = NormOptions(False, float(eps), zero_centered_gamma)
     return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, out, backend)
@@ -273,6 +280,11 @@ def layer_norm(
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards(
+            "layer_norm", x=x, weight=weight, bias=bias, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
+            memory_efficient=memory_efficient, out=out, backend=backend,
+        )  # fmt: skip
     _check(x, residual, weight, bias, eps, zero_centered_gamma)
     options = NormOptions(True, float(eps), zero_centered_gamma)
     return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, out, backend)
@@ -296,6 +308,7 @@ define_op(
     check=_check_call,
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, False),
+    sharding=shard_norm,
     formula=describe_output_formula,
 )
 define_op(
@@ -303,5 +316,6 @@ define_op(
     check=lambda call: _check_call(call, call.bias),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, True),
+    sharding=shard_norm,
     formula=describe_output_formula,
 )

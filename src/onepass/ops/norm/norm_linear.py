@@ -30,7 +30,7 @@ from onepass.gradients.fp8_compiled import CompiledFP8Call
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
 from onepass.gradients.fp8_linear import fp8_product
 from onepass.gradients.fp8_product import FP8Call
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight, describe_formula, describe_fp8, fp8_state
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight, describe_formula, fp8_state
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -39,7 +39,6 @@ from onepass.gradients.main_grad import (
     name_written,
 )
 from onepass.gradients.product import (
-    describe_products,
     graph_break_if_deferred,
     is_deferred,
     linear_gradients,
@@ -57,6 +56,7 @@ from onepass.gradients.vectors import (
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_backward_formula, norm_formula
 from onepass.ops.norm.fp8_linear import norm_linear_fp8, start_norm_operand
+from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.parallel.tensor_parallel import (
     TPLayout,
     column_sums,
@@ -72,7 +72,8 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8_recipe import Precision
-from onepass.runtime.op import Call, define_op
+from onepass.runtime.op import define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -368,15 +369,6 @@ _apply = fast_apply(_NormLinear)
 # ---- the public face: say what is wrong, choose who does it, return ----
 
 
-def _variant(call: Call) -> str:
-    """Which kernels a call runs, and their tiles."""
-    layer = call.norm == "layer_norm"
-    said = kernels.norm_variant(call.x, call.residual, call.norm_weight, layer, False, call.norm_bias)
-    rebuilt = "norm(x)" if call.residual is None else "norm(h)"
-    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
-    return f"{said}; {products}; {rebuilt} is rebuilt in backward"
-
-
 def _check(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
     norm: str, eps: float, zero_centered_gamma: bool,
@@ -446,6 +438,13 @@ def norm_linear(
         y ``[..., N]`` in x's type, then norm(h) with `return_norm_output`, then h, of x's shape and type, with a residual or
         `return_input`: (y, norm(h), h) with all.
     """
+    if has_dtensor(x, weight):
+        return run_on_shards(
+            "norm_linear", x=x, norm_weight=norm_weight, weight=weight, bias=bias, residual=residual, norm=norm,
+            norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma, return_norm_output=return_norm_output,
+            return_input=return_input, tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred,
+            precision=precision, backend=backend,
+        )  # fmt: skip
     _check(x, residual, norm_weight, norm_bias, weight, bias, norm, eps, zero_centered_gamma)
     deferred = check_deferred(deferred, weight)
     chosen = choose("norm_linear", backend, kernels.norm_unsupported(x))
@@ -489,6 +488,7 @@ define_op(
         call.norm, call.eps, call.zero_centered_gamma,
     ),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
-    variant=_variant,
+    variant=kernels.norm_linear_variant,
+    sharding=shard_norm_linear,
     formula=describe_formula,
 )  # fmt: skip

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.softmax.kernels import WIDEST, SoftmaxOptions, mask_layout, softmax_backward, softmax_forward, softmax_tiles
+from onepass.ops.softmax.sharding import shard_softmax
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Registered, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def softmax_reference(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False) -> Tensor:
@@ -200,6 +202,10 @@ def softmax(
         y, of x's shape and type, also under autocast. Arithmetic is in fp32, and y is rounded once. Only y is kept for backward.
         Writing to y in place makes backward raise.
     """
+    if has_dtensor(x):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "softmax", x=x, scale=scale, mask=mask, causal=causal, backend=backend,
+        )  # fmt: skip
     _check(x, scale=scale, mask=mask, causal=causal)
     chosen = choose("softmax", backend, unsupported(x))
     if chosen not in NATIVE:
@@ -219,5 +225,6 @@ define_op(
     check=lambda call: _check(**vars(call)),
     unsupported=lambda call: unsupported(**vars(call)),
     variant=lambda call: variant(**vars(call)),
+    sharding=shard_softmax,
     formula=lambda call: "the PyTorch formula, y saved and nothing else",
 )

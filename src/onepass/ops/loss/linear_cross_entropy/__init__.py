@@ -38,6 +38,7 @@ from onepass.ops.loss.reduction import (
     check_terms,
     validate_labels,
 )
+from onepass.ops.loss.sharding import shard_linear_cross_entropy
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
@@ -45,6 +46,7 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
 from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 _STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
 
@@ -320,6 +322,11 @@ def linear_cross_entropy(
         "vocab_mask": vocab_mask, "deferred": deferred,
     }  # fmt: skip
     args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
+    if has_dtensor(hidden, weight):
+        return run_on_shards(
+            "linear_cross_entropy", hidden=hidden, weight=weight, labels=labels, tp_group=tp_group, reduction=reduction,
+            ignore_index=ignore_index, sequence_parallel=sequence_parallel, **given, backend=backend,
+        )  # fmt: skip
     options, group = _checked(*args, **given)  # type: ignore[arg-type]
     deferred = check_deferred(deferred, weight)
     chosen = choose("linear_cross_entropy", backend, _unsupported(hidden))
@@ -365,6 +372,7 @@ define_op(
     check=_check,
     unsupported=lambda call: _unsupported(call.hidden),
     variant=_variant,
+    sharding=shard_linear_cross_entropy,
     formula=_variant,
     samples_module="onepass.ops.loss.samples",
 )

@@ -30,12 +30,14 @@ from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions,
 from onepass.ops.loss.linear_divergence.steps import plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
+from onepass.ops.loss.sharding import shard_linear_divergence
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number
 from onepass.runtime.dispatch import cast, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
+from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
 def linear_divergence_reference(
@@ -224,6 +226,11 @@ def linear_divergence(
         "teacher_bias": teacher_bias, "tp_group": tp_group, "logits_dtype": logits_dtype, "chunk_bytes": chunk_bytes,
     }  # fmt: skip
     heads = student, student_weight, teacher, teacher_weight
+    if has_dtensor(student, student_weight):
+        return run_on_shards(  # type: ignore[no-any-return]
+            "linear_divergence", student=student, student_weight=student_weight, teacher=teacher, teacher_weight=teacher_weight,
+            labels=labels, **given, backend=backend,
+        )  # fmt: skip
     options, group = _checked(*heads, labels, **given)  # type: ignore[arg-type]
     chosen = choose("linear_divergence", backend, _unsupported(student, teacher))
     if chosen not in NATIVE:
@@ -271,6 +278,7 @@ define_op(
     check=lambda call: _checked(**vars(call)),
     unsupported=lambda call: _unsupported(call.student, call.teacher),
     variant=_variant,
+    sharding=shard_linear_divergence,
     formula=_variant,
     samples_module="onepass.ops.loss.linear_divergence.samples",
 )

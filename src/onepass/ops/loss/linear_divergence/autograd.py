@@ -45,7 +45,7 @@ class _LinearDivergence(torch.autograd.Function):
         if options.reduction == "none":
             loss = torch.ops.aten._unsafe_view(losses.clone(), shape)  # not a view, as autograd sees it: it may be written to
         if not needs.need_bias:
-            made[2] = None
+            made = [*made[:2], None, *made[3:]]  # to PyTorch 2.11's compiler it is a tuple
         ctx.options, ctx.held = options, [_retained(t) for t in parameters]
         ctx.used = False
         ctx.save_for_backward(*heads, labels, place, scale, numbers, *made, waiting, teacher_waiting)

@@ -1,0 +1,244 @@
+"""AdamW over sharded parameters in one pass: DTensors, as FSDP2's and tensor parallelism's, beside plain parameters.
+
+Each rank steps its part by the kernels of `onepass.parallel.AdamW`, which read the gradient once, and read and write the weight
+and both moments once: 28 bytes a parameter. State has torch.optim.AdamW's layout, and its DTensors lie as their parameters do.
+Moments are flat, so that one table of addresses serves a device. Gradients are others in each step, and the table follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.adamw import AdamWStepper, check_options
+from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.releasable_storage import storage_id
+from onepass.runtime.sharding import has_dtensor
+from onepass.runtime.sizes import ceil_div
+
+_ALIGNED = 16  # numbers: where a parameter's state begins
+_BYTES = 32  # a gradient's address modulo this decides how it is read
+_MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(eq=False)
+class _Shard:
+    """A rank's part of a parameter, and its moments. All are one-dimensional."""
+
+    weight: Tensor
+    moments: tuple[Tensor, Tensor]
+    group: int
+
+
+class ShardedAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW over DTensors and plain parameters of fp32, in one pass.
+
+        optimizer = ShardedAdamW(model.parameters(), lr=1e-3)    # after fully_shard
+        ...
+        norm = optimizer.step(max_norm=1.0)
+        optimizer.zero_grad()
+
+    FSDP2 keeps fp32 shards and casts them for the forward pass, so that these are the masters of a model that computes in bf16.
+    `torch.distributed.checkpoint` saves and loads the state, and loads torch.optim.AdamW's, as it does for this one's. All
+    parameters have one count of steps: one without a gradient stays as it is, though the step counts.
+
+    Args:
+        params: parameters, or groups of them with options, as for torch.optim.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        # torch's own options too: a checkpoint of one is one of the other
+        defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
+        self._made = False
+        super().__init__(params, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._made = True
+        self._check_groups(self.param_groups)
+        self._shards = self._make_shards()
+        self._steppers = {device: AdamWStepper(device, self.param_groups) for device in self._devices()}
+        self._adopt()
+        self._layout: list[tuple[int, int, int, int]] = []  # of the gradients in the tables: shard, storage, offset, alignment
+
+    def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        for group in groups:
+            check_options(group)
+            for option in ("amsgrad", "maximize", "differentiable"):
+                if group.get(option):
+                    raise ValueError(f"{option} must be False, but is {group[option]!r}: torch.optim.AdamW has it")
+            for parameter in group["params"]:
+                if isinstance(parameter, Tensor) and parameter.dtype is not torch.float32:
+                    raise TypeError(
+                        f"parameters must be fp32, but one is {parameter.dtype}: a MixedPrecisionPolicy(param_dtype=...) casts "
+                        "fp32 shards for the forward pass, and `onepass.parallel.AdamW` keeps masters beside MainGrads"
+                    )
+
+    @torch.no_grad()
+    def _make_shards(self) -> dict[Tensor, _Shard]:
+        """Allocate the moments of all parameters, those of a device in one piece each."""
+        found: dict[torch.device, list[tuple[Tensor, Tensor, int]]] = {}
+        for place, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                part = _part(parameter)
+                if not part.is_contiguous():
+                    raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
+                found.setdefault(part.device, []).append((parameter, part.view(-1), place))
+        shards = {}
+        for device, parts in found.items():
+            sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part, _ in parts]
+            flat = [torch.zeros(sum(sizes), device=device) for _ in _MOMENTS]
+            begin = 0
+            for (parameter, part, place), size in zip(parts, sizes, strict=True):
+                exp_avg, exp_avg_sq = (each[begin : begin + part.numel()] for each in flat)
+                shards[parameter] = _Shard(part, (exp_avg, exp_avg_sq), place)
+                begin += size
+        return shards
+
+    def _devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(shard.weight.device for shard in self._shards.values()))
+
+    def _adopt(self) -> None:
+        """Make the state the tensors that kernels write."""
+        for parameter, shard in self._shards.items():
+            moments = {name: _as_parameter(each, parameter) for name, each in zip(_MOMENTS, shard.moments, strict=True)}
+            self.state[parameter] = {"step": self._steppers[shard.weight.device].step, **moments}
+
+    # ---- a step ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
+        """Step the weights.
+
+        Args:
+            closure: computes the loss and gradients again; its loss is returned.
+            max_norm: step by the gradient scaled to a norm of at most this, over all ranks. Gradients stay unscaled, and the norm
+                before is returned, a tensor on the device. Collective.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        given = [(parameter, shard) for parameter, shard in self._shards.items() if parameter.grad is not None]
+        norm = None if max_norm is None else _norm([parameter.grad for parameter, _ in given if parameter.grad is not None])
+        self._lay([(shard, _grad_part(parameter)) for parameter, shard in given])
+        for stepper in self._steppers.values():
+            stepper.run(self.param_groups, norm, max_norm, False)
+            # gradients' memory is the caller's to free
+            stepper.move_gradients([stretch._replace(grad=torch.empty(0)) for stretch in stepper.stretches])
+        torch.autograd.graph.increment_version([shard.weight for _, shard in given])
+        return norm if closure is None else loss
+
+    def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
+        """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
+        given = [(shard, grad) for shard, grad in given if grad.numel()]
+        stretches = [AdamWSlice(shard.weight, grad, *shard.moments, None, shard.group) for shard, grad in given]
+        firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
+        layout = []
+        for shard, grad in given:
+            number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
+            layout.append((id(shard), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
+        for device, stepper in self._steppers.items():
+            mine = [stretch for stretch in stretches if stretch.weight.device == device]
+            (stepper.move_gradients if layout == self._layout else stepper.lay)(mine)
+        self._layout = layout
+
+    # ---- states ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch.optim.AdamW's state. Its steps are copies, one each, as optimizers add to them in place."""
+        found = super().state_dict()
+        found["state"] = {key: {**state, "step": state["step"].clone()} for key, state in found["state"].items()}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this optimizer or of torch.optim.AdamW. Moments are copied where the kernels have them."""
+        self._check_groups(state_dict["param_groups"])
+        steps = {float(state["step"]) for state in state_dict["state"].values()}
+        if len(steps) > 1:
+            raise ValueError(f"state must be of one step, but is of {sorted(steps)}")
+        before = self.state
+        super().load_state_dict(dict(state_dict))
+        loaded, self.state = self.state, before
+        for parameter in self._shards:
+            for name in _MOMENTS if parameter in loaded else ():
+                if loaded[parameter][name].shape != parameter.shape:
+                    shape = tuple(loaded[parameter][name].shape)
+                    raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
+        for parameter, shard in self._shards.items():
+            for name, moment in zip(_MOMENTS, shard.moments, strict=True):
+                if parameter in loaded:
+                    moment.copy_(_part(_placed_as(loaded[parameter][name], parameter)).reshape(-1))
+                else:
+                    moment.zero_()
+        for stepper in self._steppers.values():
+            stepper.step.fill_(max(steps, default=0.0))
+        self._adopt()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._made:
+            raise RuntimeError("groups must be given when ShardedAdamW is made, as state's places are: make it anew")
+        super().add_param_group(param_group)
+
+
+# ---- DTensors ----
+
+
+def _part(tensor: Any) -> Tensor:
+    """This rank's part, in the tensor's own memory."""
+    return (tensor.to_local() if has_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
+
+
+def _placed_as(tensor: Any, parameter: Any) -> Any:
+    """The tensor as the parameter lies. One that all ranks have whole is divided."""
+    if not has_dtensor(parameter):
+        return tensor.full_tensor() if has_dtensor(tensor) else tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not has_dtensor(tensor):
+        mesh = parameter.device_mesh
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return tensor if tensor.placements == parameter.placements else tensor.redistribute(placements=parameter.placements)
+
+
+def _grad_part(parameter: Any) -> Tensor:
+    grad = _part(_placed_as(parameter.grad, parameter))
+    if grad.dtype is not torch.float32:
+        raise TypeError(f"gradients must be fp32, but one is {grad.dtype}")
+    return grad.contiguous().view(-1)
+
+
+def _as_parameter(flat: Tensor, parameter: Any) -> Tensor:
+    """A moment in the parameter's shape, a DTensor where that is one."""
+    shape = _part(parameter).shape
+    if not has_dtensor(parameter):
+        return flat.view(shape)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        flat.view(shape), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _norm(grads: list[Tensor]) -> Tensor:
+    """The norm of all gradients, those of each mesh summed over it."""
+    if not grads:
+        return torch.zeros(())
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault((grad.device_mesh, grad.placements) if has_dtensor(grad) else None, []).append(grad)  # type: ignore[attr-defined]
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh.values()]
+    norms = [norm.full_tensor() if has_dtensor(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total

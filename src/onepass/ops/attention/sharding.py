@@ -1,0 +1,64 @@
+"""How ranks share rotary positions and attention on DTensors: see runtime/sharding.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, first_split, leading_split, refuse_split, split_output
+
+
+def shard_rope(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Heads of q and of k are divided each by itself; sequences and positions for both, and for tables that have them."""
+    q, k = given["q"], given["k"]
+    documents = given["cu_seqlens"] is not None  # their positions are counted from the sequence's start
+    rows: Split = WHOLE
+    if not documents:
+        rows = first_split(leading_split(at["q"], q, last=2), leading_split(at["k"], k, last=2))
+    heads = q.dim() - 2
+    inputs: dict[str, Split] = {"cu_seqlens": WHOLE}
+    for name in ("q", "k"):
+        inputs[name] = rows if rows != WHOLE else heads if at[name] == heads else WHOLE
+    for name in ("cos", "sin"):
+        inputs[name] = _of_table(given[name], rows, q.dim() - 3)
+    return Layout(inputs, outputs=[split_output(inputs["q"], q), split_output(inputs["k"], k)])
+
+
+def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Sequences are divided. A qkv divided by columns is gathered, as one rank's are no heads, and then heads are divided."""
+    qkv, heads = given["qkv"], given["heads"]
+    groups = heads if given["groups"] is None else given["groups"]
+    tables = {name: _of_table(given[name], WHOLE, 1) for name in ("cos", "sin")}
+    options = {"overwrite": False}  # it is the DTensor's memory
+    if at["qkv"] == qkv.dim() - 1:
+        if groups % ranks:
+            refuse_split("qkv", at["qkv"], f"Shard(0) or Replicate, as {ranks} ranks can't share {groups} groups of heads")
+        inputs: dict[str, Split] = {"qkv": WHOLE, "sinks": 0, "cu_seqlens": WHOLE, **tables}
+        y = (qkv.dim() - 1, heads * (qkv.shape[-1] // (heads + 2 * groups)))
+        return Layout(inputs, {"qkv": PARTIAL}, y, options=options, adapt=partial(_own_heads, heads=heads, groups=groups))
+    rows: Split = 0 if at["qkv"] == 0 and given["cu_seqlens"] is None else WHOLE
+    if rows == 0:
+        tables = {name: _of_table(given[name], 0, 1) for name in ("cos", "sin")}
+    inputs = {"qkv": rows, "sinks": WHOLE, "cu_seqlens": WHOLE, **tables}
+    return Layout(inputs, {"sinks": PARTIAL if rows == 0 else WHOLE}, split_output(rows, qkv), options=options)
+
+
+def _of_table(table: Tensor | None, rows: Split, sequence: int) -> Split:
+    """How a table [..., S, R/2] is divided where S is that dimension of q: it may have fewer dimensions, or sizes of 1."""
+    if table is None or rows == WHOLE:
+        return WHOLE
+    dim = int(rows) - sequence + table.dim() - 2
+    return dim if dim >= 0 and table.shape[dim] > 1 else WHOLE
+
+
+def _own_heads(parts: dict[str, Any], rank: int, ranks: int, heads: int, groups: int) -> None:
+    """The queries, keys and values of a rank's heads, one after another."""
+    qkv = parts["qkv"]
+    size = qkv.shape[-1] // (heads + 2 * groups)
+    sections = qkv.split([heads * size, groups * size, groups * size], -1)
+    parts["qkv"] = torch.cat([section.chunk(ranks, -1)[rank] for section in sections], -1)
+    parts["heads"], parts["groups"] = heads // ranks, groups // ranks
