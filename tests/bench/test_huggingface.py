@@ -137,8 +137,9 @@ def test_errors_by_kind() -> None:
 
 def test_a_prompt_has_no_labels() -> None:
     batch = next(huggingface_process.tokens(LLAMA, CPU))
-    assert torch.equal(huggingface_process.labels_of(LLAMA, batch), batch)
-    labels = huggingface_process.labels_of(replace(LLAMA, ignored=0.6), batch)
+    inputs = huggingface_process.ModelInputs(LLAMA, CPU, packed=False).of(batch)
+    assert inputs.keys() == {"input_ids", "labels"} and torch.equal(inputs["labels"], batch)
+    labels = huggingface_process.ModelInputs(replace(LLAMA, ignored=0.6), CPU, packed=False).of(batch)["labels"]
     assert (labels[:, :39] == -100).all() and torch.equal(labels[:, 39:], batch[:, 39:])
 
 

@@ -110,42 +110,31 @@ def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
         yield (ranks.long() - 1).to(device)
 
 
-def labels_of(case: ModelCase, batch: Tensor) -> Tensor:
-    prompt = torch.arange(case.length, device=batch.device) < case.ignored * case.length
-    return batch.masked_fill(prompt, -100).masked_fill(~_is_chat(case, batch.device), -100)
-
-
-def _is_chat(case: ModelCase, device: torch.device) -> Tensor:
-    """Return bool [sequences, length], false for padding."""
-    return torch.arange(case.length, device=device) < torch.tensor(case.lengths, device=device)[:, None]
-
-
 class ModelInputs:
-    """Makes a model's arguments of batches. What all batches have alike is made once, as a collator's work is not measured.
+    """Makes a model's arguments of batches. What all batches have alike is made once: a step copies nothing from the host.
 
     Args:
         packed: the chats follow each other in one row, without padding.
     """
 
     def __init__(self, case: ModelCase, device: torch.device, packed: bool) -> None:
-        self.case, self.packed = case, packed
-        chat = _is_chat(case, device)
-        self._is_chat, self._padded = chat, case.chats is not None and not packed
-        self._places = chat.flatten().nonzero().squeeze(1)
-        within = torch.arange(case.length, device=device).expand_as(chat)
-        self._positions = within.flatten()[self._places][None]
-        self._boundaries = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=device)
+        positions, lengths = torch.arange(case.length, device=device), case.lengths
+        here = positions < torch.tensor(lengths, device=device)[:, None]  # not padding
+        self.ignored = ~here | (positions < case.ignored * case.length)
+        self._places = None
+        self._options: dict[str, Any] = {} if case.chats is None else {"attention_mask": here.long()}
+        if packed:
+            self.ignored[:, 0] = True  # which the chat before would predict
+            self._places = here.flatten().nonzero().squeeze(1)
+            ends, longest = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
+            self._options = {"position_ids": positions.expand_as(here).flatten()[self._places][None]}
+            self._options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def of(self, batch: Tensor) -> dict[str, Any]:
-        labels = labels_of(self.case, batch)
-        if self.packed:
-            longest, ends = max(self.case.lengths), self._boundaries
-            labels[:, 0] = -100  # which the chat before would predict
-            ids, labels = (x.flatten()[self._places][None] for x in (batch, labels))
-            boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-            return {"input_ids": ids, "labels": labels, "position_ids": self._positions, **boundaries}
-        mask = {"attention_mask": self._is_chat.long()} if self._padded else {}
-        return {"input_ids": batch, "labels": labels, **mask}
+        labels = batch.masked_fill(self.ignored, -100)
+        if self._places is not None:
+            batch, labels = (x.flatten()[self._places][None] for x in (batch, labels))
+        return {"input_ids": batch, "labels": labels, **self._options}
 
 
 # ---- contenders ----
@@ -207,7 +196,7 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     """Return eager's fp32 gradients from the same bf16 weights. To fit, take one sequence at a time and recompute layers."""
     model = new_model(case, batch.device).float()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is the older name
-    labels = labels_of(case, batch)
+    labels = ModelInputs(case, batch.device, packed=False).of(batch)["labels"]
     kept = (labels[:, 1:] != -100).sum(1)
     for sequence, of_sequence, share in zip(batch.split(1), labels.split(1), kept / kept.sum(), strict=True):
         (model(input_ids=sequence, labels=of_sequence).loss * share).backward()  # padding after a chat is not seen by it
