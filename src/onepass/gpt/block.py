@@ -68,8 +68,11 @@ class SelfAttention(nn.Module):
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
         as_one = self.config.attention_fusion and not self._drops()
-        as_one = as_one and (self.q_layernorm is None or boundaries is not None)  # F.sdpa is slow with a mask of documents
-        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
+        if boundaries is None:
+            as_one = as_one and self.q_layernorm is None
+            as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
+        elif rows.is_cuda:  # without kernels the op has a mask of all tokens, and `_by_pytorch` one of each row's
+            as_one = as_one and unsupported(rows, *self.heads, boundaries) is None
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables, boundaries)
         return y.reshape(*qkv.shape[:-1], -1)
 
@@ -104,15 +107,19 @@ class SelfAttention(nn.Module):
 
     def _by_pytorch(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
         c = self.config
-        q, k, v = self._rotated_parts(rows, tables)
+        q, k, v = (x.transpose(1, 2) for x in self._rotated_parts(rows, tables))
+        mask, several = None, c.num_attention_heads // c.query_groups
+        if boundaries is not None:
+            mask = visible_keys(boundaries, *rows.shape[:2])
+            k, v = (x.repeat_interleave(several, 1) for x in (k, v))  # on a GPU only scores in full go with both mask and groups
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            None if boundaries is None else visible_keys(boundaries, *rows.shape[:2]),
+            q,
+            k,
+            v,
+            mask,
             dropout_p=c.attention_dropout if self._drops() else 0.0,
-            is_causal=boundaries is None,
-            enable_gqa=c.query_groups != c.num_attention_heads,
+            is_causal=mask is None,
+            enable_gqa=mask is None and several > 1,
         ).transpose(1, 2)
         return y if boundaries is None else nan_if_wrong(y, boundaries, rows.shape[0] * rows.shape[1])
 
