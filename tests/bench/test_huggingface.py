@@ -25,6 +25,7 @@ from onepass.bench.huggingface_cases import (
     OURS,
     OURS_COMPILED,
     OURS_FP8,
+    OURS_PACKED,
     AcceptanceBar,
     ModelCase,
     ModelResult,
@@ -33,9 +34,11 @@ from onepass.bench.huggingface_cases import (
     compare,
     reached,
 )
+from onepass.integrations.huggingface import apply
 
 CPU = torch.device("cpu")
 LLAMA = cases(quick=True)[0]
+CHATS = next(case for case in cases(quick=True) if case.chats)
 
 
 pytestmark = pytest.mark.usefixtures("by_formula")
@@ -51,9 +54,10 @@ def transformers() -> Any:
 
 @pytest.mark.usefixtures("transformers")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.family)
+@pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.name)
 def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
-    rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in (EAGER, OURS, OURS_FP8)]
+    names = [EAGER, OURS, OURS_FP8, *([OURS_PACKED] if case.chats else [])]
+    rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in names]
     compare(rows)
     for row in rows:
         assert row.status == "ok"
@@ -62,7 +66,7 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
         assert row.peak_gib is None  # a GPU's
     assert {"model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight", "model.norm.weight"} <= rows[0].errors.keys()
     assert all(1e-4 < error < 0.05 for error in rows[0].errors.values())  # of bf16
-    bars = [bar for bar in case.bars if bar.contender in (OURS, OURS_FP8)]
+    bars = [bar for bar in case.bars if bar.contender in names]
     assert all(found is not None and found[1] for bar in bars for found in [reached(bar, rows)])
     assert rows[0].losses != rows[1].losses != rows[2].losses  # they did not do the same
     assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 5  # of eight bits
@@ -133,9 +137,45 @@ def test_errors_by_kind() -> None:
 
 def test_a_prompt_has_no_labels() -> None:
     batch = next(huggingface_process.tokens(LLAMA, CPU))
-    assert torch.equal(huggingface_process.labels_of(LLAMA, batch), batch)
-    labels = huggingface_process.labels_of(replace(LLAMA, ignored=0.6), batch)
+    inputs = huggingface_process.ModelInputs(LLAMA, CPU, packed=False).of(batch)
+    assert inputs.keys() == {"input_ids", "labels"} and torch.equal(inputs["labels"], batch)
+    labels = huggingface_process.ModelInputs(replace(LLAMA, ignored=0.6), CPU, packed=False).of(batch)["labels"]
     assert (labels[:, :39] == -100).all() and torch.equal(labels[:, 39:], batch[:, 39:])
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize("quick", (True, False))
+def test_chats_are_padded_or_packed(quick: bool) -> None:
+    case = next(case for case in cases(quick) if case.chats)
+    batch = next(huggingface_process.tokens(case, CPU))
+    padded, packed = (huggingface_process.ModelInputs(case, CPU, packed).of(batch) for packed in (False, True))
+    assert case.chats is not None and len(case.lengths) == case.sequences
+    assert case.chats[0] <= min(case.lengths) and max(case.lengths) <= case.chats[1]
+    assert abs(case.tokens / case.sequences / (sum(case.chats) / 2) - 1) < 0.05
+    assert padded["attention_mask"].sum(1).tolist() == case.lengths
+    kept = padded["attention_mask"].bool()
+    assert (padded["labels"][~kept] == -100).all() and torch.equal(padded["labels"][kept], batch[kept])
+    assert torch.equal(packed["input_ids"][0], batch[kept]) and packed["input_ids"].shape == (1, case.tokens)
+    assert packed["cu_seq_lens_q"].diff().tolist() == case.lengths and packed["max_length_q"] == max(case.lengths)
+    first = packed["position_ids"] == 0
+    assert int(first.sum()) == case.sequences and (packed["labels"][first] == -100).all()
+    for inputs in (padded, packed):
+        assert int((inputs["labels"][:, 1:] != -100).sum()) == case.tokens - case.sequences
+
+
+@pytest.mark.usefixtures("transformers")
+def test_packed_chats_have_the_padded_ones_loss_and_gradients() -> None:
+    batch = next(huggingface_process.tokens(CHATS, CPU))
+    exact, losses = huggingface_process.exact_gradients(CHATS, batch), []
+    for packed in (False, True):
+        model = huggingface_process.new_model(CHATS, CPU).float()
+        applied = apply(model) if packed else None
+        loss = model(**huggingface_process.ModelInputs(CHATS, CPU, packed).of(batch)).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        assert max(huggingface_process.errors(model, exact).values()) < 1e-5
+        assert applied is None or "transformers' masks" not in str(applied)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +230,10 @@ def test_bars() -> None:
 
 def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
-    names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 1x1024", "qwen3_0.6b 4x4096", "gemma2_2b 1x4096"]
-    assert list(real) == names
+    names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024"]
+    assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096"]
+    assert AcceptanceBar(OURS_PACKED, "ms", 0.6, OURS) in real["llama_1b 16x1024 chats"].bars
+    assert [case.name for case in real.values() if OURS_PACKED in case.contenders] == ["llama_1b 16x1024 chats"]
     assert AcceptanceBar(OURS, "ms", 0.9, LIGER) in real["llama_1b 4x4096"].bars
     assert all(bar.contender in CONTENDERS and bar.of in (None, *CONTENDERS) for case in real.values() for bar in case.bars)
 
@@ -251,10 +293,13 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     calls = processes(lambda name: fine(name, 2.0 if name == EAGER else 1.0))
     file = tmp_path / "run.json"
     assert bench("huggingface", "--json", str(file)) == 0
-    assert calls == [(case.name, name) for case in cases(quick=True) for name in (EAGER, OURS, OURS_FP8)]
+    on_cpu = (EAGER, OURS, OURS_FP8, OURS_PACKED)
+    assert calls == [(case.name, name) for case in cases(quick=True) for name in on_cpu if name in case.contenders]
     said = capsys.readouterr()
     assert "llama 2 x 64 bf16, sdpa attention" in said.out
     assert "gemma2 2 x 64 bf16, eager attention" in said.out
+    assert "llama 4 x 64 bf16, sdpa attention, chats of 4 to 60 tokens" in said.out
+    assert rows_of(file)[CHATS.name, OURS_PACKED]["tokens"] == CHATS.tokens
     assert "> onepass                       1.0    0.500   128,000" in said.out
     assert "onepass, losses' distance to eager's at most 2.0e-03: 0.0e+00, reached" in said.out
     assert "torch.compile: left out of --quick on a CPU" in said.out
@@ -266,11 +311,11 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     assert rows_of(file)[LLAMA.name, OURS]["shape"] == [2, 64]
     assert {row["status"] for row in record["rows"]} == {"ok", "skipped"}
     reached_by = {bar["contender"]: bar["reached"] for bar in record["bars"]}
-    assert reached_by == {OURS: True, OURS_COMPILED: None, OURS_FP8: True}
+    assert reached_by == {OURS: True, OURS_COMPILED: None, OURS_FP8: True, OURS_PACKED: True}
 
 
 def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = ("huggingface", "--case", "llama", "--contender", EAGER, "--contender", "torch.compile", "--contender", OURS)
+    both = ("huggingface", "--case", LLAMA.name, "--contender", EAGER, "--contender", "torch.compile", "--contender", OURS)
     processes(lambda name: fine(name) if name != "torch.compile" else ModelResult(name, "error", "ValueError: [no] graph"))
     assert bench(*both, "--json", str(tmp_path / "run.json")) == 0  # a peer's fault is no fault of ours
     assert "torch.compile: error: ValueError: [no] graph" in capsys.readouterr().out
@@ -287,7 +332,7 @@ def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: p
 
 def test_several_commands_fill_one_file(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.json"
-    asked = ("huggingface", "--case", "llama", "--json", str(file), "--contender")
+    asked = ("huggingface", "--case", LLAMA.name, "--json", str(file), "--contender")
     processes(lambda name: fine(name, 2.0, (5.0, float("nan") if name == LIGER else 4.0)))
     assert bench(*asked, EAGER) == 0
     assert bench(*asked, OURS) == 0
@@ -312,7 +357,7 @@ def test_several_commands_fill_one_file(processes: Processes, tmp_path: Path, mo
 
 def test_a_nan_is_kept_as_one(processes: Processes, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    asked = ("huggingface", "--case", "llama", "--json", str(file), "--contender")
+    asked = ("huggingface", "--case", LLAMA.name, "--json", str(file), "--contender")
     processes(lambda name: fine(name, losses=(5.0, float("nan") if name == OURS else 4.0)))
     assert bench(*asked, OURS) == 0  # eager is not known yet
     assert rows_of(file)[LLAMA.name, OURS]["losses"] == [5.0, "nan"]
@@ -341,7 +386,7 @@ def test_a_budget_ends_a_process_and_all_it_started(
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", slow], **options))
     monkeypatch.setattr(huggingface, "commit", lambda: "abc")
     begun = time.monotonic()
-    assert bench("huggingface", "--case", "llama", "--budget", "2") == 0
+    assert bench("huggingface", "--case", LLAMA.name, "--budget", "2") == 0
     assert time.monotonic() - begun < 20
     said = capsys.readouterr().out
     assert "eager: not done after 2 s, when --budget ended" in said
@@ -370,7 +415,7 @@ def _runs(pid: int) -> bool:
         (["huggingface", "--dtype", "fp32"], "--dtype must be bf16 for huggingface, but is fp32"),
         (["huggingface", "--steps", "0"], "--steps must be at least 1, but is 0"),
         (["huggingface", "--budget", "0"], "--budget must be more than 0 seconds, but is 0"),
-        (["huggingface", "--case", "bert"], "there are llama_tiny 2x64, gemma2_tiny 2x64"),
+        (["huggingface", "--case", "bert"], "there are llama_tiny 2x64, llama_tiny 4x64 chats, gemma2_tiny 2x64"),
         (["norm", "--contender", "eager"], "--contender is only for huggingface"),
         (["--steps", "3"], "--steps is only for huggingface"),
         (["norm", "--budget", "3"], "--budget is only for huggingface"),
@@ -401,7 +446,7 @@ def test_the_real_thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     file = tmp_path / "run.json"
     asked = [word for name in (EAGER, OURS, LIGER) for word in ("--contender", name)]  # each a process of its own
-    assert bench("huggingface", "--case", "llama", "--steps", "3", *asked, "--json", str(file)) == 0
+    assert bench("huggingface", "--case", LLAMA.name, "--steps", "3", *asked, "--json", str(file)) == 0
     rows = rows_of(file)
     assert [rows[LLAMA.name, name]["status"] for name in (EAGER, OURS)] == ["ok", "ok"]
     assert len(rows[LLAMA.name, OURS]["losses"]) == 3

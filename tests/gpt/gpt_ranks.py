@@ -35,10 +35,14 @@ CASES = {
     "attention recomputed": {"recompute_granularity": "selective"},
     "dropout": BIASES | {"hidden_dropout": 0.5},
     "dropout, sequence": SEQUENCE | BIASES | {"hidden_dropout": 0.5},
+    "packed": {"packed": True},
+    "packed, sequence": SEQUENCE | {"packed": True},
+    "packed, learned positions, sequence": SEQUENCE | BIASES | {"packed": True},
+    "packed, no fusion, sequence": SEQUENCE | {"packed": True, "reference": True},
 }
 
 
-def configured(ranks, reference=False, **options):
+def configured(ranks, reference=False, packed=False, **options):
     """Return a case's Config for this number of tensor-parallel ranks."""
     options |= {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1 and options.get("sequence_parallel", False)}
     config = Config(**SHAPE, **options)
@@ -75,14 +79,16 @@ def case(group, **options):
     tokens, labels, mask = given()
     torch.manual_seed(11)
     found = {"start": {name: t.detach().clone() for name, t in model.named_parameters()}}
-    found["loss"] = model(tokens, labels)
+    packing = {"cu_seqlens": torch.tensor([[0, 5, 12], [0, 12, 12]], dtype=torch.int32)} if options.get("packed") else {}
+    found["loss"] = model(tokens, labels, **packing)
     found["loss"].backward()
     reduce_sequence_parallel_grads(model, group)
     found["grads"] = {name: t.grad for name, t in model.named_parameters()}
     model.eval()
     with torch.no_grad():
-        found |= {"masked": model(tokens, labels, loss_mask=mask), "rows": model(tokens, labels, reduction="none")}
-        found |= {"sum": model(tokens, labels, reduction="sum"), "logits": model(tokens)}
+        found |= {"masked": model(tokens, labels, loss_mask=mask, **packing)}
+        found |= {"rows": model(tokens, labels, reduction="none", **packing)}
+        found |= {"sum": model(tokens, labels, reduction="sum", **packing), "logits": model(tokens, **packing)}
     return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 

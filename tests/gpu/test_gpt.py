@@ -11,6 +11,7 @@ from onepass.ops.linear.grouped import grouped_linear
 from onepass.train.batches import TokenBatch
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
+from onepass.train.packing import Documents, PackedBatches
 from onepass.train.setup import make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -114,6 +115,57 @@ def test_graphed_steps_in_eight_bits_are_those_without_a_graph(recipe):
         found.append(made.steps.loss(TokenBatch(tokens[0][:, :-1], tokens[0][:, 1:])).item())
     half = len(found) // 2
     assert found[:half] == found[half:]
+
+
+def batches(config, period, size=8, length=128):
+    """Rows of packed documents of `period` tokens."""
+    numbers = torch.randint(1, config.vocab_size, (20_000,), generator=torch.Generator().manual_seed(period))
+    numbers[period::period] = 0
+    arguments = numbers.numpy(), size, length, 3, 0, 1, torch.device("cuda", 0)
+    return PackedBatches(Documents(numbers.numpy(), 0), *arguments)
+
+
+@other_stream
+@pytest.mark.parametrize("variant", ("llama", "norms alone", "gpt-2", "recomputed"))
+def test_graphed_steps_of_packed_rows_are_those_without_a_graph(variant):
+    """The second steps have more documents than the first graph takes."""
+    config = preset("tiny", params_dtype="bf16", **VARIANTS[variant])
+    found = []
+    for graphs in (False, True):
+        options = Options(micro_batch_size=4, cuda_graphs=graphs, release_main_grads=False)
+        made = make(config, options, ParallelLayout(torch.device("cuda", 0)))
+        for period in (50, 5, 20):
+            for step in range(2):
+                loss, norm = made.steps.run(batches(config, period).of_step(step))
+                made.update.step(1e-2)
+                found.append((loss.item(), norm.item()))
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+
+
+@pytest.mark.parametrize("variant", ("llama", "norms alone", "gpt-2"))
+def test_packed_rows_wait_for_nobody_and_are_as_by_pytorch(variant):
+    config = preset("tiny", params_dtype="bf16", **VARIANTS[variant])
+    batch = batches(config, 20).of_step(0)
+    model, plain = (Model(each, device="cuda", seed=1) for each in (config, config.reference()))
+    loss = model(batch.tokens, batch.labels, **batch.documents)
+    with nobody_waits():
+        loss = model(batch.tokens, batch.labels, **batch.documents)
+        loss.backward()
+    expected = plain(batch.tokens, batch.labels, **batch.documents)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 0.05 * other.grad.norm()
+
+
+def test_wrong_boundaries_of_packed_rows_give_nan():
+    config = preset("tiny", params_dtype="bf16")
+    batch = batches(config, 20).of_step(0)
+    wrong = batch.cu_seqlens.clone()
+    wrong[3, -1] -= 1
+    for each in (config, config.reference()):
+        assert Model(each, device="cuda", seed=1)(batch.tokens, cu_seqlens=wrong).isnan().all()
 
 
 # ---- the grouped product ----

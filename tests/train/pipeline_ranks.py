@@ -14,9 +14,10 @@ from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.train import checkpoint, layout
 from onepass.train.batches import Batches
 from onepass.train.options import Options
+from onepass.train.packing import Documents, PackedBatches
 from onepass.train.setup import make
 
-LENGTH, STEPS = 12, 3
+LENGTH, STEPS, END = 12, 3, 0
 SHAPE = {
     "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 37,
     "max_position_embeddings": 16, "untie_embeddings_and_output_weights": True,
@@ -34,6 +35,7 @@ LAST_OF_SIX = {"num_layers": 6, "num_layers_in_last_pipeline_stage": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 INTERLEAVED, ZERO_BUBBLE = {"pipeline_schedule": "interleaved"}, {"pipeline_schedule": "zero-bubble"}
+PACKED = {"pack": True}
 # ranks -> case -> options of the model, and of its training
 CASES = {
     2: {
@@ -43,6 +45,10 @@ CASES = {
         "bf16": ({"params_dtype": "bf16"}, {}),
         "recomputed": ({"recompute_granularity": "full"}, {}),
         "experts": ({"num_moe_experts": 3, "moe_ffn_hidden_size": 8}, {}),
+        "packed": (GPT2, PACKED),
+        "packed, recomputed": ({"recompute_granularity": "full"}, PACKED),
+        "packed, interleaved": (EACH, PACKED | INTERLEAVED),
+        "packed, zero-bubble": (EACH, PACKED | ZERO_BUBBLE),
         "interleaved": (EACH, INTERLEAVED),
         "interleaved, three microbatches": (EACH, INTERLEAVED | {"global_batch_size": 6}),
         "interleaved, plain": (EACH | {"plain": True}, INTERLEAVED),
@@ -67,6 +73,8 @@ CASES = {
         "tensor, sequence": (SEQUENCE | LATER, {}),
         "tensor": ({"tensor_model_parallel_size": 2} | GPT2, {}),
         "tensor, sequence, zero-bubble": (SEQUENCE | EACH, ZERO_BUBBLE),
+        "tensor, sequence, packed": (SEQUENCE, PACKED),
+        "data, packed": ({}, PACKED),
         "data": ({}, {}),
         "data, sharded": (LATER, SHARDED),
         "data, sharded, interleaved": (EACH, SHARDED | INTERLEAVED),
@@ -88,7 +96,7 @@ def settings(name, ranks):
     if ranks == 1:
         for key in [*SEQUENCE, *LATER, *EACH, *VIRTUAL, *FIRST, *LAST, "wgrad_deferral_limit"]:
             model.pop(key, None)
-        training = {key: value for key, value in training.items() if key.endswith("batch_size")}
+        training = {key: value for key, value in training.items() if key.endswith("batch_size") or key == "pack"}
     else:
         stages = 4 if "four stages" in name else 2
         model["pipeline_model_parallel_size"] = stages
@@ -100,7 +108,8 @@ def text():
 
 
 def batches_of(options, divided):
-    return Batches(text(), options.global_batch_size, LENGTH, 5, divided.data.rank, divided.data.size, divided.device)
+    arguments = text(), options.global_batch_size, LENGTH, 5, divided.data.rank, divided.data.size, divided.device
+    return PackedBatches(Documents(text(), END), *arguments) if options.pack else Batches(*arguments)
 
 
 def trained(name, divided):

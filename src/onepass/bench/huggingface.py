@@ -76,7 +76,9 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     stopped = 0
     try:
         for case in wanted:
-            for name in args.contender or CONTENDERS:
+            for name in args.contender or case.contenders:
+                if name not in case.contenders:
+                    continue
                 found = _skipped(name, args, device, ends)
                 if found is None:
                     report.begins(case, name)
@@ -248,8 +250,8 @@ def _save(path: Path | None, facts: dict[str, Any], rows: Rows) -> None:
 
 
 def _row(case: ModelCase, found: ModelResult) -> dict[str, Any]:
-    shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "attention": case.attention}
-    return shown | {name: _plain(value) for name, value in asdict(found).items()}
+    shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "tokens": case.tokens}
+    return shown | {"attention": case.attention} | {name: _plain(value) for name, value in asdict(found).items()}
 
 
 def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:

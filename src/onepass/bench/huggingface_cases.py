@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
-EAGER, COMPILED, LIGER, OURS, OURS_COMPILED, OURS_FP8 = CONTENDERS = (
-    "eager", "torch.compile", "Liger", "onepass", "onepass + torch.compile", "onepass fp8",
+EAGER, COMPILED, LIGER, OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
+    "eager", "torch.compile", "Liger", "onepass", "onepass + torch.compile", "onepass fp8", "onepass packed",
 )  # fmt: skip
-MINE = (OURS, OURS_COMPILED, OURS_FP8)
+MINE = (OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED)
 _FP8_FAR = (("loss_apart", 2e-2), ("error_of_eager", 30.0))  # a product's gradient is 1/16 off, as e5m2 is; bf16's is 1/300
 
 
@@ -44,15 +45,39 @@ class ModelCase:
     asked: tuple[AcceptanceBar, ...] = ()
     error_of_eager: float = 1.25
     ignored: float = 0.0  # part of each sequence, at its beginning, whose labels are -100, as a prompt's
+    chats: tuple[int, int] | None = None  # each sequence is a chat of so many tokens, at least and at most, and padding after it
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each sequence are no padding: the same in every process and every step.
+
+        Lengths of chats are uniform. Each is drawn from another part of the range, so that few of them have the range's mean.
+        """
+        if self.chats is None:
+            return [self.length] * self.sequences
+        drawn, (least, most) = random.Random(0), self.chats
+        lengths = [int(least + (most - least + 1) * (at + drawn.random()) / self.sequences) for at in range(self.sequences)]
+        drawn.shuffle(lengths)
+        return lengths
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        return sum(self.lengths)
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        return tuple(name for name in CONTENDERS if name != OURS_PACKED or self.chats is not None)
+
+    @property
+    def title(self) -> str:
+        chats = "" if self.chats is None else ", chats of {} to {} tokens".format(*self.chats)
+        return f"{self.family} {self.sequences} x {self.length} bf16, {self.attention} attention{chats}"
 
     @property
     def bars(self) -> tuple[AcceptanceBar, ...]:
         far = (("loss_apart", 2e-3), ("error_of_eager", self.error_of_eager))
-        return (*self.asked, *(AcceptanceBar(name, *bar) for name in MINE for bar in (_FP8_FAR if name == OURS_FP8 else far)))
+        mine = [name for name in MINE if name in self.contenders]
+        return (*self.asked, *(AcceptanceBar(name, *bar) for name in mine for bar in (_FP8_FAR if name == OURS_FP8 else far)))
 
 
 def cases(quick: bool) -> list[ModelCase]:
@@ -89,6 +114,10 @@ _REAL = [
     ModelCase(
         "llama_1b 4x4096 ignored", "llama", 4, 4096, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.90, LIGER),), ignored=0.6
     ),
+    ModelCase(
+        "llama_1b 16x1024 chats", "llama", 16, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS_PACKED, "ms", 0.60, OURS),),
+        chats=(40, 1000),
+    ),
     ModelCase("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.95, EAGER),)),
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.
@@ -97,6 +126,7 @@ _REAL = [
 # The norms of tiny models have few gradient elements, whose errors vary by chance: error_of_eager is larger.
 _QUICK = [
     ModelCase("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
+    ModelCase("llama_tiny 4x64 chats", "llama", 4, 64, _TINY, error_of_eager=2.0, chats=(4, 60)),
     ModelCase("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
 ]
 

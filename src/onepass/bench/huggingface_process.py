@@ -20,13 +20,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onepass.bench.huggingface_cases import COMPILED, EAGER, LIGER, OURS, OURS_COMPILED, OURS_FP8, ModelCase, ModelResult
+from onepass.bench.huggingface_cases import (
+    COMPILED,
+    EAGER,
+    LIGER,
+    OURS,
+    OURS_COMPILED,
+    OURS_FP8,
+    OURS_PACKED,
+    ModelCase,
+    ModelResult,
+)
 from onepass.bench.peers import imported
 
 _ROUNDS, _WARM = 5, 3
@@ -99,9 +110,31 @@ def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
         yield (ranks.long() - 1).to(device)
 
 
-def labels_of(case: ModelCase, batch: Tensor) -> Tensor:
-    prompt = torch.arange(case.length, device=batch.device) < case.ignored * case.length
-    return batch.masked_fill(prompt, -100)
+class ModelInputs:
+    """Makes a model's arguments of batches. What all batches have alike is made once: a step copies nothing from the host.
+
+    Args:
+        packed: the chats follow each other in one row, without padding.
+    """
+
+    def __init__(self, case: ModelCase, device: torch.device, packed: bool) -> None:
+        positions, lengths = torch.arange(case.length, device=device), case.lengths
+        here = positions < torch.tensor(lengths, device=device)[:, None]  # not padding
+        self.ignored = ~here | (positions < case.ignored * case.length)
+        self._places = None
+        self._options: dict[str, Any] = {} if case.chats is None else {"attention_mask": here.long()}
+        if packed:
+            self.ignored[:, 0] = True  # which the chat before would predict
+            self._places = here.flatten().nonzero().squeeze(1)
+            ends, longest = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
+            self._options = {"position_ids": positions.expand_as(here).flatten()[self._places][None]}
+            self._options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+    def of(self, batch: Tensor) -> dict[str, Any]:
+        labels = batch.masked_fill(self.ignored, -100)
+        if self._places is not None:
+            batch, labels = (x.flatten()[self._places][None] for x in (batch, labels))
+        return {"input_ids": batch, "labels": labels, **self._options}
 
 
 # ---- contenders ----
@@ -129,18 +162,19 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     OURS: _onepass,
     OURS_COMPILED: lambda model: _compiled(_onepass(model)),
     OURS_FP8: lambda model: _onepass(model, "fp8"),
+    OURS_PACKED: _onepass,
 }
 
 
 class _Trainer:
     def __init__(self, case: ModelCase, model: nn.Module, contender: str) -> None:
-        self.case = case
+        self.inputs = ModelInputs(case, next(model.parameters()).device, contender == OURS_PACKED)
         self.run = _MAKE.get(contender, lambda model: model)(model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.run(input_ids=batch, labels=labels_of(self.case, batch)).loss
+        loss: Tensor = self.run(**self.inputs.of(batch)).loss
         loss.backward()
         return loss.detach()
 
@@ -162,8 +196,10 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     """Return eager's fp32 gradients from the same bf16 weights. To fit, take one sequence at a time and recompute layers."""
     model = new_model(case, batch.device).float()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is the older name
-    for sequence in batch.split(1):
-        (model(input_ids=sequence, labels=labels_of(case, sequence)).loss / len(batch)).backward()
+    labels = ModelInputs(case, batch.device, packed=False).of(batch)["labels"]
+    kept = (labels[:, 1:] != -100).sum(1)
+    for sequence, of_sequence, share in zip(batch.split(1), labels.split(1), kept / kept.sum(), strict=True):
+        (model(input_ids=sequence, labels=of_sequence).loss * share).backward()  # padding after a chat is not seen by it
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

@@ -51,7 +51,7 @@ class ModelReport:
 
     def table(self, case: ModelCase, rows: list[ModelResult]) -> None:
         table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim", title_justify="left", title_style="")
-        table.title = f"\n[bold]{case.family} {case.sequences} x {case.length}[/] bf16, {case.attention} attention"
+        table.title = f"\n[bold]{case.title}[/]"
         table.add_column("", min_width=25, no_wrap=True)
         for title, width, _ in _COLUMNS:
             table.add_column(title, min_width=width, justify="right", no_wrap=True)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE
+from onepass.gpt.packing import nan_if_wrong, visible_keys
 from onepass.gpt.parts import PlainMLP, Residual, make_norm
 from onepass.gpt.positions import Tables, rotated
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -54,64 +55,80 @@ class SelfAttention(nn.Module):
         self.q_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
         self.k_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
 
-    def forward(self, qkv: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor | None]:
-        """Return (y, linear_proj's bias). `qkv` is linear_qkv's output."""
+    def forward(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return (y, linear_proj's bias). `qkv` is linear_qkv's output. `boundaries` are as gpt/packing.py joins them."""
         if self.config.recompute_granularity == "selective" and qkv.requires_grad:
             dropout = self.config.attention_dropout > 0
-            mixed = checkpoint(self.mixed, qkv, tables, use_reentrant=False, preserve_rng_state=dropout)
+            mixed = checkpoint(self.mixed, qkv, tables, boundaries, use_reentrant=False, preserve_rng_state=dropout)
         else:
-            mixed = self.mixed(qkv, tables)
+            mixed = self.mixed(qkv, tables, boundaries)
         return self.linear_proj(mixed)  # type: ignore[no-any-return]
 
-    def mixed(self, qkv: Tensor, tables: Tables | None) -> Tensor:
+    def mixed(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> Tensor:
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
-        as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
-        as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
-        y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
+        as_one = self.config.attention_fusion and not self._drops()
+        if boundaries is None:
+            as_one = as_one and self.q_layernorm is None
+            as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
+        elif rows.is_cuda:  # without kernels the op has a mask of all tokens, and `_by_pytorch` one of each row's
+            as_one = as_one and unsupported(rows, *self.heads, boundaries) is None
+        y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables, boundaries)
         return y.reshape(*qkv.shape[:-1], -1)
 
     def _drops(self) -> bool:
         return self.training and self.config.attention_dropout > 0
 
-    def _as_one_op(self, rows: Tensor, tables: Tables | None) -> Tensor:
+    def _as_one_op(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
         """Run rotation and attention as one op.
 
         The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. Selective recomputation reads
         it again, so there the op leaves it unchanged.
         """
         c = self.config
-        if tables is not None and not c.apply_rope_fusion:
-            q, k, v = parts_of(rows, *self.heads)
-            rows, tables = torch.cat([*rotated(q, k, tables, c), v], 2).flatten(2), None
+        if self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
+            rows, tables = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None
         cos, sin = tables or (None, None)
+        if boundaries is not None:  # the op takes documents in a single row
+            rows = rows.reshape(1, -1, rows.shape[-1])
+            cos, sin = (None if table is None else table.reshape(1, -1, table.shape[-1]) for table in (cos, sin))
+        by_kernels = unsupported(rows, *self.heads, boundaries) is None
         return attention(
             rows,
             *self.heads,
             cos=cos,
             sin=sin,
             interleaved=c.rotary_interleaved,
+            cu_seqlens=boundaries,
             overwrite=c.recompute_granularity != "selective",
             deterministic=False,
-            backend=None if unsupported(rows, *self.heads) is None else "torch",  # even where "triton" is selected globally
+            backend=None if by_kernels else "torch",  # even where "triton" is selected globally
         )
 
-    def _by_pytorch(self, rows: Tensor, tables: Tables | None) -> Tensor:
+    def _by_pytorch(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
         c = self.config
+        q, k, v = (x.transpose(1, 2) for x in self._rotated_parts(rows, tables))
+        mask, several = None, c.num_attention_heads // c.query_groups
+        if boundaries is not None:
+            mask = visible_keys(boundaries, *rows.shape[:2])
+            k, v = (x.repeat_interleave(several, 1) for x in (k, v))  # on a GPU only scores in full go with both mask and groups
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            dropout_p=c.attention_dropout if self._drops() else 0.0,
+            is_causal=mask is None,
+            enable_gqa=mask is None and several > 1,
+        ).transpose(1, 2)
+        return y if boundaries is None else nan_if_wrong(y, boundaries, rows.shape[0] * rows.shape[1])
+
+    def _rotated_parts(self, rows: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normalised and rotated, and values."""
         q, k, v = parts_of(rows, *self.heads)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if tables is not None:
-            q, k = rotated(q, k, tables, c)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            dropout_p=c.attention_dropout if self._drops() else 0.0,
-            is_causal=True,
-            enable_gqa=c.query_groups != c.num_attention_heads,
-        )
-        return y.transpose(1, 2)
+        return (q, k, v) if tables is None else (*rotated(q, k, tables, self.config), v)
 
 
 def sequences(x: Tensor, config: Config) -> Tensor:
@@ -142,10 +159,10 @@ class Block(nn.Module):
         set_precision(self, precision)
 
     def forward(
-        self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None
+        self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None, boundaries: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         (qkv, _), h = self.residual.take(h, pending, self.input_layernorm, self.self_attention.linear_qkv)
-        h, pending = self.residual.give(h, self.self_attention(qkv, tables), self.training)
+        h, pending = self.residual.give(h, self.self_attention(qkv, tables, boundaries), self.training)
         if isinstance(self.mlp, MoE):
             normed, h = self.residual.normed(h, pending, self.pre_mlp_layernorm)
             y, aux_loss = self.mlp(normed)

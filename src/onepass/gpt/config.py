@@ -242,8 +242,10 @@ class Config(Settings):
         head = 0 if self.tied else self.vocab_size * self.hidden_size
         return self._embedding_count() + blocks + self._norm_count() + head
 
-    def flops_per_token(self, sequence: int) -> float:
+    def flops_per_token(self, sequence: float) -> float:
         """Return a token's FLOPs in forward and backward: 6 per parameter in use, plus causal attention.
+
+        `sequence` is how many tokens see each other. Where sequences or documents differ, it is the average over the tokens.
 
         Causal attention takes 6 x layers x heads x head size x sequence, half of full attention. Embedding tables that are only
         looked up (positions, and untied tokens) are not in use, nor are experts that do not see the token. Recomputation in

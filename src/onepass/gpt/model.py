@@ -19,6 +19,7 @@ from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.loss import kept_tokens, loss_of_logits, needs_no_logits, rows_with_loss
+from onepass.gpt.packing import joined_boundaries, positions_in_rows
 from onepass.gpt.parts import Norm, make_norm, settled
 from onepass.gpt.positions import PositionEmbedding, Rotary
 from onepass.nn.embedding import VocabParallelEmbedding
@@ -108,6 +109,8 @@ class Model(nn.Module):
         x: Tensor,
         labels: Tensor | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
         loss_mask: Tensor | None = None,
         reduction: str = "mean",
         grad_scale: float | None = None,
@@ -117,19 +120,26 @@ class Model(nn.Module):
         Args:
             x: tokens [B, S], or hidden states of the previous stage.
             labels: the target tokens [B, S]; -100 is ignored.
+            cu_seqlens: int32, the boundaries of documents, on x's device: [B, documents + 1], each row's from 0 to S, or
+                [documents + 1] where there is one row. A token sees its own document up to itself. Documents may be empty: rows
+                of fewer repeat S. Where boundaries are wrong, a CPU and `onepass.validate()` raise, and a GPU computes NaN. Give
+                the last token of a document the label -100, or a next token of its own: labels are taken as they are.
+            positions: [B, S], each token's position. By default they are counted from a row's first token, or with
+                `cu_seqlens` from a document's. Stages other than the first need them too.
             loss_mask: [B, S], a factor for each token's loss. A mean divides by its sum.
             reduction: ``mean``, ``sum`` or ``none``.
             grad_scale: as in `onepass.linear_cross_entropy`. Only that op supports it: cross_entropy_fusion_impl ``linear``.
         """
         rows = None if labels is None or self.output_layer is None else rows_with_loss(labels, self.output_layer, self.config)
-        h: Tensor = x if self.embedding is None else self.embedding(x)
+        boundaries, positions = self._places(x, cu_seqlens, positions)
+        h: Tensor = x if self.embedding is None else self.embedding(x, positions)
         pending, aux_losses = None, []
-        tables = None if self.rotary is None else self.rotary(self._length(h))
+        tables = None if self.rotary is None else self.rotary(self._length(x, positions), positions)
         for at, block in enumerate(self.layers.values()):
             if self._recomputed(at) and torch.is_grad_enabled():
-                h, pending, own = checkpoint(block, settled(h, pending), None, tables, **self._checkpointing)
+                h, pending, own = checkpoint(block, settled(h, pending), None, tables, boundaries, **self._checkpointing)
             else:
-                h, pending, own = block(h, pending, tables)
+                h, pending, own = block(h, pending, tables, boundaries)
             aux_losses += [] if own is None else [own]
         if self.output_layer is None or self.final_layernorm is None:
             return settled(h, pending)
@@ -139,13 +149,30 @@ class Model(nn.Module):
         loss = self._loss(h, labels, rows, loss_mask, reduction, grad_scale)
         return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
 
-    def _length(self, h: Tensor) -> int:
+    def _size(self, x: Tensor) -> tuple[int, int]:
+        """Return how many rows x stands for, and of how many tokens."""
+        if self.embedding is not None:
+            _check_tokens(x)
+            return x.shape[0], x.shape[1]
         c = self.config
-        length = h.shape[1] * (c.tensor_model_parallel_size if c.sequence_parallel else 1)
-        if length > c.max_position_embeddings:
-            raise ValueError(
-                f"x must have a sequence of at most max_position_embeddings, {c.max_position_embeddings}, but {length}"
-            )
+        return x.shape[0], x.shape[1] * (c.tensor_model_parallel_size if c.sequence_parallel else 1)
+
+    def _places(self, x: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return all rows' boundaries, joined, and the tokens' positions. None stands for whole rows, and for 0 to S - 1."""
+        if cu_seqlens is None and positions is None:
+            return None, None
+        batch, length = self._size(x)
+        if positions is not None and tuple(positions.shape) != (batch, length):
+            raise ValueError(f"positions must have shape {(batch, length)}, as x's tokens, but has {tuple(positions.shape)}")
+        if cu_seqlens is None:
+            return None, positions
+        boundaries = joined_boundaries(cu_seqlens, x, batch, length, self.config.max_position_embeddings)
+        return boundaries, positions_in_rows(boundaries, batch, length) if positions is None else positions
+
+    def _length(self, x: Tensor, positions: Tensor | None) -> int:
+        longest, (_, length) = self.config.max_position_embeddings, self._size(x)
+        if positions is None and length > longest:
+            raise ValueError(f"x must have a sequence of at most max_position_embeddings, {longest}, but {length}")
         return length
 
     def _recomputed(self, at: int) -> bool:
@@ -213,19 +240,18 @@ class Embedding(nn.Module):
                 **options,
             )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return [B, S, hidden_size] for tokens [B, S]; under sequence parallelism this rank's shard of it."""
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must have shape [batch, sequence], but has {tuple(tokens.shape)}")
-        return self._dropped(self._divided(tokens) if self.config.sequence_parallel else self._whole(tokens))
+        _check_tokens(tokens)
+        if positions is None and self.position_embeddings is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self._dropped((self._divided if self.config.sequence_parallel else self._whole)(tokens, positions))
 
-    def _whole(self, tokens: Tensor) -> Tensor:
+    def _whole(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         h: Tensor = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            h = h + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
-        return h
+        return h if self.position_embeddings is None else h + self.position_embeddings(positions)
 
-    def _divided(self, tokens: Tensor) -> Tensor:
+    def _divided(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         batch, length = tokens.shape
         ranks = self.config.tensor_model_parallel_size
         if length % ranks:
@@ -234,8 +260,8 @@ class Embedding(nn.Module):
                 f"but it is {length}"
             )
         h: Tensor = self.word_embeddings(tokens.reshape(1, -1)).view(batch, length // ranks, -1)
-        if self.position_embeddings is not None and self.tp_group is not None:
-            at = torch.arange(length, device=tokens.device).repeat(batch).chunk(ranks)[self.tp_group.rank()]
+        if self.position_embeddings is not None and positions is not None and self.tp_group is not None:
+            at = positions.expand(batch, length).flatten().chunk(ranks)[self.tp_group.rank()]
             h = h + self.position_embeddings(at.view(h.shape[:-1]))
         return h
 
@@ -246,6 +272,11 @@ class Embedding(nn.Module):
             return F.dropout(h, p) if p else h
         nothing = h.new_zeros(()).expand_as(h)
         return dropout_add(h, nothing, p, tp_group=self.tp_group, sequence_parallel=c.sequence_parallel)
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must have shape [batch, sequence], but has {tuple(tokens.shape)}")
 
 
 def _check_division(config: Config, tp_group: Any, layers: range, first: bool, last: bool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onepass.gpt.config import Config
 from onepass.nn.embedding import VocabParallelEmbedding
+from onepass.ops.attention.documents import tables_at
 from onepass.ops.attention.rope import rope
 
 Tables = tuple[Tensor, Tensor]
@@ -32,8 +33,9 @@ class Rotary(nn.Module):
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, table.to(device or torch.get_default_device(), torch.float32), persistent=False)
 
-    def forward(self, length: int) -> Tables:
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, positions: Tensor | None = None) -> Tables:
+        """Return the tables of the first positions, [length, R/2], or of `positions`, [B, S, R/2]."""
+        return (self.cos[:length], self.sin[:length]) if positions is None else tables_at(self.cos, self.sin, positions)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Recompute the tables after a move. A cast would round them, and the meta device has no values to copy."""

@@ -11,6 +11,18 @@ from torch import Tensor
 class TokenBatch(NamedTuple):
     tokens: Tensor  # [sequences, seq_length]
     labels: Tensor  # of the same shape: the next tokens
+    cu_seqlens: Tensor | None = None  # int32 [sequences, documents + 1]: the boundaries in each sequence, the last repeated
+
+    def microbatches(self, size: int) -> list[TokenBatch]:
+        """Return parts of `size` sequences."""
+        tokens, labels = self.tokens.split(size), self.labels.split(size)
+        documents = [None] * len(tokens) if self.cu_seqlens is None else self.cu_seqlens.split(size)
+        return [TokenBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
+
+    @property
+    def documents(self) -> dict[str, Tensor]:
+        """The model's further arguments."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
 
 
 class Batches:
@@ -34,7 +46,9 @@ class Batches:
         starts = torch.randint(len(self.text) - self.seq_length, (self.size,), generator=generator)
         own = starts.chunk(self.ranks)[self.rank].tolist()
         rows = numpy.stack([self.text[start : start + self.seq_length + 1] for start in own]).astype(numpy.int64)
-        both = torch.from_numpy(rows)
-        if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
+        both = self.on_device(torch.from_numpy(rows))
         return TokenBatch(both[:, :-1], both[:, 1:])
+
+    def on_device(self, x: Tensor) -> Tensor:
+        """Return a tensor of the host on the device, without waiting for the copy."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live
 from onepass.train.options import Options
+from onepass.train.packing import Documents, PackedBatches
 from onepass.train.peak import MatrixPeak
 from onepass.train.precision import Counts, Saturation, has_delayed_scales
 from onepass.train.record import Line, Record, read_log
@@ -91,6 +93,9 @@ class TrainRun:
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
             self.tokens = self._text()
+            if isinstance(batches := self.batches(), PackedBatches):
+                self.live.say(batches.summary())
+                self.live.flops = self.config.flops_per_token(batches.mean_span)
             self.trained = make(self.config, options, layout, self.plain)
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
@@ -138,7 +143,13 @@ class TrainRun:
         options, data = self.options, self.layout.data
         seed = options.seed if what == "train" else options.seed + 1
         numbers = self.tokens.train if what == "train" else self.tokens.valid
-        return Batches(numbers, self.size, options.seq_length, seed, data.rank, data.size, self.layout.device)
+        arguments = numbers, self.size, options.seq_length, seed, data.rank, data.size, self.layout.device
+        return PackedBatches(self._documents[what], *arguments) if options.pack else Batches(*arguments)
+
+    @cached_property
+    def _documents(self) -> dict[str, Documents]:
+        parts = {"train": self.tokens.train, "valid": self.tokens.valid}
+        return {name: Documents(part, self.tokens.end) for name, part in parts.items()}
 
     def _steps(self, first: int) -> None:
         options, batches = self.options, self.batches()
@@ -240,7 +251,7 @@ class TrainRun:
             longest = self.config.max_position_embeddings
             found = write(
                 self.trained.steps.logits, self.tokens, options.samples, options.sample_tokens, longest, options.seed,
-                self.layout.device,
+                self.layout.device, self._documents["valid"] if options.pack else None,
             )  # fmt: skip
         if self.layout.first:
             said = "\n\n".join(f"{sample.prompt}|||{sample.written}" for sample in found)

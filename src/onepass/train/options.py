@@ -17,6 +17,7 @@ class Options(Settings):
     # ---- text ----
     data: tuple[str, ...] = setting((), "text files, or folders of them; Python's own library where none is given")
     seq_length: int = setting(128, "tokens of a sequence")
+    pack: bool = setting(False, "fill sequences with documents, each of which sees itself only; off: with parts of the text")
 
     # ---- steps ----
     micro_batch_size: int = setting(16, "sequences of a forward and backward on one rank")

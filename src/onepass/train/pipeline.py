@@ -46,7 +46,7 @@ class PipelinedSteps(TrainSteps):
         labels = {"labels": batch.labels, "target": batch.labels} if self.model.last in self.model.own else {}
         shares: list[Tensor] = []
         with nullcontext() if self._one_stage else self.update.accumulate():
-            self._schedule.step(*given, losses=shares, return_outputs=False, **labels)
+            self._schedule.step(*given, losses=shares, return_outputs=False, **labels, **batch.documents)
         if self._head_later is not None:
             self._head_later.flush()  # while earlier stages still run backwards
         norm = self.update.finish()

@@ -48,13 +48,13 @@ class Stages(nn.Module):
         )
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the loss if labels are given, else logits, as `Model.forward` does."""
         x = tokens
         for number in range(self.last + 1):
             if number in self.own:
                 x = self._received(tokens) if number else tokens
-                x = self.own[number](x, labels)
+                x = self.own[number](x, labels, cu_seqlens=cu_seqlens)
                 if number != self.last:
                     dist.send(x, group=self.pipeline.group, group_dst=(number + 1) % self.pipeline.size)
         shape = () if labels is not None else (*tokens.shape, self.config.vocab_size)

@@ -15,6 +15,7 @@ from onepass.train.options import Options
 from onepass.train.updates import Update
 
 _WARM = 2  # microbatches before a graph is captured
+_FEWEST_BOUNDARIES = 16  # of a sequence, in a graph for packed ones
 
 
 class TrainSteps:
@@ -33,7 +34,7 @@ class TrainSteps:
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the mean loss of the batch and the norm of its gradient. Afterwards the update can step."""
         self.update.begin()
-        parts = _parts(batch, self.options.micro_batch_size)
+        parts = batch.microbatches(self.options.micro_batch_size)
         total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
         for at, part in enumerate(parts):
             last = at == len(parts) - 1
@@ -45,7 +46,7 @@ class TrainSteps:
         """Run forward and backward of a microbatch, with its gradient multiplied by `share`."""
         options: dict[str, Any] = {"grad_scale": share} if self._known else {}
         with self._wide():
-            loss: Tensor = self.model(part.tokens, part.labels, **options)
+            loss: Tensor = self.model(part.tokens, part.labels, **part.documents, **options)
         (loss * share).backward()
         return loss.detach()
 
@@ -65,34 +66,42 @@ class TrainSteps:
     @torch.no_grad()
     def loss(self, batch: TokenBatch) -> Tensor:
         """Return the mean loss of the batch, without gradients."""
-        parts = _parts(batch, self.options.micro_batch_size)
+        parts = batch.microbatches(self.options.micro_batch_size)
         with self._wide():
-            return torch.stack([self.model(part.tokens, part.labels).float() for part in parts]).mean()
+            return torch.stack([self.model(part.tokens, part.labels, **part.documents).float() for part in parts]).mean()
 
 
 class GraphedSteps(TrainSteps):
-    """TrainSteps that replay one CUDA graph for each microbatch. Shapes are fixed."""
+    """TrainSteps that replay one CUDA graph for each microbatch.
+
+    Shapes are fixed. A graph takes packed sequences of up to a number of documents, and those of fewer with empty ones after
+    them. For more documents a graph of twice as many takes its place.
+    """
 
     _graph: torch.cuda.CUDAGraph | None = None
+    _boundaries = 0  # in each sequence of the graph
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         self.update.begin()
-        parts = _parts(batch, self.options.micro_batch_size)
+        if batch.cu_seqlens is not None:
+            batch = batch._replace(cu_seqlens=self._widened(batch.cu_seqlens))
+        parts = batch.microbatches(self.options.micro_batch_size)
         total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
         with self.update.accumulate():  # a replay calls no hooks: the reductions start in finish
             if self._graph is None:
                 self._capture(parts[0], 1.0 / len(parts))
             assert self._graph is not None
             for part in parts:
-                self._tokens.copy_(part.tokens)
-                self._labels.copy_(part.labels)
+                for static, given in zip(self._static, part, strict=True):
+                    if static is not None and given is not None:
+                        static.copy_(given)
                 self._graph.replay()
                 total += self._loss
         return total / len(parts), self.update.finish()
 
     def _capture(self, part: TokenBatch, share: float) -> None:
-        self._tokens, self._labels = part.tokens.clone(), part.labels.clone()
-        static, graph = TokenBatch(self._tokens, self._labels), torch.cuda.CUDAGraph()
+        self._static = static = TokenBatch(*(None if each is None else each.clone() for each in part))  # type: ignore[arg-type]
+        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -104,6 +113,14 @@ class GraphedSteps(TrainSteps):
         self._graph = graph
         self.update.begin()  # clears the gradients that warm-up added
 
+    def _widened(self, cu_seqlens: Tensor) -> Tensor:
+        """Repeat the ends of the boundaries, to as many as the graph has. If there are more, let go of the graph."""
+        needed = cu_seqlens.shape[1]
+        if needed > self._boundaries:
+            self._boundaries = max(_FEWEST_BOUNDARIES, 1 << (needed - 1).bit_length())
+            self._graph = None
+        return torch.cat([cu_seqlens, cu_seqlens[:, -1:].expand(-1, self._boundaries - needed)], 1)
+
 
 def _takes_grad_scale(config: Config) -> bool:
     """Whether the output layer may compute its gradient in forward.
@@ -112,7 +129,3 @@ def _takes_grad_scale(config: Config) -> bool:
     """
     linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
     return linear and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute
-
-
-def _parts(batch: TokenBatch, size: int) -> list[TokenBatch]:
-    return [TokenBatch(*part) for part in zip(batch.tokens.split(size), batch.labels.split(size), strict=True)]

@@ -43,6 +43,11 @@ class Tokens:
     tokenizer: Any
     vocab_size: int
 
+    @property
+    def end(self) -> int:
+        """The id of the token between documents."""
+        return int(self.tokenizer.token_to_id(END))
+
     @functools.cached_property
     def vocabulary(self) -> str:
         """The hash of which token has which id, for which a model's embeddings stand."""

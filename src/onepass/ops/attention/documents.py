@@ -79,9 +79,19 @@ def tables_of_documents(cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, T: 
     """
     if cu_seqlens is None or cos.dim() > 2:
         return cos, sin
+    return tables_at(cos, sin, positions_within(cu_seqlens, T)[None])
+
+
+def positions_within(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Return int32 [T]: each token's position within its document, or -1 where the boundaries are wrong."""
     first = cu_seqlens.index_select(0, document_of(cu_seqlens, T).clamp_(0, cu_seqlens.shape[0] - 2))
-    positions = torch.arange(T, device=cos.device, dtype=torch.int32) - first
-    there = (positions >= 0) & (positions < cos.shape[0]) & are_right(cu_seqlens, T)
-    positions = positions.clamp(0, cos.shape[0] - 1)
-    cos, sin = (table.index_select(0, positions).masked_fill(~there[:, None], torch.nan)[None] for table in (cos, sin))
+    positions = torch.arange(T, device=cu_seqlens.device, dtype=torch.int32) - first
+    return torch.where(are_right(cu_seqlens, T), positions, -1)
+
+
+def tables_at(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tables' rows at `positions`, of whose shape they are. Angles of positions without a row are NaN."""
+    missing = ((positions < 0) | (positions >= cos.shape[0])).unsqueeze(-1)
+    rows = positions.clamp(0, cos.shape[0] - 1)
+    cos, sin = (table[rows].masked_fill(missing, torch.nan) for table in (cos, sin))
     return cos, sin
