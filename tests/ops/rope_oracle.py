@@ -93,7 +93,7 @@ def draw(case: Case, seed: int = 0):
 def small_tiles(module, small: bool = True):
     """Patch the module's tiles to 64 elements."""
     kernels = module.rotate.__globals__  # a mutant's kernels can't be imported
-    caches = kernels["_tiles"], kernels["_plan"], kernels["_bind"]
+    caches = kernels["rope_tiles"], kernels["_plan"], kernels["_bind"]
     before = kernels["_VALUES"]
     kernels["_VALUES"] = 64 if small else before
     for cache in caches:

@@ -243,7 +243,7 @@ def test_views_that_start_anywhere():
 @pytest.mark.parametrize(("HQ", "HK"), [(32, 8), (12, 12), (71, 1), (1, 1), (40, 40), (0, 8), (128, 1)])
 def test_tiles_are_full_and_not_too_large(HQ, HK, D):
     for P in (D // 2, D // 4, 1):
-        t = kernels._tiles(HQ, HK, D, P)
+        t = kernels.rope_tiles(HQ, HK, D, P)
         width = 2 * t.block_p + t.block_r
         assert t.block_p >= P
         assert t.block_r >= D - 2 * P
