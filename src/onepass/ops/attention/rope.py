@@ -24,8 +24,8 @@ from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import check_tables_of
 from onepass.ops.attention.documents import check_documents, tables_of_documents
 from onepass.ops.attention.rope_formula import normed_rope_formula, rope_blocks, rope_formula
-from onepass.ops.attention.rope_kernels import check_tables, rope_variant, rotate
-from onepass.ops.attention.rope_norm import NormedRopeOptions, check_weights, normed_rope
+from onepass.ops.attention.rope_kernels import check_tables, check_weights, rope_variant, rotate
+from onepass.ops.attention.rope_norm import NormedRopeOptions, normed_rope
 from onepass.ops.attention.rope_norm_kernels import backward_variant
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating

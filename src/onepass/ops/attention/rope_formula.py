@@ -89,5 +89,5 @@ def normed_rope_blocks(
     return y.view(x.shape)
 
 
-def _of_tokens(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int], **options: Any) -> Tensor:
+def _of_tokens(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, **options: Any) -> Tensor:
     return normed_rope_formula(x.unflatten(-1, shape), weight, cos, sin, **options).flatten(-2)

@@ -20,7 +20,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, Grid, grid_of, kernel
 from onepass.kernels.rows import aligned, inside_row, known_align
 from onepass.ops.attention.rope_formula import QKNorm
-from onepass.runtime.checks import check_device
+from onepass.runtime.checks import check_device, check_eps, check_floating
 from onepass.runtime.dispatch import needs_grad
 from onepass.runtime.sizes import ceil_div, power_of_two
 
@@ -84,13 +84,13 @@ def store_pairs(
 
 @device_function
 def load_rest(x_head, there, D: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Load what lies past the pairs, as it is stored, zeros outside; None where nothing does."""
+    """Load what lies past the pairs, as it is stored, zeros outside; one 0 where nothing does."""
     if BLOCK_R:
         columns = tl.arange(0, BLOCK_R)[None, None, :]
         inside = there & inside_row(columns, D - 2 * P, D - 2 * P == BLOCK_R)
         return tl.load(x_head + 2 * P + columns, mask=inside, other=0.0)
     else:
-        return None
+        return tl.zeros([1, 1, 1], tl.float32)
 
 
 @device_function
@@ -240,7 +240,7 @@ def token_layout(heads: tuple[Layout | None, ...], cos: Layout, sin: Layout) -> 
         return None
     (M, by_sequence), (S, by_token) = [(1, (0,) * len(strides))] * (2 - len(left)) + left
     of_heads = [(*each, x[1][-2]) for *each, x in zip(by_sequence[2:], by_token[2:], given, strict=True)]
-    each_head = tuple(of_heads.pop(0) if x is not None else (0, 0, 0) for x in heads)
+    each_head: Any = tuple(of_heads.pop(0) if x is not None else (0, 0, 0) for x in heads)
     return TokenLayout(M, S, (by_sequence[0], by_token[0], by_sequence[1], by_token[1]), each_head)
 
 
@@ -256,8 +256,11 @@ _VALUES = 4096  # elements of a tile: 32 a thread
 
 
 @lru_cache(1024)
-def rope_tiles(HQ: int, HK: int, D: int, P: int) -> RopeTiles:
-    """Tiles of many heads, unless a third of the lanes would then be idle, and of as many tokens as fill them."""
+def rope_tiles(HQ: int, HK: int, D: int, P: int, share: int = 1) -> RopeTiles:
+    """Tiles of many heads, unless a third of the lanes would then be idle, and of as many tokens as fill them.
+
+    share: so many are as large together.
+    """
     block_p, rest = power_of_two(P), D - 2 * P
     block_r = power_of_two(rest) if rest else 0
     width = 2 * block_p + block_r
@@ -266,12 +269,12 @@ def rope_tiles(HQ: int, HK: int, D: int, P: int) -> RopeTiles:
     def lanes(block_h: int) -> int:
         return sum(ceil_div(H, block) * block for H in heads for block in [min(block_h, power_of_two(H))])
 
-    most = max(1, min(power_of_two(max(heads)), _VALUES // width))
+    most = max(1, min(power_of_two(max(heads)), _VALUES // share // width))
     choices = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     least = min(lanes(block_h) for block_h in choices)
     block_h = max(block_h for block_h in choices if 3 * lanes(block_h) <= 4 * least)
     block_hq, block_hk = (min(block_h, power_of_two(max(H, 1))) for H in (HQ, HK))
-    tokens = max(1, _VALUES // (block_h * width))
+    tokens = max(1, _VALUES // share // (block_h * width))
     return RopeTiles(1 << tokens.bit_length() - 1, block_hq, block_hk, block_p, block_r)
 
 
@@ -407,7 +410,7 @@ def rope_variant(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, i
     return said if in_place else f"{said}, after copies of what can't be read where it lies"
 
 
-# ---- checks of the tables ----
+# ---- checks of the tables and the weights ----
 
 
 def check_tables(cos: Tensor, sin: Tensor, x: Tensor, tokens: tuple[int, ...], D: int, name: str) -> None:
@@ -435,3 +438,22 @@ def _check_shape(shape: tuple[int, ...], tokens: tuple[int, ...], D: int, name: 
     if len(lead) >= len(tokens) or any(size not in (1, whole) for size, whole in zip(lead, against, strict=True)):
         what = f"leading dimensions that broadcast against {name}'s {tuple(tokens[:-1])}"
         raise ValueError(f"cos must have {what}, but has shape {shape}")
+
+
+def check_weights(
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, zero_centered_gamma: bool, x: Tensor, D: int, name: str
+) -> None:
+    """Raise unless the norm's weights fit x, called `name`, whose heads have D elements."""
+    if q_weight is None or k_weight is None:
+        if q_weight is not None or k_weight is not None:
+            missing, other = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
+            raise ValueError(f"{missing} must be given where {other} is, but is None")
+        if zero_centered_gamma:
+            raise ValueError("zero_centered_gamma says how q_weight and k_weight are kept, but they are None")
+        return
+    check_eps(eps)
+    for of, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        check_floating(of, weight)
+        if weight.shape != (D,):
+            raise ValueError(f"{of} must have shape ({D},), a number for each of a head's elements, but has {tuple(weight.shape)}")
+        check_device(of, weight, x, name)

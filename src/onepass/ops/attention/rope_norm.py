@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,11 +10,10 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
-from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
+from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
 from onepass.ops.attention.rope_formula import QKNorm, normed_rope_blocks
 from onepass.ops.attention.rope_kernels import rotate
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
-from onepass.runtime.checks import check_device, check_eps, check_floating
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.op import Registered
 
@@ -24,25 +24,6 @@ class NormedRopeOptions(NamedTuple):
     interleaved: bool
     eps: float
     zero_centered_gamma: bool
-
-
-def check_weights(
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, zero_centered_gamma: bool, x: Tensor, D: int, name: str
-) -> None:
-    """Raise unless the norm's weights fit x, called `name`, whose heads have D elements."""
-    if q_weight is None or k_weight is None:
-        if q_weight is not None or k_weight is not None:
-            missing, other = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
-            raise ValueError(f"{missing} must be given where {other} is, but is None")
-        if zero_centered_gamma:
-            raise ValueError("zero_centered_gamma says how q_weight and k_weight are kept, but they are None")
-        return
-    check_eps(eps)
-    for of, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        check_floating(of, weight)
-        if weight.shape != (D,):
-            raise ValueError(f"{of} must have shape ({D},), a number for each of a head's elements, but has {tuple(weight.shape)}")
-        check_device(of, weight, x, name)
 
 
 # ---- by the kernels, as registered ops ----
@@ -98,6 +79,41 @@ _normed_back_op = Registered(
 # ---- autograd ----
 
 
+class WeightGrads(NamedTuple):
+    """Where the gradients of both weights go."""
+
+    vectors: VectorGrads | None  # None: to autograd
+    into: KernelTargets | None  # what the kernel adds to, if it can
+
+    @property
+    def direct(self) -> dict[str, Any]:
+        """What the kernel's call is told."""
+        return {} if self.into is None else {"into": self.into.tensors}
+
+    def put(self, dweights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return what autograd gets."""
+        return dweights if self.vectors is None else self.vectors.put(self.into, *dweights)
+
+
+def weight_grads(
+    ctx: Any, given: tuple[bool, ...], operands: tuple[Tensor | None, ...], weights: Sequence[Tensor | None]
+) -> tuple[tuple[bool, ...], Sequence[Tensor | None], WeightGrads]:
+    """Return which gradients the pass wants, the weights for the kernel, and where their gradients go.
+
+    given: whether each of the Function's first arguments is not None; the last two are the weights. ctx.vectors is what
+    `saved_vectors` returned. operands: what else the kernel reads.
+    """
+    needs = ctx.needs_input_grad[: len(given)]
+    if ctx.vectors is None:
+        return needs, weights, WeightGrads(None, None)
+    vectors, main_grads = ctx.vectors
+    grads = VectorGrads(vectors, main_grads, grad_requests(ctx, *given)[-2:])
+    into = grads.into(*operands, *weights)
+    if into is None:
+        weights = tuple(grads.wide(*weights))
+    return (*needs[:-2], *grads.needed()), weights, WeightGrads(grads, into)
+
+
 class _NormedRopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -118,16 +134,9 @@ class _NormedRopeFunction(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, q, k, *weights = ctx.saved_tensors
-        needs, into, grads = ctx.needs_input_grad[:4], None, None
-        if ctx.vectors is not None:
-            grads = VectorGrads(*ctx.vectors, grad_requests(ctx, *[True] * 4)[2:])
-            needs = *needs[:2], *grads.needed()
-            into = grads.into(dq, dk, q, k, *weights)
-            weights = weights if into is not None else list(grads.wide(*weights))
-        direct = {} if into is None else {"into": into.tensors}
-        *dx, dq_weight, dk_weight = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **direct)
-        dweights = (dq_weight, dk_weight) if grads is None else grads.put(into, dq_weight, dk_weight)
-        return *dx, *dweights, None, None, None
+        needs, weights, grads = weight_grads(ctx, (True,) * 4, (dq, dk, q, k), weights)
+        dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **grads.direct)
+        return dq, dk, *grads.put(dweights), None, None, None
 
 
 _apply = fast_apply(_NormedRopeFunction)

@@ -25,6 +25,7 @@ from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.ops.attention.rope_formula import QKNorm
 from onepass.ops.attention.rope_kernels import (
     Layout,
+    RopeTiles,
     empty_like,
     layout_of,
     load_angles,
@@ -39,7 +40,7 @@ from onepass.ops.attention.rope_kernels import (
     token_layout,
     turn,
 )
-from onepass.runtime.sizes import ceil_div, processors, shared_memory
+from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
 
 _WARPS = 8  # 16 elements of a tile a thread
 _RESIDENT = 2  # programs a multiprocessor
@@ -166,6 +167,15 @@ def _rope_norm_backward_kernel(
 # ---- tiles ----
 
 
+def _share(D: int, P: int) -> int:
+    """How many tiles there are to a tile of forward's: lanes without an element, and what lies past the pairs, take registers."""
+    return 4 if D != 2 * P else 1 if P == power_of_two(P) else 2
+
+
+def _tiles(H: int, D: int, P: int) -> RopeTiles:
+    return rope_tiles(H, 0, D, P, _share(D, P))
+
+
 class _BackwardPlan(NamedTuple):
     launch: Bound
     M: int
@@ -188,10 +198,10 @@ def _backward_plan(
         return None
     HQ, HK = (0 if x is None else x[0][-2] for x in (heads[1], heads[4]))
     D, P = next(x[0][-1] for x in heads if x is not None), cos[0][-1]
-    of_q, of_k = (rope_tiles(H or 1, 0, D, P) for H in (HQ, HK))
+    of_q, of_k = (_tiles(H or 1, D, P) for H in (HQ, HK))
     values = (2 * of_q.block_p + of_q.block_r) * max(of_q.block_s * of_q.block_hq, of_k.block_s * of_k.block_hq)
     stage = 2 * values * size + 8 * of_q.block_p * max(of_q.block_s, of_k.block_s)
-    stages = max(1, min(3, 1 + (shared_memory(device) - 16384) // _RESIDENT // stage))
+    stages = max(1, min(2 + _share(D, P), 1 + (shared_memory(device) - 16384) // _RESIDENT // stage))
     fixed = HQ, HK, D, P, interleaved, centered, add, *layout.aligns
     blocks = of_q.block_s, of_q.block_hq, of_k.block_s, of_k.block_hq, of_q.block_p, of_q.block_r
     launch = _bind_backward((*layout.tables, *layout.flat), eps, *fixed, *blocks, stages)
@@ -217,7 +227,7 @@ def _programs(q_tiles: int, k_tiles: int, most: int) -> tuple[int, int]:
 
 def backward_variant(q: Tensor | None, k: Tensor | None, cos: Tensor) -> str:
     """Which tiles backward has."""
-    tiles = [(name, rope_tiles(x.shape[-2], 0, x.shape[-1], cos.shape[-1])) for name, x in (("q", q), ("k", k)) if x is not None]
+    tiles = [(name, _tiles(x.shape[-2], x.shape[-1], cos.shape[-1])) for name, x in (("q", q), ("k", k)) if x is not None]
     each = " or ".join(f"{t.block_s} x {t.block_hq} of {name}'s" for name, t in tiles)
     return f"backward in one kernel, {each} tokens x heads at a time, {_RESIDENT} programs a multiprocessor"
 
@@ -273,7 +283,7 @@ def rotate_back(
             dweight.zero_()
     if not (some_q or some_k):
         return found
-    given = (dq, q, q_out) if some_q else (None,) * 3, (dk, k, k_out) if some_k else (None,) * 3
+    given: list[tuple[Tensor | None, ...]] = [(dq, q, q_out) if some_q else (None,) * 3, (dk, k, k_out) if some_k else (None,) * 3]
     q_weight, k_weight, eps, centered = norm
     dq_weight, dk_weight = dq_weight if some_q else None, dk_weight if some_k else None
     size = max(q.element_size() if some_q else 0, k.element_size() if some_k else 0)
@@ -283,8 +293,8 @@ def rotate_back(
         plan = _backward_plan(heads, *tables, interleaved, eps, centered, into is not None, size, cos.device)
         if plan is not None:
             break
-        (dq, q, dk, k), cos, sin = readable((*given[0][:2], *given[1][:2]), cos, sin)
-        given = (dq, q, given[0][2]), (dk, k, given[1][2])
+        copies, cos, sin = readable((*given[0][:2], *given[1][:2]), cos, sin)
+        given = [(*copies[:2], given[0][2]), (*copies[2:], given[1][2])]
     programs, first = _programs(plan.q_tiles, plan.k_tiles, _RESIDENT * processors(cos.device))
     partial = arrived = None
     if dq_weight is not None or dk_weight is not None:
