@@ -246,7 +246,8 @@ def test_one_of_the_two_carries_main_grad(backend):
 )
 def test_bad_input_is_named(error, options, words, backend):
     x, table = torch.ones(2, 3, 4, 8), torch.ones(3, 4)
-    for call in (lambda: onepass.rope(x, x, table, table, backend=backend, **options), lambda: onepass.explain("rope", x, x, table, table, **options)):
+    given = x, x, table, table
+    for call in (lambda: onepass.rope(*given, backend=backend, **options), lambda: onepass.explain("rope", *given, **options)):
         with pytest.raises(error) as raised:
             call()
         says(words, raised)

@@ -66,7 +66,8 @@ class SelfAttention(nn.Module):
     def mixed(self, qkv: Tensor, tables: Tables | None) -> Tensor:
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
-        as_one = self.config.attention_fusion and self.q_layernorm is None and not self._drops()
+        normed = self.q_layernorm is None or self.config.norms_in_attention
+        as_one = self.config.attention_fusion and normed and not self._drops()
         as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables)
         return y.reshape(*qkv.shape[:-1], -1)
@@ -75,7 +76,7 @@ class SelfAttention(nn.Module):
         return self.training and self.config.attention_dropout > 0
 
     def _as_one_op(self, rows: Tensor, tables: Tables | None) -> Tensor:
-        """Run rotation and attention as one op.
+        """Run norms of heads, rotation and attention as one op.
 
         The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. Selective recomputation reads
         it again, so there the op leaves it unchanged.
@@ -85,12 +86,17 @@ class SelfAttention(nn.Module):
             q, k, v = parts_of(rows, *self.heads)
             rows, tables = torch.cat([*rotated(q, k, tables, c), v], 2).flatten(2), None
         cos, sin = tables or (None, None)
+        norms: dict[str, Any] = {}
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            norms = {"eps": c.layernorm_epsilon, "zero_centered_gamma": c.layernorm_zero_centered_gamma}
+            norms |= {"q_weight": self.q_layernorm.weight, "k_weight": self.k_layernorm.weight}
         return attention(
             rows,
             *self.heads,
             cos=cos,
             sin=sin,
             interleaved=c.rotary_interleaved,
+            **norms,
             overwrite=c.recompute_granularity != "selective",
             deterministic=False,
             backend=None if unsupported(rows, *self.heads) is None else "torch",  # even where "triton" is selected globally

@@ -186,8 +186,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of qkv, sinks and both weights.
 
-    `turned` is qkv with q and k turned, or qkv itself where there are no tables; with weights q and k alone, and qkv as it came is
-    given too. into: what the weights' gradients are added to.
+    `turned` is qkv with q and k turned, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as it
+    came is given too. into: what the weights' gradients are added to.
     """
     heads, groups = options.heads, options.groups
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
@@ -316,7 +316,8 @@ def _variant(call: Call) -> str:
         return "the PyTorch formula, as there is nothing to do"
     D = head_size(qkv, call.heads, call.groups)
     if not call.deterministic and is_plain(_options_of(call), call.cu_seqlens, call.sinks) and pytorch_is_faster(qkv, D):
-        turned = "" if cos is None else f"q and k {'normalised and ' * normed}turned by rope's kernel{' in place' if overwrite else ''}; "
+        how = f"{'normalised and ' * normed}turned by rope's kernel{' in place' if overwrite else ''}"
+        turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
     forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, qkv.shape[1], smem)

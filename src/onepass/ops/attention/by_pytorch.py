@@ -246,7 +246,8 @@ def attend_by_pytorch(
     by_formula = not by_kernel and needs_dispatcher(qkv, cos, sin)
     q_weight, k_weight = weights
     if cos is not None and sin is not None and q_weight is not None and k_weight is not None:
-        parts = _normed_parts(qkv, q_weight, k_weight, *tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1]), options, by_kernel)
+        cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
+        parts = _normed_parts(qkv, q_weight, k_weight, cos, sin, options, by_kernel)
     elif cos is None or sin is None or by_formula:
         parts = rotated_parts(qkv, cos, sin, options, cu_seqlens)
     else:

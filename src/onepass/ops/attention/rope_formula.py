@@ -21,10 +21,10 @@ def rope_formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     wide = torch.promote_types(x.dtype, torch.float32)
     R = 2 * cos.shape[-1]
     cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)  # the same for all heads
-    x1, x2 = (half.to(wide) for half in _pairs(x, R, interleaved))
+    turning, rest = x.split((R, x.shape[-1] - R), -1)  # not narrow, whose gradients are tensors of zeros as wide as x
+    x1, x2 = (half.to(wide) for half in _pairs(turning, R, interleaved))
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    rest = x.narrow(-1, R, x.shape[-1] - R)
     return torch.cat([y.to(x.dtype), rest], -1).contiguous()
 
 
@@ -49,7 +49,7 @@ def normed_rope_formula(
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, ...]:
     """Return views of the first and the second element of each pair."""
-    x = x.narrow(-1, 0, R)
+    x = x if x.shape[-1] == R else x.narrow(-1, 0, R)
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
 
 

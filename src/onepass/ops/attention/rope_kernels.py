@@ -455,5 +455,5 @@ def check_weights(
     for of, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         check_floating(of, weight)
         if weight.shape != (D,):
-            raise ValueError(f"{of} must have shape ({D},), a number for each of a head's elements, but has {tuple(weight.shape)}")
+            raise ValueError(f"{of} must have shape ({D},), as a head of {name}, but has {tuple(weight.shape)}")
         check_device(of, weight, x, name)

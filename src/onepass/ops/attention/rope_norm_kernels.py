@@ -136,7 +136,7 @@ def _rope_norm_backward_kernel(
     sums_ptr = partial_ptr
     if partial_ptr is not None:
         sums_ptr = partial_ptr + program.to(tl.int64) * D
-    if q_ptr is not None:
+    if q_ptr is not None:  # noqa: SIM102 (known when it is compiled)
         if program < FIRST:
             _back_through_heads(
                 dq_ptr, q_ptr, dq_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, sums_ptr if dq_weight_ptr is not None else None,
@@ -144,7 +144,7 @@ def _rope_norm_backward_kernel(
                 DQ_M, DQ_S, DQ_H, Q_M, Q_S, Q_H, DQ_OUT_M, DQ_OUT_S, DQ_OUT_H, COS_M, COS_S, SIN_M, SIN_S,
                 HQ, D, P, INTERLEAVED, CENTERED, ALIGN, BLOCK_SQ, BLOCK_HQ, BLOCK_P, BLOCK_R, STAGES,
             )  # fmt: skip
-    if k_ptr is not None:
+    if k_ptr is not None:  # noqa: SIM102
         if program >= FIRST:
             _back_through_heads(
                 dk_ptr, k_ptr, dk_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, sums_ptr if dk_weight_ptr is not None else None,
@@ -169,7 +169,7 @@ def _rope_norm_backward_kernel(
 
 def _share(D: int, P: int) -> int:
     """How many tiles there are to a tile of forward's: lanes without an element, and what lies past the pairs, take registers."""
-    return 4 if D != 2 * P else 1 if P == power_of_two(P) else 2
+    return 4 if D != 2 * P else 1 if power_of_two(P) == P else 2
 
 
 def _tiles(H: int, D: int, P: int) -> RopeTiles:
@@ -283,7 +283,8 @@ def rotate_back(
             dweight.zero_()
     if not (some_q or some_k):
         return found
-    given: list[tuple[Tensor | None, ...]] = [(dq, q, q_out) if some_q else (None,) * 3, (dk, k, k_out) if some_k else (None,) * 3]
+    nothing = None, None, None
+    given: list[tuple[Tensor | None, ...]] = [(dq, q, q_out) if some_q else nothing, (dk, k, k_out) if some_k else nothing]
     q_weight, k_weight, eps, centered = norm
     dq_weight, dk_weight = dq_weight if some_q else None, dk_weight if some_k else None
     size = max(q.element_size() if some_q else 0, k.element_size() if some_k else 0)

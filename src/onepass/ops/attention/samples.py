@@ -162,7 +162,8 @@ def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bflo
     HQ, HK, D, R = heads
 
     def run() -> Tensor:
-        q, k = (meta(4, 512, H, D, dtype=dtype, requires_grad=f"frozen {name}" not in option) for name, H in (("q", HQ), ("k", HK)))
+        learned = {name: f"frozen {name}" not in option for name in "qk"}
+        q, k = (meta(4, 512, H, D, dtype=dtype, requires_grad=learned[name]) for name, H in (("q", HQ), ("k", HK)))
         table = dtype if option == "bf16 tables" else torch.float32
         cos, sin = (meta(512, R // 2, dtype=table, requires_grad=False) for _ in range(2))
         given: dict[str, Any] = {"interleaved": "interleaved" in option, "zero_centered_gamma": "zero-centred" in option}
