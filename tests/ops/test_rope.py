@@ -123,7 +123,8 @@ def test_any_shape_layout_and_type(data):
         tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))),
         draw(st.integers(1, 9)), draw(st.integers(1, 9)), 2 * P + draw(st.just(0) | st.integers(1, 30)), 2 * P,
         draw(dtypes), draw(st.none() | dtypes), draw(dtypes), draw(st.booleans()), draw(st.sampled_from((1.0, 1.3))),
-        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(TABLES)), draw(st.booleans()),
+        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(TABLES)),
+        draw(st.none() | dtypes), draw(st.booleans()), small=draw(st.booleans()),
     )  # fmt: skip
     report = judge_case(module, case)
     assert report, f"{case}\n{report}"

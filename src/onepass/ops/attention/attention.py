@@ -202,7 +202,6 @@ def _backward(
     gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
     attend_backward(call, gradients)
-    dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
     dq_weight = dk_weight = None
     if cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
@@ -212,6 +211,7 @@ def _backward(
             given = dq, dk, *parts_of(whole, heads, groups)[:2], norm_of(options, q_weight, k_weight), options.interleaved
             needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
             *_, dq_weight, dk_weight = rotate_back(cos, sin, *given, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
+    dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
     return dqkv if of_qkv else None, dsinks, dq_weight, dk_weight
 
 
