@@ -36,17 +36,29 @@ class _OverInputs(torch.autograd.Function):
         return *(x.copy_(y) for x, y in zip((dq, dk), turned, strict=True)), None, None
 
 
+class _Norm:
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> Tensor:
+        assert (offset, casting) in ((0.0, "llama"), (1.0, "gemma"))
+        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
+
+
 @pytest.fixture(autouse=True)
 def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, {"liger_kernel.ops.rope": {"LigerRopeFunction": _OverInputs}})
+    modules = {
+        "liger_kernel.ops.rope": {"LigerRopeFunction": _OverInputs},
+        "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": _Norm},
+    }
+    stand_in(monkeypatch, modules)
 
 
-@pytest.mark.parametrize("variant", ["halves", "interleaved"])
+@pytest.mark.parametrize("variant", ["halves", "interleaved", "qk-norm", "qk-norm zero-centred"])
 def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
     case, inputs = given(variant)
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
     contenders = rope.BENCH.contenders(case)
-    assert [contender.name for contender in contenders][3:] == (["Liger"] if variant == "halves" else [])
+    expected = {"halves": ["Liger"], "interleaved": []}.get(variant, ["rms_norm, then rope", "Liger"])
+    assert [contender.name for contender in contenders][3:] == expected
     for contender in contenders:
         if not contender.compiles:
             call = contender.make(case)
@@ -78,5 +90,7 @@ def test_the_full_cases_are_those_of_a_gpu() -> None:
         "halves 16x1024x12x12x64",
         "halves 1x16384x32x32x128",
     ]
-    assert len(cases) == 7
+    assert len(cases) == 10
+    once = 16384 * 24 * 128 * 2
+    assert cases[7].backward_bytes - cases[7].forward_bytes == once
     assert cases[0].forward_bytes == cases[0].backward_bytes == 2 * 16384 * 40 * 128 * 2 + 4096 * 128 * 4

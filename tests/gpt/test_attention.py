@@ -13,6 +13,7 @@ from onepass.ops.attention.attention import attention, pytorch_is_faster
 from onepass.ops.attention.forward import forward_by_cudnn
 
 OFF = {"attention_fusion": False}
+NORMED = {"qk_layernorm": True, "rotary_percent": 0.5, "layernorm_zero_centered_gamma": True}
 
 
 def ops_called(config, monkeypatch, training=True):
@@ -36,7 +37,11 @@ def ops_called(config, monkeypatch, training=True):
         ({"apply_rope_fusion": False}, 2, 0),
         (OFF | {"apply_rope_fusion": False}, 0, 0),
         ({"position_embedding_type": "none"}, 2, 0),
-        ({"qk_layernorm": True}, 0, 2),
+        ({"qk_layernorm": True}, 2, 0),
+        ({"qk_layernorm": True, "persist_layer_norm": False, "norm_linear_fusion": False}, 0, 2),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, 0, 2),
+        ({"qk_layernorm": True, "position_embedding_type": "none"}, 0, 0),
+        ({"qk_layernorm": True, "apply_rope_fusion": False}, 0, 0),
         ({"attention_dropout": 0.1}, 0, 2),
     ],
     ids=str,
@@ -45,7 +50,8 @@ def test_which_op_runs(settings, attention, rope, monkeypatch):
     calls = ops_called(Config(**SHAPE | settings), monkeypatch)
     assert (len(calls["attention"]), len(calls["rope"])) == (attention, rope)
     for options in calls["attention"]:
-        assert (options["cos"] is not None) == (settings == {})
+        assert (options["cos"] is not None) == (settings in ({}, {"qk_layernorm": True}))
+        assert ("q_weight" in options) == ("qk_layernorm" in settings)
         assert options["overwrite"]
 
 
@@ -64,8 +70,8 @@ def test_what_is_computed_again_is_not_overwritten_first(granularity, monkeypatc
 @pytest.mark.parametrize("off", (OFF, OFF | {"apply_rope_fusion": False}, {"apply_rope_fusion": False}), ids=str)
 @pytest.mark.parametrize(
     "base",
-    ({}, GPT2, {"rotary_percent": 0.5, "rotary_interleaved": True}, {"num_query_groups": None, "kv_channels": None}),
-    ids=("llama", "gpt-2", "half interleaved", "one head a query"),
+    ({}, GPT2, {"rotary_percent": 0.5, "rotary_interleaved": True}, NORMED, {"num_query_groups": None, "kv_channels": None}),
+    ids=("llama", "gpt-2", "half interleaved", "heads normed", "one head a query"),
 )
 def test_the_same_numbers_without(base, off):
     compare(found(Config(**SHAPE | base | off)), found(Config(**SHAPE | base)))

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import onepass
 import onepass.ops.attention.rope as module
+from onepass.ops.attention import attention_reference
 from onepass.testing.budget import judge
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
@@ -100,6 +101,73 @@ def test_attention_takes_what_comes_out():
     ours = attention(lambda q, k: onepass.rope(q, k, cos, sin, backend="triton"))
     for a, b in zip(ours, attention(lambda q, k: module.rope_reference(q, k, cos, sin)), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+# ---- with a norm of each head ----
+
+NORMED = (*HEADS[1:-2], (16, 8, 128, 128), (4, 1, 256, 256), (16, 2, 256, 64), (32, 8, 192, 192), (2, 1, 4096, 4096))
+
+
+def normed_step(given, dys, weights, **options):
+    """Both results and all four gradients."""
+    leaves = [x.detach().requires_grad_() for x in (*given[:2], *weights)]
+    named = {"q_weight": leaves[2], "k_weight": leaves[3]}
+    ys = onepass.rope(*leaves[:2], *given[2:], **named, backend="triton", **options)
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
+
+
+@kinds
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize("heads", NORMED, ids=str)
+def test_every_kind_of_heads_normed(heads, dtype, interleaved):
+    HQ, HK, D, R = heads
+    for lead in ((1, 1), (3, 37), (2, 1000) if D < 4096 else (2, 9)):
+        given, dys = inputs(lead, HQ, HK, D, R, dtype)
+        weights = [1 + torch.randn(D, device="cuda") / 4 for _ in range(2)]
+        options = {"interleaved": interleaved, "zero_centered_gamma": HK == 1}
+
+        def call(function, cos=given[2], sin=given[3], options=options, **more):
+            return lambda q, k, a, b: function(q, k, cos, sin, q_weight=a, k_weight=b, **options, **more)
+
+        tensors = dict(zip(("q", "k", "q_weight", "k_weight"), (*given[:2], *weights), strict=True))
+        report = judge(call(onepass.rope, backend="triton"), call(module.rope_reference), tensors, dys)
+        assert report, f"{lead}\n{report}"
+
+
+def test_normed_every_time_and_in_a_graph_and_elsewhere_the_same():
+    given, dys = inputs((4, 1024), 16, 8)
+    weights = [torch.randn(128, device="cuda", dtype=BF16) for _ in range(2)]
+    first = normed_step(given, dys, weights)
+    with nobody_waits():
+        again = [normed_step(given, dys, weights) for _ in range(20)]
+    assert all(equal(first, each) for each in again)
+    results, graph = captured(lambda: normed_step(given, dys, weights))
+    for t in results:
+        t.fill_(float("nan"))
+    graph.replay()
+    assert equal(results, first)
+    fused = torch.cat([*given[:2], given[1]], 2).split((16, 8, 8), 2)[:2]
+    laid = [dy.transpose(1, 2).contiguous().transpose(1, 2) for dy in dys]
+    assert equal(normed_step([*fused, *given[2:]], laid, weights), first)
+
+
+def test_attention_with_norms_of_heads():
+    """By our kernels and by PyTorch's attention between them."""
+    cos, sin = inputs((2, 256), 16, 8)[0][2:]
+    qkv, dy = (torch.randn(2, 256, n * 128, device="cuda", dtype=BF16) for n in (32, 16))
+    weights = [1 + torch.randn(128, device="cuda") / 4 for _ in range(2)]
+
+    def found(function, **more):
+        leaves = [x.detach().requires_grad_() for x in (qkv, *weights)]
+        y = function(leaves[0], 16, 8, cos=cos, sin=sin, q_weight=leaves[1], k_weight=leaves[2], **more)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    leaves = [x.double().requires_grad_() for x in (qkv, *weights)]
+    y = attention_reference(leaves[0], 16, 8, cos=cos, sin=sin, q_weight=leaves[1], k_weight=leaves[2])
+    exact = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+    for deterministic in (True, False):
+        for got, right in zip(found(onepass.attention, deterministic=deterministic), exact, strict=True):
+            assert ((got.double() - right).norm() / right.norm()).item() < 1e-2
 
 
 # ---- sizes past what 32 bits and a grid hold ----

@@ -49,13 +49,14 @@ class Case:
     sinks: bool = False
     lengths: tuple[int, ...] = ()  # of documents; B must be 1, and S is their sum
     each: bool = False  # each sequence has its own tables
+    norm: bool | None = None  # of q's and k's heads: whether the weights are zero-centred; None: there is none
     overwrite: bool = False
     small: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.B}x{self.S}x{self.heads}/{self.groups}x{self.D}", str(self.dtype).removeprefix("torch.")]
         plain = Case()
-        for name in ("R", "scale", "spread", "layout", "window", "softcap", "lengths"):
+        for name in ("R", "scale", "spread", "layout", "window", "softcap", "lengths", "norm"):
             parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
         names = [name for name in ("interleaved", "each", "overwrite", "small", "sinks") if getattr(self, name)]
         return "-".join(parts + names + ([] if self.causal else ["full"]))
@@ -64,6 +65,18 @@ class Case:
     def options(self):
         plain = {name: getattr(self, name) for name in ("interleaved", "scale", "causal", "window", "softcap")}
         return plain | ({"cu_seqlens": self.boundaries} if self.lengths else {})
+
+    @property
+    def norm_options(self):
+        return {} if self.norm is None else {"eps": 1e-2, "zero_centered_gamma": self.norm}
+
+    def draw_weights(self):
+        """The weights of the norm, as leaves of two types; or none."""
+        if self.norm is None:
+            return []
+        generator = torch.Generator().manual_seed(8)
+        types = self.dtype, FP32
+        return [torch.randn(self.D, generator=generator).to(t).to(DEVICE).requires_grad_() for t in types]
 
     @property
     def boundaries(self):
@@ -135,23 +148,33 @@ def small_tiles(module, small: bool = True):
 # ---- the oracle ----
 
 
-def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor, dsinks: torch.Tensor | None = None):
+def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor, *rest: torch.Tensor):
     """Return the results by name. The softmax over one token is constant, so only v has a gradient then."""
+    names = [*(["dsinks"] if case.sinks else []), *(["dq_weight", "dk_weight"] if case.norm is not None else [])]
     dq, dk, dv = parts_of(dqkv, case.heads, case.groups)
     found = {"y": y, "dv": dv} if case.S == 1 else {"y": y, "dq": dq, "dk": dk, "dv": dv}
-    return found if dsinks is None else found | {"dsinks": dsinks}
+    return found | dict(zip(names, rest, strict=True))
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, centered: bool):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2) * (weight.to(x.dtype) + centered)
 
 
 def exact(case: Case, qkv, cos, sin, dy):
     """In fp64, by the oracle that shares no code with the op; a sequence at a time."""
-    leaf, sinks = qkv.detach().double().requires_grad_(), case.draw_sinks()
-    each = []
+    leaf, sinks, weights = qkv.detach().double().requires_grad_(), case.draw_sinks(), case.draw_weights()
+    each, rows = [], leaf
+    if weights:
+        q, k, v = parts_of(leaf, case.heads, case.groups)
+        q, k = (normed(x, weight, case.norm) for x, weight in zip((q, k), weights, strict=True))
+        rows = torch.cat([q, k, v], 2).flatten(2)
     for b in range(case.B):
         tables = {"cos": cos[b] if case.each else cos, "sin": sin[b] if case.each else sin} if case.R else {}
         given = case.options | {name: table.double() for name, table in tables.items()}
-        each.append(packed_attention(leaf[b : b + 1], case.heads, case.groups, **given, sinks=sinks))
+        each.append(packed_attention(rows[b : b + 1], case.heads, case.groups, **given, sinks=sinks))
     y = torch.cat(each)
-    return as_parts(case, y.detach(), *torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks])], dy.double()))
+    asked = [leaf, *([] if sinks is None else [sinks]), *weights]
+    return as_parts(case, y.detach(), *torch.autograd.grad(y, asked, dy.double()))
 
 
 def baseline(case: Case, qkv, cos, sin, dy):
@@ -162,6 +185,13 @@ def baseline(case: Case, qkv, cos, sin, dy):
 
     def turned(x, sign):
         return x if cos is None else rounded(rope_formula(x, cos.float(), sign * sin.float(), case.interleaved))
+
+    def into(x, weight):
+        """Normalise and turn, and keep what that gradient needs."""
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = normed(x, weight, case.norm)
+            return x, y if cos is None else rope_formula(y, cos.float(), sin.float(), case.interleaved)
 
     def heads_first(x):
         x = x.transpose(1, 2)
@@ -174,7 +204,13 @@ def baseline(case: Case, qkv, cos, sin, dy):
     if cos is not None:
         cos, sin = tables_of_documents(cos, sin, case.boundaries if case.lengths else None, case.S)
     q, k, v = parts_of(qkv.detach().float(), case.heads, case.groups)
-    q, k, v = heads_first(turned(q, 1)), heads_first(turned(k, 1)), heads_first(v)
+    weights = case.draw_weights()
+    if weights:
+        (q_leaf, q), (k_leaf, k) = into(q, weights[0]), into(k, weights[1])
+        of_norm = (q, q_leaf, weights[0]), (k, k_leaf, weights[1])
+        q, k, v = heads_first(rounded(q.detach())), heads_first(rounded(k.detach())), heads_first(v)
+    else:
+        q, k, v = heads_first(turned(q, 1)), heads_first(turned(k, 1)), heads_first(v)
     scale = case.D**-0.5 if case.scale is None else case.scale
     boundaries = [*case.boundaries.tolist()] if case.lengths else [0, case.S]
     hidden = ~visible(case.S, boundaries, case.causal, case.window).to(qkv.device)
@@ -195,19 +231,25 @@ def baseline(case: Case, qkv, cos, sin, dy):
     ds = rounded(p * (dy @ v.mT - delta) * slope)
     dq, dk, dv = rounded(ds @ k * scale), ds.mT @ q * scale, rounded(p).mT @ dy
     dq, dk, dv = back(dq, case.heads), rounded(back(dk, case.groups)), back(dv, case.groups)
-    dqkv = torch.cat([turned(dq, -1), turned(dk, -1), dv], 2).flatten(2)
+    dweights = []
+    if weights:
+        pairs = [torch.autograd.grad(y, (x, w), dx) for (y, x, w), dx in zip(of_norm, (dq, dk), strict=True)]
+        dqkv, dweights = torch.cat([*(dx for dx, _ in pairs), dv], 2).flatten(2), [dw for _, dw in pairs]
+    else:
+        dqkv = torch.cat([turned(dq, -1), turned(dk, -1), dv], 2).flatten(2)
     dsinks = None if sinks is None else -((sinks - highest).exp() / total * delta).sum((0, 2, 3))
-    return as_parts(case, y.transpose(1, 2).flatten(2), dqkv, dsinks)
+    return as_parts(case, y.transpose(1, 2).flatten(2), dqkv, *([] if dsinks is None else [dsinks]), *dweights)
 
 
 def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
     """Return y, qkv's gradient, qkv afterwards and, where there are sinks, their gradient. qkv is another operator's output."""
-    leaf, sinks = qkv.detach().requires_grad_(), case.draw_sinks()
+    leaf, sinks, weights = qkv.detach().requires_grad_(), case.draw_sinks(), case.draw_weights()
     made = Made.apply(leaf, case.layout)
     options = case.options | {"cos": cos, "sin": sin, "sinks": sinks, "overwrite": case.overwrite, "backend": backend}
+    options |= case.norm_options | dict(zip(("q_weight", "k_weight"), weights, strict=False))
     y = module.attention(made, case.heads, case.groups, **options)
-    dqkv, *dsinks = torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks])], dy)
-    return y.detach(), dqkv, made.detach(), *dsinks
+    dqkv, *rest = torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks]), *weights], dy)
+    return y.detach(), dqkv, made.detach(), *rest
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
@@ -220,20 +262,21 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
     with small_tiles(module, case.small):
         try:
             with poisoned(), unchanged(qkv=qkv, cos=cos, sin=sin, dy=dy):
-                y, dqkv, made, *dsinks = computed(module, case, qkv, cos, sin, dy, backend)
+                y, dqkv, made, *rest = computed(module, case, qkv, cos, sin, dy, backend)
         except AssertionError as error:
             return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     assert y.dtype == dqkv.dtype == case.dtype
     assert y.is_contiguous()
-    if not (case.overwrite and case.R) and not made.equal(qkv):
+    if not (case.overwrite and case.R and case.norm is None) and not made.equal(qkv):
         return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
     wanted, rounded = exact(case, qkv, cos, sin, dy), baseline(case, qkv, cos, sin, dy)
-    found = []
-    if dsinks:
-        right, plain = wanted.pop("dsinks"), rounded.pop("dsinks")
-        error, its = ((x.double() - right).norm().item() for x in (dsinks[0], plain))
-        found.append(Finding("dsinks", "error", error, its, 1.5 * its + 2e-3 * right.norm().item()))
-    trial = as_parts(case, y, dqkv), rounded, wanted
+    found, ours = [], as_parts(case, y, dqkv, *rest)
+    for name in ("dsinks", "dq_weight", "dk_weight"):
+        if name in ours:
+            own, right, plain = (each.pop(name) for each in (ours, wanted, rounded))
+            error, its = ((x.double() - right).norm().item() for x in (own, plain))
+            found.append(Finding(name, "error", error, its, 1.5 * its + 2e-3 * right.norm().item()))
+    trial = ours, rounded, wanted
     found += [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
     if case.window == 1:  # the only key has all of the softmax: dq and dk are nothing but rounding
         found = [replace(each, allowed=(4 if each.output in ("dq", "dk") else 1) * each.allowed) for each in found]
@@ -255,7 +298,18 @@ def small_cases() -> list[Case]:
         replace(case, S=33, D=32, R=12, scale=0.5, overwrite=True, each=True),
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),
         replace(case, S=48, R=6, interleaved=True, layout="unaligned"),
+        *normed_cases(),
         *packed_cases(),
+    ]
+
+
+def normed_cases() -> list[Case]:
+    """Return a norm of q's and k's heads, by itself and with what else attention has, in small tiles."""
+    case = Case(small=True, norm=False, overwrite=True)  # which has no effect
+    return [
+        replace(case, heads=4, groups=1, R=8, interleaved=True),
+        replace(case, S=40, D=80, R=80, norm=True, layout="sliced", dtype=FP16),
+        packed((33, 0, 20), heads=2, groups=1, norm=True, window=9, sinks=True, small=True),
     ]
 
 

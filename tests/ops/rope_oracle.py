@@ -36,13 +36,16 @@ class Case:
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
     tables: str = "for all"
+    weight: torch.dtype | None = None  # of a norm of each head; None: there is none
+    centered: bool = False
+    eps: float = 1e-6
     small: bool = False
 
     def __str__(self) -> str:
         parts = ["small" if self.small else "real", "x".join(map(str, self.lead)), f"{self.HQ}/{self.HK}x{self.D}", f"R={self.R}"]
-        parts += [str(self.dtype), *(["interleaved"] if self.interleaved else [])]
+        parts += [str(self.dtype), *(["interleaved"] if self.interleaved else []), *(["centered"] if self.centered else [])]
         plain = Case()
-        for name in ("k_dtype", "table", "scale", "layout", "dy_layout", "tables"):
+        for name in ("k_dtype", "table", "scale", "layout", "dy_layout", "tables", "weight", "eps"):
             parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
         return "-".join(part.replace("torch.", "") for part in parts)
 
@@ -86,22 +89,29 @@ def draw(case: Case, seed: int = 0):
     dys = tuple(heads_laid_out(randn(*s).to(t).to(DEVICE), case.dy_layout) for s, t in zip(shapes, types, strict=True))
     angles = 3 * randn(*case.lead, case.R // 2)
     cos, sin = ((case.scale * f(angles)).to(case.table).to(DEVICE) for f in (torch.cos, torch.sin))
-    return {"q": q, "k": k}, tables_laid_out(cos, sin, case.tables), dys
+    inputs = {"q": q, "k": k}
+    if case.weight is not None:  # heads of all sizes, and of so small ones that eps has a say
+        inputs = {name: (x * 10.0 ** randn(*x.shape[:-1], 1).to(DEVICE)).to(x.dtype) for name, x in inputs.items()}
+        inputs = {name: heads_laid_out(x, case.layout) for name, x in inputs.items()}
+        inputs |= {f"{name}_weight": (randn(case.D) + (not case.centered)).to(case.weight).to(DEVICE) for name in "qk"}
+    return inputs, tables_laid_out(cos, sin, case.tables), dys
 
 
 @contextlib.contextmanager
 def small_tiles(module, small: bool = True):
-    """Patch the module's tiles to 64 elements."""
+    """Patch the module's tiles to 64 elements, and its backward with a norm to several programs."""
     kernels = module.rotate.__globals__  # a mutant's kernels can't be imported
-    caches = kernels["_tiles"], kernels["_plan"], kernels["_bind"]
-    before = kernels["_VALUES"]
-    kernels["_VALUES"] = 64 if small else before
+    backward = module.normed_rope.__globals__["rotate_back"].__globals__
+    caches = kernels["rope_tiles"], kernels["_plan"], kernels["_bind"], backward["_backward_plan"], backward["_bind_backward"]
+    before = kernels["_VALUES"], backward["_RESIDENT"]
+    if small:
+        kernels["_VALUES"], backward["_RESIDENT"] = 64, 7 if DEVICE == "cpu" else before[1]
     for cache in caches:
         cache.cache_clear()
     try:
         yield
     finally:
-        kernels["_VALUES"] = before
+        kernels["_VALUES"], backward["_RESIDENT"] = before
         for cache in caches:
             cache.cache_clear()
 
@@ -112,22 +122,29 @@ def small_tiles(module, small: bool = True):
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
     """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     inputs, (cos, sin), dys = draw(case)
+    options = {"interleaved": case.interleaved}
+    if case.weight is not None:
+        options |= {"eps": case.eps, "zero_centered_gamma": case.centered}
+
+    def called(function, **more):
+        def call(q, k, q_weight=None, k_weight=None):
+            return function(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, **options, **more)
+
+        return call
+
     with small_tiles(module, case.small):
         try:
             with poisoned(), unchanged(**inputs, cos=cos, sin=sin, dq=dys[0], dk=dys[1]):
-                ours = run(lambda q, k: module.rope(q, k, cos, sin, interleaved=case.interleaved, backend=backend), inputs, dys)
+                ours = run(called(module.rope, backend=backend), inputs, dys)
         except AssertionError as error:
             return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     for y, x in (("y0", "q"), ("y1", "k")):
         assert ours[y].dtype == ours[f"d{x}"].dtype == inputs[x].dtype
         assert ours[y].is_contiguous()
-        if case.R < case.D and not ours[y][..., case.R :].equal(inputs[x][..., case.R :]):
+        if case.weight is None and case.R < case.D and not ours[y][..., case.R :].equal(inputs[x][..., case.R :]):
             return BudgetReport([Finding(y, "what is not turned", float("nan"), 0.0, 0.0)])
-
-    def formula(q, k):
-        return real.rope_reference(q, k, cos, sin, interleaved=case.interleaved)
-
-    narrow = min((x.dtype for x in inputs.values()), key=lambda dtype: dtype.itemsize)
+    formula = called(real.rope_reference)
+    narrow = min((inputs[x].dtype for x in "qk"), key=lambda dtype: dtype.itemsize)
     return compare([(ours, *(run(formula, inputs, dys, wide) for wide in (FP32, FP64)))], narrow)
 
 
@@ -151,6 +168,39 @@ def small_cases() -> list[Case]:
         {"HQ": 1, "HK": 1, "D": 8, "R": 6, "lead": (3, 11)},  # several tokens a program
     ]
     return [replace(plain, interleaved=interleaved, **variant) for variant in variants for interleaved in (False, True)]
+
+
+def small_normed_cases() -> list[Case]:
+    """Every feature with a norm of each head, in small tiles."""
+    plain = Case(small=True, weight=FP32)
+    variants = [
+        {},
+        {"R": 10, "D": 21, "HQ": 5, "HK": 3, "scale": 1.5, "centered": True},
+        {"HQ": 1, "HK": 7, "D": 6, "R": 6, "lead": (3, 1, 5), "tables": "each", "eps": 0.1},
+        {"dtype": BF16, "weight": BF16, "R": 8, "tables": "each", "dy_layout": "heads first", "eps": 1e-2},
+        {"dtype": FP16, "k_dtype": FP32, "table": FP16, "tables": "unlike", "weight": BF16, "centered": True},
+        {"layout": "fused", "dy_layout": "one head", "tables": "one lead"},
+        {"layout": "swapped", "lead": (2, 3, 5), "dy_layout": "swapped", "tables": "each"},  # three that do not merge
+        {"layout": "strided", "D": 40, "R": 40, "weight": FP16},
+        {"lead": (1, 3), "HQ": 1, "HK": 1},  # fewer tiles than programs
+    ]
+    return [replace(plain, interleaved=interleaved, **variant) for variant in variants for interleaved in (False, True)]
+
+
+def normed_cases() -> list[Case]:
+    """The widths of models, in the tiles that are shipped."""
+    qwen = Case(lead=(2, 5), HQ=16, HK=8, D=128, R=128, dtype=BF16, weight=BF16)
+    return [
+        qwen,
+        replace(qwen, weight=FP32, interleaved=True, layout="fused", tables="each"),
+        replace(qwen, dtype=FP16, weight=FP16, layout="heads first", dy_layout="heads first", table=FP16),
+        replace(qwen, HQ=4, HK=1, D=256, R=256, centered=True),
+        replace(qwen, HQ=16, HK=2, D=256, R=64, centered=True, interleaved=True),
+        replace(qwen, HQ=12, HK=12, D=64, R=64, dtype=FP32, weight=FP32),
+        *(replace(qwen, lead=(3,), HQ=6, HK=2, D=D, R=R) for D, R in ((80, 80), (80, 32), (96, 96), (192, 192), (2, 2))),
+        replace(qwen, lead=(2,), HQ=1, HK=1, D=4096, R=4096),
+        replace(qwen, lead=(1, 300), HQ=1, HK=1, D=64, R=64, table=FP64, dtype=FP32),
+    ]
 
 
 def real_cases() -> list[Case]:

@@ -391,22 +391,29 @@ def test_compiling_for_any_number_of_tokens():
 @needs_triton
 def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
-    qkv, cos, sin = (t.detach() for t in tensors(S=5))
+    qkv, cos, sin = (t.detach() for t in tensors(S=8))
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0
-    for documents, sinks in ((None, None), (torch.tensor([0, 2, 5]).int().to(DEVICE), torch.randn(HEADS, device=DEVICE))):
+    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0, 1e-6, False
+    some = torch.tensor([0, 2, 8]).int().to(DEVICE), torch.randn(HEADS, device=DEVICE)
+    weights = torch.randn(2, 16, device=DEVICE).unbind()
+    for documents, sinks, norm in ((None, None, (None, None)), (*some, (None, None)), (*some, weights)):
         x = qkv if documents is None else qkv[:1]
-        given = cos, sin, documents, sinks, *options
-        torch.library.opcheck(module._forward_op.op, (x, *given), test_utils=tests)
-        y, lse, turned = module._forward_op.op(x, *given)
-        for of in ((True, True), (False, True), (True, False)):
-            back = torch.randn_like(y), turned, y, lse.nan_to_num(posinf=torch.inf), *given, *of
+        given = cos, sin, documents, sinks, *norm
+        torch.library.opcheck(module._forward_op.op, (x, *given, *options), test_utils=tests)
+        y, lse, turned = module._forward_op.op(x, *given, *options)
+        came = None if norm[0] is None else x
+        for of in ((True, True, True, False), (False, True, False, True), (True, False, True, True)):
+            back = torch.randn_like(y), turned, y, lse.nan_to_num(posinf=torch.inf), *given, came, *options, *of
             torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
     call = cos, sin, *options
     for x in (qkv, qkv.mT.contiguous().mT):
         torch.library.opcheck(by_pytorch.rotate_op.op, (x, *call), test_utils=tests)
     parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts_of(qkv, HEADS, GROUPS)]
     torch.library.opcheck(by_pytorch.rotate_back_op.op, (*parts, *call), test_utils=tests)
+    torch.library.opcheck(by_pytorch.normed_op.op, (qkv, cos, sin, *weights, *options), test_utils=tests)
+    for of in ((True, True, True), (False, True, False)):
+        back = *parts, qkv, cos, sin, *weights, *options, *of
+        torch.library.opcheck(by_pytorch.normed_back_op.op, back, test_utils=tests)
 
 
 @backends

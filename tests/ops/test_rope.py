@@ -123,7 +123,8 @@ def test_any_shape_layout_and_type(data):
         tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))),
         draw(st.integers(1, 9)), draw(st.integers(1, 9)), 2 * P + draw(st.just(0) | st.integers(1, 30)), 2 * P,
         draw(dtypes), draw(st.none() | dtypes), draw(dtypes), draw(st.booleans()), draw(st.sampled_from((1.0, 1.3))),
-        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(TABLES)), draw(st.booleans()),
+        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(TABLES)),
+        draw(st.none() | dtypes), draw(st.booleans()), small=draw(st.booleans()),
     )  # fmt: skip
     report = judge_case(module, case)
     assert report, f"{case}\n{report}"
@@ -243,7 +244,7 @@ def test_views_that_start_anywhere():
 @pytest.mark.parametrize(("HQ", "HK"), [(32, 8), (12, 12), (71, 1), (1, 1), (40, 40), (0, 8), (128, 1)])
 def test_tiles_are_full_and_not_too_large(HQ, HK, D):
     for P in (D // 2, D // 4, 1):
-        t = kernels._tiles(HQ, HK, D, P)
+        t = kernels.rope_tiles(HQ, HK, D, P)
         width = 2 * t.block_p + t.block_r
         assert t.block_p >= P
         assert t.block_r >= D - 2 * P

@@ -2,69 +2,114 @@
 
 import pytest
 from ops.calls import caught
-from ops.rope_oracle import judge_case, small_cases
+from ops.rope_oracle import judge_case, small_cases, small_normed_cases
 
 import onepass.ops.attention.rope as module
 
 pytest.importorskip("triton")
-from onepass.kernels import rows
+from onepass.kernels import column_reduce, rows
 from onepass.ops.attention import rope_kernels as kernels
+from onepass.ops.attention import rope_norm, rope_norm_kernels
 from onepass.testing.mutants import copy_package, mutate
 
-CASES = small_cases()
+CASES, NORMED = small_cases(), small_normed_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
     # ---- what is turned ----
-    "turned the other way": (kernels, "_turn", "if BACK:", "if not BACK:"),
-    "backward turns on": (kernels, "_turn", "sin = -sin", "sin = sin"),
-    "backward mirrors": (kernels, "_turn", "cos, x1 *", "-cos if BACK else cos, x1 *"),
-    "backward is the inverse": (kernels, "_turn", "sin = -sin", "cos, sin = cos / (cos * cos + sin * sin), -sin / (cos * cos + sin * sin)"),
+    "turned the other way": (kernels, "turn", "if BACK:", "if not BACK:"),
+    "backward turns on": (kernels, "turn", "sin = -sin", "sin = sin"),
+    "backward mirrors": (kernels, "turn", "cos, x1 *", "-cos if BACK else cos, x1 *"),
+    "backward is the inverse": (kernels, "turn", "sin = -sin", "cos, sin = cos / (cos * cos + sin * sin), -sin / (cos * cos + sin * sin)"),
     "sin for cos": (kernels, "_rope_kernel", "cos_ptr, sequence", "sin_ptr, sequence"),
     "sin read at cos's strides": (kernels, "_rope_kernel", "SIN_M, SIN_S, P", "COS_M, COS_S, P"),
-    "tables rounded to bf16": (kernels, "_angles", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
-    "interleaved: x rounded to bf16": (kernels, "_turn_heads", "x = tl.load(x_head + columns, mask=inside, other=0.0).to(tl.float32)", "x = tl.load(x_head + columns, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)"),
-    "halves: y1 rounded twice": (kernels, "_turn_heads", "y1, mask", "y1.to(tl.bfloat16).to(tl.float32), mask"),
-    "halves: the same half twice": (kernels, "_turn_heads", "x_head + P + ", "x_head + "),
-    "halves: of the whole head": (kernels, "_turn_heads", "x_head + P", "x_head + D // 2"),
-    "halves: stored in each other's place": (kernels, "_turn_heads", "y1, y2 = _turn(x1, x2, cos, sin, BACK)\n            tl", "y2, y1 = _turn(x1, x2, cos, sin, BACK)\n            tl"),
-    "interleaved: stored in each other's place": (kernels, "_turn_heads", "(y1, y2)", "(y2, y1)"),
-    "interleaved taken for halves": (kernels, "_turn_heads", "INTERLEAVED:\n", "INTERLEAVED and BACK:\n"),
+    "tables rounded to bf16": (kernels, "load_angles", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
+    "interleaved: x rounded to bf16": (kernels, "load_pairs", "x = tl.load(x_head + columns, mask=inside, other=0.0).to(tl.float32)", "x = tl.load(x_head + columns, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)"),
+    "halves: y1 rounded twice": (kernels, "store_pairs", "y1, mask", "y1.to(tl.bfloat16).to(tl.float32), mask"),
+    "halves: the same half twice": (kernels, "load_pairs", "x_head + P + ", "x_head + "),
+    "halves: of the whole head": (kernels, "_turn_heads", "load_pairs(x_head, there, P,", "load_pairs(x_head, there, D // 2,"),
+    "halves: stored in each other's place": (kernels, "_turn_heads", "y_head, there, y1, y2,", "y_head, there, y2, y1,"),
+    "interleaved: stored in each other's place": (kernels, "store_pairs", "(y1, y2)", "(y2, y1)"),
+    "interleaved taken for halves": (kernels, "_turn_heads", "there, P, INTERLEAVED", "there, P, INTERLEAVED and BACK"),
     "backward in halves": (module, "_backward", "dk, interleaved", "dk, False"),
-    "rest forgotten": (kernels, "_turn_heads", "rest, mask=inside", "rest, mask=inside & (columns < 0)"),
-    "rest one too far": (kernels, "_turn_heads", "P, D - 2", "P + 1, D - 2"),
-    "rest at the half": (kernels, "_turn_heads", "x_head + 2 * ", "x_head + "),
+    "rest forgotten": (kernels, "store_rest", "rest, mask=there", "rest, mask=there & (columns < 0)"),
+    "rest one too far": (kernels, "load_rest", "* P + columns", "* P + 1 + columns"),
+    "rest at the half": (kernels, "load_rest", "x_head + 2 * ", "x_head + "),
     # ---- where it lies ----
     "a pair too many": (rows, "inside_row", "columns <", "columns <="),
-    "lanes past the pairs taken for pairs": (kernels, "_turn_heads", "columns, P, P == BLOCK_P", "columns, P, True"),
-    "interleaved: lanes past the pairs taken for pairs": (kernels, "_turn_heads", " * P, P == BLOCK_P", " * P, True"),
+    "lanes past the pairs taken for pairs": (kernels, "store_pairs", "columns, P, P == BLOCK_P", "columns, P, True"),
+    "interleaved: lanes past the pairs taken for pairs": (kernels, "store_pairs", " * P, P == BLOCK_P", " * P, True"),
     "heads past the last": (kernels, "_turn_heads", "HEADS % BLOCK_H == 0", "True"),
     "tokens past the last": (kernels, "_rope_kernel", "tokens <", "tokens <="),
     "only the first heads": (kernels, "_turn_heads", "0, HEADS", "0, BLOCK_H"),
     "k with q's heads": (kernels, "_rope_kernel", "HK, D, P", "HQ, D, P"),
-    "k at q's strides": (kernels, "_rope_kernel", "sin, K_M, K_S, K_H", "sin, Q_M, Q_S, Q_H"),
+    "k at q's strides": (kernels, "_rope_kernel", "eps, K_M, K_S, K_H", "eps, Q_M, Q_S, Q_H"),
     "heads evenly after each other": (kernels, "_turn_heads", "(tl.int64) * X_H", "(tl.int64) * D"),
     "tokens evenly after each other": (kernels, "_turn_heads", "tokens * X_S", "tokens * (HEADS * D)"),
     "sequences evenly after each other": (kernels, "_turn_heads", "sequence * X_M + tokens", "(sequence + tokens)"),
     "all sequences in the first's place": (kernels, "_turn_heads", "sequence * Y_M", "sequence * 0"),
     "all tokens in the first's place": (kernels, "_turn_heads", "tokens * Y_S", "tokens * 0"),
-    "the first sequence's angles for all": (kernels, "_angles", "sequence * TABLE_M + ", ""),
+    "the first sequence's angles for all": (kernels, "load_angles", "sequence * TABLE_M + ", ""),
     "programs a token apart": (kernels, "_rope_kernel", " * BLOCK_S ", " "),
-    "too few programs": (kernels, "_plan", "ceil_div(S, tiles.block_s)", "max(1, S // tiles.block_s)"),
-    "multiples of 8 promised": (kernels, "_plan", "known_align(*flat)", "8"),
-    "tables' multiples of 8 promised": (kernels, "_plan", "known_align(*table_strides)", "8"),
+    "too few programs": (kernels, "_plan", "ceil_div(layout.S, tiles.block_s)", "max(1, layout.S // tiles.block_s)"),
+    "multiples of 8 promised": (kernels, "TokenLayout.aligns", "known_align(*self.flat)", "8"),
+    "tables' multiples of 8 promised": (kernels, "TokenLayout.aligns", "known_align(*self.tables)", "8"),
     # ---- layouts ----
     "dimensions merged by the first tensor": (kernels, "_merge_dims", "all(outer == size * inner for outer, inner in zip(found[-1][1], each, strict=True))", "found[-1][1][0] == size * each[0]"),
     "merged dimensions all in one place": (kernels, "_merge_dims", " * size, each", " * size, (0,) * len(each)"),
     "all dimensions merged": (kernels, "_merge_dims", "found and all", "found and any"),
     "broadcast tables at a stride": (kernels, "_token_strides", "0 if size == 1 else ", ""),
     "tables aligned on the left": (kernels, "_token_strides", "(0,) * (len(tokens) - len(own)) + tuple(own)", "tuple(own) + (0,) * (len(tokens) - len(own))"),
-    "numbers apart taken for neighbours": (kernels, "_plan", "any(stride[-1] != 1 for _, stride in given) or ", ""),
-    "tables' numbers apart taken for neighbours": (kernels, "_plan", " or (P > 1 and cos[1][-1] * sin[1][-1] != 1)", ""),
-    "one plan for all tables": (kernels, "_plan", "by_sequence[1], by_token[1]", "by_sequence[0], by_token[0]"),
+    "numbers apart taken for neighbours": (kernels, "token_layout", "any(stride[-1] != 1 for _, stride in given) or ", ""),
+    "tables' numbers apart taken for neighbours": (kernels, "token_layout", " or (P > 1 and cos[1][-1] * sin[1][-1] != 1)", ""),
+    "one plan for all tables": (kernels, "token_layout", "by_sequence[1], by_token[1]", "by_sequence[0], by_token[0]"),
     # ---- autograd ----
     "gradients exchanged": (module, "_RopeFunction.backward", "ctx, dq, dk", "ctx, dk, dq"),
     "gradients unturned": (module, "_backward", "interleaved, True", "interleaved, False"),
     "sin kept as cos": (module, "_RopeFunction.forward", "(cos, sin)", "(sin, cos)"),
 }  # fmt: skip
+
+OF_NORM = {
+    # ---- forward ----
+    "the weight left out": (kernels, "_turn_heads", "x2 * rstd * weight2", "x2 * rstd"),
+    "the rest's weight left out": (kernels, "_turn_heads", "rest * rstd * weight_rest", "rest * rstd"),
+    "the neighbour head's deviation": (kernels, "_turn_heads", "BLOCK_R)\n            x1, x2", "BLOCK_R)\n            rstd = tl.sum(rstd, 1)[:, :, None] / BLOCK_H\n            x1, x2"),
+    "turned before it is normalised": (kernels, "_turn_heads", "x1, x2 = x1 * rstd * weight1, x2 * rstd * weight2", "x1, x2 = turn(x1, x2, cos, sin, BACK)\n            cos, sin = cos * 0 + 1, sin * 0\n            x1, x2 = x1 * rstd * weight1, x2 * rstd * weight2"),
+    "the mean without the rest": (kernels, "rstd_of_heads", "squares += tl.sum(rest * rest, 2)", "squares += 0"),
+    "the mean of what is turned": (kernels, "rstd_of_heads", "squares / D", "squares / (D if BLOCK_R == 0 else 2 * x1.shape[2])"),
+    "the mean of one half": (kernels, "rstd_of_heads", "x1 * x1 + x2 * x2", "2 * x1 * x1"),
+    "no eps": (kernels, "rstd_of_heads", "D + eps)", "D + 0 * eps)"),
+    "eps outside of the root": (kernels, "rstd_of_heads", "tl.sqrt(squares / D + eps)", "(tl.sqrt(squares / D) + eps)"),
+    "centred weights as they are": (kernels, "load_weight", "weight1 + 1.0, weight2 + 1.0", "weight1, weight2 + 1.0"),
+    "the rest's centred weight as it is": (kernels, "load_weight", "rest.to(tl.float32) + 1.0 if", "rest.to(tl.float32) if"),
+    "weights in halves": (kernels, "load_weight", "there, P, INTERLEAVED", "there, P, False"),
+    "q's weight for k": (kernels, "_rope_kernel", "k_out_ptr, k_weight_ptr, sequence", "k_out_ptr, q_weight_ptr, sequence"),
+    # ---- backward ----
+    "dx without its mean": (rope_norm_kernels, "_back_through_heads", "g2 - z2 * mean", "g2"),
+    "the rest's dx without its mean": (rope_norm_kernels, "_back_through_heads", "g_rest - z_rest * mean", "g_rest"),
+    "the mean without what is not turned": (rope_norm_kernels, "_back_through_heads", "products += tl.sum(g_rest * z_rest, 2)", "products += 0"),
+    "dx without the deviation": (rope_norm_kernels, "_back_through_heads", "(g1 - z1 * mean) * rstd", "(g1 - z1 * mean)"),
+    "dweight of what has the weight already": (rope_norm_kernels, "_back_through_heads", "sum1 += g1 * z1", "sum1 += g1 * weight1 * z1"),
+    "dweight of rows that are not normalised": (rope_norm_kernels, "_back_through_heads", "sum2 += g2 * z2", "sum2 += g2 * x2"),
+    "the rest's dweight left out": (rope_norm_kernels, "_back_through_heads", "sum_rest += g_rest * z_rest", "sum_rest += 0"),
+    "dweight of a program's last tile": (rope_norm_kernels, "_back_through_heads", "sum1 += g1", "sum1 = g1"),
+    "not turned back": (rope_norm_kernels, "_back_through_heads", "sin, True", "sin, False"),
+    "the weight left out of dx": (rope_norm_kernels, "_back_through_heads", "g1 * weight1, g2", "g1, g2"),
+    "tokens past the last": (rope_norm_kernels, "_back_through_heads", "tokens < S", "tokens <= S"),
+    "a tile too few": (rope_norm_kernels, "_back_through_heads", "tl.cdiv(S, BLOCK_S)", "tl.maximum(1, S // BLOCK_S)"),
+    "tiles of the first heads": (rope_norm_kernels, "_back_through_heads", "tile % ACROSS * BLOCK_H", "0 * BLOCK_H"),
+    "x at dy's strides": (rope_norm_kernels, "_back_through_heads", "sequence * X_M + tokens * X_S", "sequence * DY_M + tokens * DY_S"),
+    "all programs' sums in one place": (rope_norm_kernels, "_rope_norm_backward_kernel", "program.to(tl.int64) * D", "program.to(tl.int64) * 0"),
+    "k's sums from q's programs on": (rope_norm_kernels, "_rope_norm_backward_kernel", "FIRST.to(tl.int64) * D", "0"),
+    "a program's sums too few": (rope_norm_kernels, "_rope_norm_backward_kernel", "programs - FIRST, D", "programs - FIRST - 1, D"),
+    "k's tiles from q's programs on": (rope_norm_kernels, "_rope_norm_backward_kernel", "program - FIRST, programs - FIRST, M", "program, programs, M"),
+    "strips past the last": (column_reduce, "sum_strips", "(strips < STRIPS)[:, None]", "(strips <= STRIPS)[:, None]"),
+    # ---- autograd ----
+    "weights' gradients exchanged": (rope_norm, "_NormedRopeFunction.backward", "grads.put(dweights)", "grads.put(dweights[::-1])"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NORM)
+def test_mutants_of_the_norm_are_caught(name):
+    assert caught(mutate(*OF_NORM[name], entry=module), NORMED, judge_case), "no case catches it"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -76,6 +121,6 @@ def test_a_copy_without_a_change_passes():
     copy = copy_package(module)
     assert copy is not module
     assert copy.rope is not module.rope
-    for case in CASES[::3]:
+    for case in CASES[::3] + NORMED[::3]:
         report = judge_case(copy, case)
         assert report, report

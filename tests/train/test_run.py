@@ -66,7 +66,8 @@ def test_fusions_are_switched_off_one_by_one_with_what_needs_them():
         for names in fusions(given):
             assert not any(getattr(without(given, names), name) for name in names)  # contradicts nothing
         given.reference()
-    assert fusions(Config(qk_layernorm=True))[0] != ["attention_fusion"]
+    assert fusions(Config(qk_layernorm=True))[0] == ["attention_fusion"]
+    assert fusions(Config(qk_layernorm=True, normalization="LayerNorm"))[0] != ["attention_fusion"]
     idle = fusions(Config(position_embedding_type="none", norm_linear_fusion=False))
     assert ["bias_dropout_fusion"] not in idle and ["apply_rope_fusion", "attention_fusion"] not in idle
     assert ["norm_linear_fusion"] not in idle and ["persist_layer_norm"] in idle

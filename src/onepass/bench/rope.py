@@ -1,12 +1,13 @@
-"""rope against its peers: rotary positions on q and k, from tables of cos and sin.
+"""rope against its peers: rotary positions on q and k, from tables of cos and sin, alone or after a norm of each head.
 
 Bytes     forward reads q, k and the tables, which all sequences share, and writes both results. Backward moves as many bytes for
-          the gradients.
+          the gradients; with a norm it reads q and k too.
 Shapes    sequences x tokens x heads of q x heads of k x head dimension. The whole head dimension is rotated.
 Peers     eager and torch.compile: as models write it, with heads before tokens and tables that hold each number twice, in q's
           dtype. Those tables are made once and not timed. onepass and the formula read fp32 tables with one number a pair.
+          rms_norm, then rope: onepass's own ops, one after the other.
           Liger: the same tables. It writes over q and k, and over their gradients. It gets copies, made at its first call. Later
-          calls find the previous call's results there: the same work on other numbers.
+          calls find the previous call's results there: the same work on other numbers. With a norm: its two kernels a tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from torch import Tensor
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
 from onepass.bench.peers import compiled, imported
 from onepass.ops.attention.rope import rope, rope_reference
+from onepass.ops.norm.norm import rms_norm
 from onepass.runtime.backend import explain
 
 OP = "rope"
-_VARIANTS = ("halves", "interleaved")
+_NORMS = ("qk-norm", "qk-norm zero-centred")  # Qwen 3's and Gemma 3's, in halves
+_VARIANTS = ("halves", "interleaved", *_NORMS)
+_EPS = 1e-6
 _SHAPES = {  # notes cite the first three
     "halves": [
         (4, 4096, 32, 8, 128),
@@ -34,14 +38,18 @@ _SHAPES = {  # notes cite the first three
         (2, 4096, 64, 8, 256),
     ],
     "interleaved": [(4, 4096, 32, 8, 128), (16, 1024, 12, 12, 64)],
+    "qk-norm": [(4, 4096, 16, 8, 128), (4, 4096, 32, 8, 128)],
+    "qk-norm zero-centred": [(4, 4096, 4, 1, 256)],
 }
 _CPU = {"halves": [(1, 1024, 32, 8, 128), (4, 512, 12, 12, 64)], "interleaved": [(1, 1024, 32, 8, 128)]}
+_CPU |= {"qk-norm": [(1, 1024, 16, 8, 128)], "qk-norm zero-centred": [(1, 1024, 4, 1, 256)]}
 
 
 def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
     sequences, tokens, q_heads, k_heads, width = shape
-    moved = 2 * sequences * tokens * (q_heads + k_heads) * width * dtype.itemsize + 2 * tokens * (width // 2) * 4
-    return BenchCase(OP, variant, shape, dtype, moved, moved)
+    once = sequences * tokens * (q_heads + k_heads) * width * dtype.itemsize
+    tables = 2 * tokens * (width // 2) * 4
+    return BenchCase(OP, variant, shape, dtype, 2 * once + tables, (3 if variant in _NORMS else 2) * once + tables)
 
 
 def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
@@ -63,18 +71,65 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
     angles = torch.arange(tokens, device=device)[:, None] * speeds
     tensors = {"q": random(q_heads).requires_grad_(), "k": random(k_heads).requires_grad_()}
     tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+    if case.variant in _NORMS:
+        for name in ("q_weight", "k_weight"):
+            weight = torch.randn(width, generator=generator, device=device) * 0.1 + (not _is_centered(case))
+            tensors[name] = weight.to(case.dtype).requires_grad_()
     return Inputs(tensors, frozenset({"q", "k"}), {"yq": random(q_heads), "yk": random(k_heads)})
 
 
+def _is_centered(case: BenchCase) -> bool:
+    return case.variant.endswith("zero-centred")
+
+
+def _options(case: BenchCase) -> dict[str, Any]:
+    if case.variant in _NORMS:
+        return {"eps": _EPS, "zero_centered_gamma": _is_centered(case)}
+    return {"interleaved": case.variant == "interleaved"}
+
+
+def _with_weights(case: BenchCase, function: Callable[..., Any]) -> Call:
+    """Call rope, or its formula, with a case's tensors in their order."""
+    if case.variant not in _NORMS:
+        return partial(function, **_options(case))
+
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
+        return function(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, **_options(case))
+
+    return call
+
+
 def _formula(case: BenchCase) -> Call:
-    return partial(rope_reference, interleaved=case.variant == "interleaved")
+    return _with_weights(case, rope_reference)
 
 
 # ---- onepass and eager code ----
 
 
 def _ours(case: BenchCase) -> Call:
-    return partial(rope, interleaved=case.variant == "interleaved")
+    return _with_weights(case, rope)
+
+
+def _one_after_the_other(case: BenchCase) -> Call:
+    return _after_norms(rope, partial(rms_norm, eps=_EPS, zero_centered_gamma=_is_centered(case)))
+
+
+def _after_norms(turned: Callable[..., Any], norm: Callable[..., Tensor]) -> Call:
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
+        return turned(norm(q, q_weight), norm(k, k_weight), cos, sin)
+
+    return call
+
+
+def _written_norm(case: BenchCase) -> Callable[..., Tensor]:
+    """A norm as models write it: Qwen rounds before it multiplies, Gemma after."""
+
+    def of(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)
+        return (normed * (1.0 + weight.float())).to(x.dtype) if _is_centered(case) else weight * normed.to(x.dtype)
+
+    return of
 
 
 def _written(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
@@ -110,15 +165,38 @@ def _as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
     return call
 
 
+def _turned_heads_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
+    return _written(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+
+def _normed_as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
+    """Call a function of q, k, double tables and weights, whose results have heads before tokens."""
+    held: list[Tensor] = []
+    wide: list[Tensor] = []
+
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Result:
+        if not held or held[0] is not cos:
+            held[:] = cos, sin
+            wide[:] = (_twice(table, case).to(case.dtype) for table in (cos, sin))
+        q, k = function(q, k, *wide, q_weight, k_weight)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return call
+
+
 def _twice(table: Tensor, case: BenchCase) -> Tensor:
     return table.repeat_interleave(2, -1) if case.variant == "interleaved" else torch.cat((table, table), -1)
 
 
 def _eager(case: BenchCase) -> Call:
+    if case.variant in _NORMS:
+        return _after_norms(_as_models_do(case, _written), _written_norm(case))
     return _as_models_do(case, _written_interleaved if case.variant == "interleaved" else _written)
 
 
 def _compiled(case: BenchCase) -> Call:
+    if case.variant in _NORMS:
+        return _normed_as_models_do(case, compiled(_after_norms(_turned_heads_first, _written_norm(case))))
     return _as_models_do(case, compiled(_written_interleaved if case.variant == "interleaved" else _written))
 
 
@@ -155,6 +233,10 @@ def _liger(case: BenchCase) -> Call:
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return function(q, k, cos[None], sin[None])
 
+    if case.variant in _NORMS:  # it writes over the norms' results
+        norm = imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply
+        how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
+        return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, _EPS, *how))
     return _on_copies(_as_models_do(case, turned))
 
 
@@ -164,13 +246,17 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
     ]
-    if case.variant == "halves":
+    if case.variant in _NORMS:
+        found.append(Contender("rms_norm, then rope", _one_after_the_other))
+    if case.variant != "interleaved":
         found.append(Contender("Liger", _liger, package="Liger"))
     return found
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values(), interleaved=case.variant == "interleaved").backend
+    q, k, cos, sin, *weights = inputs.tensors.values()
+    named = dict(zip(("q_weight", "k_weight"), weights, strict=False))
+    return explain(OP, q, k, cos, sin, **named, **_options(case)).backend
 
 
 BENCH = OpBench(

@@ -67,10 +67,11 @@ class SelfAttention(nn.Module):
     def mixed(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> Tensor:
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
+        normed = self.q_layernorm is None or self.config.norms_in_attention
         as_one = self.config.attention_fusion and not self._drops()
         if boundaries is None:
-            as_one = as_one and self.q_layernorm is None
-            as_one = as_one and (not rows.is_cuda or self.config.head_size in SIZES)  # other sizes: rope's kernel, F.sdpa
+            # of other sizes: rope's kernel, F.sdpa
+            as_one = as_one and normed and (not rows.is_cuda or self.config.head_size in SIZES)
         elif rows.is_cuda:  # without kernels the op has a mask of all tokens, and `_by_pytorch` one of each row's
             as_one = as_one and unsupported(rows, *self.heads, boundaries) is None
         y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables, boundaries)
@@ -80,13 +81,17 @@ class SelfAttention(nn.Module):
         return self.training and self.config.attention_dropout > 0
 
     def _as_one_op(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
-        """Run rotation and attention as one op.
+        """Run norms of heads, rotation and attention as one op.
 
         The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. Selective recomputation reads
         it again, so there the op leaves it unchanged.
         """
         c = self.config
-        if self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
+        norms: dict[str, Any] = {}
+        if self.q_layernorm is not None and self.k_layernorm is not None and c.norms_in_attention:
+            norms = {"eps": c.layernorm_epsilon, "zero_centered_gamma": c.layernorm_zero_centered_gamma}
+            norms |= {"q_weight": self.q_layernorm.weight, "k_weight": self.k_layernorm.weight}
+        elif self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
             rows, tables = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None
         cos, sin = tables or (None, None)
         if boundaries is not None:  # the op takes documents in a single row
@@ -100,6 +105,7 @@ class SelfAttention(nn.Module):
             sin=sin,
             interleaved=c.rotary_interleaved,
             cu_seqlens=boundaries,
+            **norms,
             overwrite=c.recompute_granularity != "selective",
             deterministic=False,
             backend=None if by_kernels else "torch",  # even where "triton" is selected globally

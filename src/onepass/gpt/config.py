@@ -171,6 +171,12 @@ class Config(Settings):
         )
 
     @property
+    def norms_in_attention(self) -> bool:
+        """Whether the norms of q's and k's heads are ones that `attention` has with its rotation."""
+        rotates = self.position_embedding_type == "rope" and self.apply_rope_fusion
+        return self.qk_layernorm and self.normalization == "RMSNorm" and self.persist_layer_norm and rotates
+
+    @property
     def ffn_size(self) -> int:
         """ffn_hidden_size, or its default: 4 x hidden_size, or for a gated MLP 8/3 of it, rounded up to a multiple of 256."""
         if self.ffn_hidden_size is not None:

@@ -137,7 +137,7 @@ def fusions(config: Config) -> list[list[str]]:
     idle = set() if config.hidden_dropout or config.add_bias_linear else {"bias_dropout_fusion"}
     if config.position_embedding_type != "rope":
         idle.add("apply_rope_fusion")
-    if config.qk_layernorm or config.attention_dropout:
+    if (config.qk_layernorm and not config.norms_in_attention) or config.attention_dropout:
         idle.add("attention_fusion")
     asked = [[name, *others] for name, others in _FUSIONS.items() if getattr(config, name) and name not in idle]
     return [[name for name in names if getattr(config, name)] for names in asked]

@@ -56,19 +56,20 @@ _LLAMA = {
 _GEMMA = _LLAMA | {
     "norm": {"rms_norm, zero-centred", "norm_linear, with the residual's sums"}, "mlp": {"activation_linear, geglu"}
 }  # fmt: skip
+_NORMED = "attention, q_norm and k_norm"
 _LAYER_NORM = {"layer_norm", "norm_linear, with the residual's sums"}
 REPLACED = {
     **dict.fromkeys(("Llama", "Qwen2", "Phi3"), _LLAMA),
     "Mistral": _LLAMA | {"qkv": {"attention", _WINDOWS}},
-    "Qwen3": _LLAMA | {"qkv": {"linear", _BOTH}},
+    "Qwen3": _LLAMA | {"qkv": {_NORMED, _BOTH}},
     "Gemma": _GEMMA,
     "Gemma2": _GEMMA | {"qkv": {"attention, softcap 50", _WINDOWS}, "loss": {"linear_cross_entropy, softcap 30"}},
-    "Gemma3Text": _GEMMA | {"qkv": {"linear", _WINDOWS}},
+    "Gemma3Text": _GEMMA | {"qkv": {_NORMED, _WINDOWS}},
     "GPT2": {"norm": _LAYER_NORM, "mlp": {"activation_linear, gelu"}, "qkv": {"attention"}, "loss": {"linear_cross_entropy"}},
     "GPTNeoX": _LLAMA | {"norm": _LAYER_NORM, "mlp": {"activation_linear, gelu_exact"}, "qkv": {"linear", _BOTH}},
     "OPT": {"norm": {"layer_norm"}, "qkv": {"linear"}, "loss": {"linear_cross_entropy"}},
     "Mixtral": _LLAMA | {"mlp": {"grouped products, swiglu"}},
-    "Qwen3Moe": _LLAMA | {"mlp": {"grouped products, swiglu"}, "qkv": {"linear", _BOTH}},
+    "Qwen3Moe": _LLAMA | {"mlp": {"grouped products, swiglu"}, "qkv": {_NORMED, _BOTH}},
     "Granite": _LLAMA | {"norm": {"rms_norm"}, "loss": {"linear_cross_entropy, logit_scale 0.333333"}},
     "Cohere": _LLAMA | {"norm": {"layer_norm"}, "loss": {"linear_cross_entropy, logit_scale 0.0625"}},
     "StableLm": _LLAMA | {"norm": _LAYER_NORM},

@@ -8,9 +8,9 @@ globals, and its linear layers return their parts of the one product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from onepass.integrations.huggingface.linears import (
     sizes_of,
     tiny,
 )
-from onepass.integrations.huggingface.norms import is_norm
+from onepass.integrations.huggingface.norms import NormMatch, is_norm
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import (
     FP64,
@@ -64,6 +64,7 @@ from onepass.ops.attention.attention import SIZES, attention
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 _TOKENS, _HIDDEN = 5, 6
+_EPS = 1e-6  # of norms that stand in for a module's
 _HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
     (
         "position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels",
@@ -76,13 +77,24 @@ _SWITCHES = frozenset(("output_attentions", "output_hidden_states"))  # no effec
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Arguments of `onepass.attention` for a module that only does projections, rotation and causal attention."""
+    """Arguments of `onepass.attention` for a module that only does projections, norms of q's and k's heads, rotation and causal
+    attention."""
 
     heads: int
     groups: int
     scale: float
     rotation: Rotation | None
     softcap: float | None
+    norms: tuple[str, ...] = ()  # the children that normalise q's heads and k's
+
+    def norm_options(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the norms' weights and options, or None where other code runs in one of them."""
+        if not self.norms:
+            return {}
+        q_norm, k_norm = (_norm_at(module, name) for name in self.norms)
+        if q_norm is None or k_norm is None or not (q_norm.untouched() and k_norm.untouched()):
+            return None
+        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
 
 
 class _AttentionCall:
@@ -167,7 +179,7 @@ class AttentionMatch:
             return False
         if not marked and (self.whole.softcap is not None or module.config._attn_implementation != "sdpa"):
             return False
-        return not (module.training and drops(module))
+        return not (module.training and drops(module)) and self.whole.norm_options(module) is not None
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
@@ -190,6 +202,7 @@ class AttentionMatch:
             cu_seqlens=documents,
             window=None if marker is None else window_of(self.window, S),
             softcap=whole.softcap,
+            **(whole.norm_options(self.module) or {}),
             overwrite=True,
             deterministic=False,
             backend=backend_of(qkv, whole.heads, whole.groups, documents),
@@ -308,9 +321,9 @@ def _tried(
 ) -> Any:
     """Run the module's code, or other code, with these layers and this attention implementation.
 
-    Norms are replaced by identities, and parameters of its own by random ones.
+    Norms that are not among the layers are replaced by identities, and parameters of its own by random ones.
     """
-    others = {name: Function(lambda x: x) for name in _norms_in(module)}
+    others = {name: Function(lambda x: x) for name in _norms_in(module) if name not in layers}
     config = shallow(module.config, _attn_implementation=by)
     own = {name: None if p is None else randn(*p.shape, seed=5) for name, p in module._parameters.items()}
     made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
@@ -343,7 +356,7 @@ def _head_size(module: Any) -> int:
 def _as_whole(
     module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None, interface: InterfaceCall | None
 ) -> FusedAttention | None:
-    """Return the arguments of `onepass.attention` if the module only does projections, rotation and causal attention.
+    """Return the arguments of `onepass.attention` if that is all that the module does.
 
     The test compares the module's code and the formula on small layers.
     """
@@ -352,7 +365,10 @@ def _as_whole(
     scale = getattr(module, "scaling", None)
     softcap = None if interface is None else interface.softcap
     whole = FusedAttention(heads, groups, scale if isinstance(scale, float) and scale > 0 else size**-0.5, rotation, softcap)
-    if ("position_embeddings" in parameters_of(module)) != (rotation is not None) or _norms_in(module):
+    norms = _norms_in(module)
+    if ("position_embeddings" in parameters_of(module)) != (rotation is not None) or (norms and rotation is None):
+        return None
+    if norms and not _are_alike([_norm_at(module, name) for name in norms], size):
         return None
     if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
         return None
@@ -365,19 +381,41 @@ def _as_whole(
     last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
     x = randn(1, _TOKENS, _HIDDEN)
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
+    weights_of = {name: randn(size, seed=50 + i) for i, name in enumerate(norms)}
+    stand_ins = {name: (weight, Function(partial(_normed, weight=weight))) for name, weight in weights_of.items()}
     by, mask = "sdpa", None
     if softcap is not None:  # which SDPA refuses
         by, mask = "eager", torch.full((_TOKENS, _TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
     for width in _widths(module):
         angles = randn(1, _TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
-        found = [_tried(module, {**layers, out: last}, x, doubled, by, training, mask) for training in (False, True)]
+        made = {**layers, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
+        found = [_tried(module, made, x, doubled, by, training, mask) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
-        call = AttentionOptions(heads, groups, rotation is not None and rotation.interleaved, whole.scale, softcap=softcap or 0.0)
-        expected = last(attention_formula(qkv, cos, sin, call)).detach()
-        if all(close(each, expected, 1e-6) for each in found):
-            return whole
+        interleaved = rotation is not None and rotation.interleaved
+        call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=_EPS)
+        for names in permutations(norms):
+            weights = (None, None) if not names else (stand_ins[names[0]][0], stand_ins[names[1]][0])
+            expected = last(attention_formula(qkv, cos, sin, call, weights=weights)).detach()
+            if all(close(each, expected, 1e-6) for each in found):
+                return replace(whole, norms=names)
     return None
+
+
+def _norm_at(module: nn.Module, name: str) -> NormMatch | None:
+    """Return the match of a child that onepass has replaced, as a norm."""
+    found = vars(module._modules[name]).get("_onepass")
+    return found if isinstance(found, NormMatch) else None
+
+
+def _are_alike(norms: list[NormMatch | None], size: int) -> bool:
+    """Whether these are two norms that `onepass.attention` has, of heads of this size."""
+    kinds = {(norm.layer, norm.eps, norm.zero_centered, norm.weight.shape) for norm in norms if norm is not None}  # type: ignore[union-attr]
+    return len(norms) == 2 and None not in norms and len(kinds) == 1 and kinds.pop()[::3] == (False, (size,))
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
 
 
 # ---- replacement ----
@@ -427,7 +465,10 @@ def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool,
     if qkv:
         one = found is not None and found.projections is not None
         whole = None if found is None else found.whole
-        by = "linear" if whole is None else "attention" if whole.softcap is None else f"attention, softcap {whole.softcap:g}"
+        by = "linear" if whole is None else "attention"
+        if whole is not None:
+            by += f", {' and '.join(whole.norms)}" if whole.norms else ""
+            by += "" if whole.softcap is None else f", softcap {whole.softcap:g}"
         why = "what its input goes to are not just linear layers"
         rows.append(AppliedRow(name, kind, "qkv", by=by, match=found) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows

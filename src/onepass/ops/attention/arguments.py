@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onepass.ops.attention.documents import check_documents, check_longest
 from onepass.ops.attention.formula import AttentionOptions
-from onepass.ops.attention.rope_kernels import check_tables
+from onepass.ops.attention.rope_kernels import check_tables, check_weights
 from onepass.runtime.checks import check_device, check_floating, check_number
 
 Window = int | tuple[int | None, int | None] | None
@@ -27,6 +27,8 @@ def make_options(
     causal: bool = True,
     window: Window = None,
     softcap: float | None = None,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
 ) -> AttentionOptions:
     """Return the options. A window as long as the tokens is none."""
     if scale is None:
@@ -37,9 +39,9 @@ def make_options(
         left, right = ((-1 if side is None else side) for side in window or (None, 0 if causal else None))
     last = qkv.shape[1] - 1
     left, right = -1 if 0 <= left >= last else left, -1 if 0 < right >= last else right
-    return AttentionOptions(
-        heads, heads if groups is None else groups, bool(interleaved), float(scale), left, right, float(softcap or 0.0)
-    )
+    groups = heads if groups is None else groups
+    norm = float(eps), bool(zero_centered_gamma)
+    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, float(softcap or 0.0), *norm)
 
 
 def check_arguments(
@@ -54,6 +56,10 @@ def check_arguments(
     window: Window,
     softcap: float | None,
     sinks: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
 ) -> None:
     """Raise where an argument of attention is wrong."""
     check_floating("qkv", qkv)
@@ -85,6 +91,10 @@ def check_arguments(
         raise ValueError(f"{name} must be given where {other} is, but is None")
     if cos is not None and sin is not None:
         check_tables_of(cos, sin, cu_seqlens, qkv, tokens, qkv.shape[-1] // every, "qkv")
+    if q_weight is not None or k_weight is not None or zero_centered_gamma:
+        check_weights(q_weight, k_weight, eps, zero_centered_gamma, qkv, qkv.shape[-1] // every, "qkv")
+        if cos is None:
+            raise ValueError("cos and sin must be given where q_weight and k_weight are, but are None")
 
 
 def check_tables_of(

@@ -2,10 +2,11 @@
 
 Formula  y = softmax(scale q k^T, each token seeing those up to itself) v, for each head; groups of heads share keys and values.
          q and k are turned as ops/attention/rope.py has it and rounded to qkv's type. Sums in fp32; the softmax, and the
-         gradient of the scores, are rounded to qkv's type as operands of products are.
+         gradient of the scores, are rounded to qkv's type as operands of products are. With weights, q's and k's heads are
+         normalised before they are turned, as there.
 Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D].
 Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
-         sum, in fp32. No scores.
+         sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k turned, without v.
 Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
          kernel for dq and one for dk and dv, each of which computes the softmax again. All gradients are written in place in one
          tensor of qkv's shape, in which those of q and k are turned back.
@@ -17,17 +18,19 @@ Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.documents import tables_of_documents
-from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, parts_of
+from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, norm_of, parts_of
 from onepass.ops.attention.forward import (
     all_by_cudnn,
     attend,
@@ -39,6 +42,8 @@ from onepass.ops.attention.forward import (
 )
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
+from onepass.ops.attention.rope_norm import weight_grads
+from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.ops.attention.sharding import shard_attention
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -67,10 +72,14 @@ def attention_reference(
     window: Window = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Return y by the formula, for every type, with all scores at once: fp64 inputs make it the oracle."""
-    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
-    return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks)
+    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma)
+    return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, (q_weight, k_weight))
 
 
 # ---- by kernels: registered ops, opaque to the compiler and visible to checkpointing ----
@@ -82,29 +91,48 @@ def _forward(
     sin: Tensor | None,
     cu_seqlens: Tensor | None,
     sinks: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     options: AttentionOptions,
     *,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned."""
+    """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned; q and k alone where they
+    are normalised too."""
     heads, groups = options.heads, options.groups
     readable, turned = as_readable(qkv), None
     cu_seqlens, sinks = _contiguous(cu_seqlens), _contiguous(sinks)
+    q, k, v = parts_of(readable, heads, groups)
     if cos is not None and sin is not None:
-        if overwrite:
-            q, k, _ = parts_of(readable, heads, groups)
+        if q_weight is not None and k_weight is not None:
+            turned, norm = _empty_qk(qkv, options), norm_of(options, q_weight, k_weight)
+            rotate(cos, sin, q, k, options.interleaved, False, _qk_of(turned, options), norm)
+            q, k = _qk_of(turned, options)
+        elif overwrite:
             rotate(cos, sin, q, k, options.interleaved, False, (q, k))
             mark_overwritten(readable)
+            turned = readable
         else:
-            readable = _rotated_copy(readable, cos, sin, options)
-        turned = readable
-    q, k, v = parts_of(readable, heads, groups)
+            turned = readable = _rotated_copy(readable, cos, sin, options)
+            q, k, v = parts_of(readable, heads, groups)
     if _forward_is_cudnns(readable, q.shape[-1], options, cu_seqlens, sinks):
         y, lse = attend_by_cudnn(q, k, v, options.scale)
     else:
         y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
     return whole, lse, turned
+
+
+def _empty_qk(qkv: Tensor, options: AttentionOptions) -> Tensor:
+    """Return memory for q and k, [B, S, (heads + groups) D]."""
+    heads, groups = options.heads, options.groups
+    return qkv.new_empty(*qkv.shape[:2], (heads + groups) * head_size(qkv, heads, groups))
+
+
+def _qk_of(turned: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    heads, groups = options.heads, options.groups
+    q, k = turned.view(*turned.shape[:2], heads + groups, -1).split_with_sizes((heads, groups), 2)
+    return q, k
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -127,11 +155,13 @@ def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptio
 
 
 def _forward_fake(
-    qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, options: AttentionOptions
+    qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, q_weight: Any, k_weight: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     B, S, _ = qkv.shape
     y = qkv.new_empty(B, S, options.heads * head_size(qkv, options.heads, options.groups))
     lse = qkv.new_empty(B, options.heads, lse_size(S, cu_seqlens), dtype=torch.float32)
+    if q_weight is not None:
+        return y, lse, _empty_qk(qkv, options)
     return y, lse, None if cos is None else qkv.new_empty(qkv.shape)
 
 
@@ -144,46 +174,72 @@ def _backward(
     sin: Tensor | None,
     cu_seqlens: Tensor | None,
     sinks: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    qkv: Tensor | None,
     options: AttentionOptions,
     of_qkv: bool,
     of_sinks: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dqkv and the sinks' gradient. `turned` is qkv with q and k turned, or qkv itself where there are no tables."""
+    of_q_weight: bool,
+    of_k_weight: bool,
+    *,
+    into: tuple[Tensor | None, ...] | None = None,
+    keep_scratch: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of qkv, sinks and both weights.
+
+    `turned` is qkv with q and k turned, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as it
+    came is given too. into: what the weights' gradients are added to.
+    """
     heads, groups = options.heads, options.groups
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
-    dqkv = torch.empty(turned.shape, dtype=turned.dtype, device=turned.device) if of_qkv else None
-    into = None if dqkv is None else parts_of(dqkv, heads, groups)
-    given = as_readable(dy).view(by_head), *parts_of(as_readable(turned), heads, groups), y.view(by_head)
-    call = BackwardCall(*given, lse, options, _contiguous(cu_seqlens))
-    attend_backward(call, into)
-    if cos is not None and sin is not None and into is not None:
-        dq, dk, _ = into
-        rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
+    if qkv is None:
+        whole = as_readable(turned)
+        q, k, v = parts_of(whole, heads, groups)
+    else:
+        whole = as_readable(qkv)
+        (q, k), v = _qk_of(turned, options), parts_of(whole, heads, groups)[2]
+    of_parts = of_qkv or of_q_weight or of_k_weight
+    dqkv = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if of_parts else None
+    gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
+    call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
+    attend_backward(call, gradients)
+    dq_weight = dk_weight = None
+    if cos is not None and sin is not None and gradients is not None:
+        dq, dk, _ = gradients
+        if q_weight is None or k_weight is None:
+            rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
+        else:
+            given = dq, dk, *parts_of(whole, heads, groups)[:2], norm_of(options, q_weight, k_weight), options.interleaved
+            needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
+            *_, dq_weight, dk_weight = rotate_back(cos, sin, *given, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
     dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
-    return dqkv, dsinks
+    return dqkv if of_qkv else None, dsinks, dq_weight, dk_weight
 
 
 def _backward_fake(
     dy: Tensor, turned: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
-    options: AttentionOptions, of_qkv: bool, of_sinks: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    dqkv = turned.new_empty(turned.shape) if of_qkv else None
-    return dqkv, sinks.new_empty(sinks.shape) if sinks is not None and of_sinks else None
+    q_weight: Tensor | None, k_weight: Tensor | None, qkv: Tensor | None, options: AttentionOptions, *needs: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    given = (turned if qkv is None else qkv), sinks, q_weight, k_weight
+    return tuple(t.new_empty(t.shape) if t is not None and need else None for t, need in zip(given, needs, strict=True))
 
 
 _forward_op = Registered(
-    "attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, Tensor? sinks, AttentionOptions options) "
-    "-> (Tensor, Tensor, Tensor?)",
+    "attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, Tensor? sinks, Tensor? q_weight, Tensor? k_weight, "
+    "AttentionOptions options) -> (Tensor, Tensor, Tensor?)",
     _forward,
     _forward_fake,
     AttentionOptions,
 )
 _backward_op = Registered(
     "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
-    "Tensor? sinks, AttentionOptions options, bool of_qkv, bool of_sinks) -> (Tensor?, Tensor?)",
+    "Tensor? sinks, Tensor? q_weight, Tensor? k_weight, Tensor? qkv, AttentionOptions options, bool of_qkv, bool of_sinks, "
+    "bool of_q_weight, bool of_k_weight) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
     _backward,
     _backward_fake,
     AttentionOptions,
+    dispatched=partial(_backward, keep_scratch=False),
 )
 
 
@@ -196,23 +252,30 @@ class _AttentionFunction(torch.autograd.Function):
         ctx: Any,
         qkv: Tensor,
         sinks: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None,
         options: AttentionOptions,
         overwrite: bool,
     ) -> Tensor:
-        y, lse, turned = _forward_op(qkv, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)
+        y, lse, turned = _forward_op(qkv, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options, overwrite=overwrite)
         ctx.options = options
+        ctx.vectors = saved_vectors(ctx, 2, q_weight, k_weight)
         kept = (qkv if turned is None else turned).detach()  # autograd won't save one of several views that was overwritten
-        ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks)
+        as_it_came = None if q_weight is None else qkv
+        ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks, q_weight, k_weight, as_it_came)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dqkv, dsinks = _backward_op(dy, *ctx.saved_tensors, ctx.options, *ctx.needs_input_grad[:2])
-        return dqkv, dsinks, None, None, None, None, None
+        *saved, q_weight, k_weight, qkv = ctx.saved_tensors
+        given = True, saved[-1] is not None, q_weight is not None, k_weight is not None
+        needs, weights, grads = weight_grads(ctx, given, (dy, *saved, qkv), (q_weight, k_weight))
+        dqkv, dsinks, *dweights = _backward_op(dy, *saved, *weights, qkv, ctx.options, *needs, **grads.direct)
+        return dqkv, dsinks, *grads.put(dweights), None, None, None, None, None
 
 
 _apply = fast_apply(_AttentionFunction)
@@ -250,12 +313,13 @@ def pytorch_is_faster(qkv: Tensor, head_size: int) -> bool:
 
 def _variant(call: Call) -> str:
     """Which kernels a call runs, and their tiles."""
-    qkv, cos, overwrite = call.qkv, call.cos, call.overwrite
+    qkv, cos, overwrite, normed = call.qkv, call.cos, call.overwrite and call.q_weight is None, call.q_weight is not None
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
     D = head_size(qkv, call.heads, call.groups)
     if not call.deterministic and is_plain(_options_of(call), call.cu_seqlens, call.sinks) and pytorch_is_faster(qkv, D):
-        turned = "" if cos is None else f"q and k turned by rope's kernel{' in place' if overwrite else ''}; "
+        how = f"{'normalised and ' * normed}turned by rope's kernel{' in place' if overwrite else ''}"
+        turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
     forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, qkv.shape[1], smem)
@@ -264,25 +328,30 @@ def _variant(call: Call) -> str:
     said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:
         said += "documents' tiles listed on the GPU, the longest first; "
-    if cos is not None:
+    if normed:
+        said += "q and k normalised and turned by rope's kernel beside qkv, and back in place; "
+    elif cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
-    return said + f"keeps {'qkv' if cos is None or overwrite else 'the copy'}, y, and a number a head and token"
+    kept = "qkv, q and k" if normed else "qkv" if cos is None or overwrite else "the copy"
+    return said + f"keeps {kept}, y, and a number a head and token"
 
 
 def _check(call: Call) -> None:
     tables = call.cos, call.sin, call.scale
+    weights = call.q_weight, call.k_weight, call.eps, call.zero_centered_gamma
     check_arguments(
-        call.qkv, call.heads, call.groups, *tables, call.causal, call.cu_seqlens, call.window, call.softcap, call.sinks
+        call.qkv, call.heads, call.groups, *tables, call.causal, call.cu_seqlens, call.window, call.softcap, call.sinks, *weights
     )
 
 
 def _options_of(call: Call) -> AttentionOptions:
-    given = call.interleaved, call.scale, call.causal, call.window, call.softcap
+    given = call.interleaved, call.scale, call.causal, call.window, call.softcap, call.eps, call.zero_centered_gamma
     return make_options(call.qkv, call.heads, call.groups, *given)
 
 
 def _describe_pytorch(call: Call) -> str:
-    turned = "" if call.cos is None else f", after q and k are turned{' in place' if call.overwrite else ''}"
+    how = "normalised and turned" if call.q_weight is not None else f"turned{' in place' if call.overwrite else ''}"
+    turned = "" if call.cos is None else f", after q and k are {how}"
     if call.softcap is not None or call.sinks is not None:
         return f"the PyTorch formula, all scores of a document at once{turned}"
     return f"torch.nn.functional.scaled_dot_product_attention{turned}"
@@ -302,6 +371,10 @@ def attention(
     window: Window = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
     overwrite: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
@@ -328,9 +401,12 @@ def attention(
         softcap: scores, after the scale, become ``softcap * tanh(scores / softcap)``. None leaves them.
         sinks: ``[heads]``, a logit a head that takes part in the softmax and has no value, as a key of zeros would. It gets a
             gradient.
+        q_weight, k_weight, eps, zero_centered_gamma: RMSNorm of each head of q and of k before they are turned, as in `rope`.
+            They need tables.
         overwrite: q and k may be turned in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
-            region begins with qkv. It has no effect without tables, under a compiler or under a transform.
+            region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, under a
+            compiler or under a transform.
         deterministic: False lets PyTorch's attention run between our rotations where that is faster, as cuDNN's is from Hopper
             on for heads over 64 or from 2048 tokens: the gradients' last bits then differ from run to run. It has no effect
             where `torch.use_deterministic_algorithms` is on.
@@ -344,31 +420,37 @@ def attention(
     if has_dtensor(qkv):
         return run_on_shards(  # type: ignore[no-any-return]
             "attention", qkv=qkv, heads=heads, groups=groups, cos=cos, sin=sin, interleaved=interleaved, scale=scale,
-            causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, overwrite=overwrite,
+            causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, q_weight=q_weight,
+            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, overwrite=overwrite,
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
-    check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks)
-    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap)
+    norm = q_weight, k_weight, eps, zero_centered_gamma
+    check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks, *norm)
+    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma)
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
-    overwrite = bool(overwrite) and cos is not None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
+    overwrite = bool(overwrite) and cos is not None and q_weight is None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
     if overwrite and dtype == qkv.dtype:  # otherwise the op writes over a copy
         check_overwritable(qkv)
     if chosen not in NATIVE:
         return run_other(  # type: ignore[no-any-return]
             "attention", chosen, qkv, heads, groups,
             cos=cos, sin=sin, interleaved=interleaved, scale=scale, causal=causal, cu_seqlens=cu_seqlens, window=window,
-            softcap=softcap, sinks=sinks, overwrite=overwrite, deterministic=deterministic,
+            softcap=softcap, sinks=sinks, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma,
+            overwrite=overwrite, deterministic=deterministic,
         )  # fmt: skip
     rows = cast(qkv, dtype)
     plain = not deterministic and is_plain(options, cu_seqlens, sinks)
     if chosen == "torch" or not qkv.numel() or (plain and pytorch_is_faster(rows, head_size(rows, heads, groups))):
-        return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, options, overwrite, chosen != "torch")
+        by_kernel = chosen != "torch"
+        return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, (q_weight, k_weight), options, overwrite, by_kernel)
     if cos is not None and sin is not None:
         cos, sin = tables_of_documents(cos, sin, cu_seqlens, rows.shape[1])
-    if needs_grad(rows, sinks):
-        return _apply(rows, sinks, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
-    return _forward_op(rows, cos, sin, cu_seqlens, sinks, options, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+    q_weight, k_weight = contiguous_param(q_weight), contiguous_param(k_weight)
+    if needs_grad(rows, sinks, q_weight, k_weight):
+        return _apply(rows, sinks, q_weight, k_weight, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
+    given = rows, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options
+    return _forward_op(*given, overwrite=overwrite)[0]  # type: ignore[no-any-return]
 
 
 define_op(

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onepass.gradients.vectors import contiguous_param, saved_vectors, with_fp32_grads
 from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import (
     AttentionOptions,
     Parts,
+    Weights,
     attention_by_pytorch,
     attention_formula,
+    norm_of,
     parts_of,
     rotated_parts,
 )
 from onepass.ops.attention.layout import as_readable, mark_overwritten
 from onepass.ops.attention.rope_formula import rope_blocks
 from onepass.ops.attention.rope_kernels import rotate
+from onepass.ops.attention.rope_norm import NormedRopeOptions, normed_rope, weight_grads
+from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.runtime.dispatch import (
     fast_apply,
     has_address,
@@ -126,12 +132,103 @@ def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, o
 _apply_rotation = fast_apply(_RotatedParts)
 
 
+# ---- with a norm of each head first ----
+
+
+def _normed(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, options: AttentionOptions
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return q and k normalised and turned, of a tensor of their own each."""
+    q, k, _ = parts_of(qkv, options.heads, options.groups)
+    return rotate(cos, sin, q, k, options.interleaved, False, None, norm_of(options, q_weight, k_weight))
+
+
+def _normed_fake(qkv: Tensor, cos: Any, sin: Any, q_weight: Any, k_weight: Any, options: AttentionOptions) -> Any:
+    return tuple(x.new_empty(x.shape) for x in parts_of(qkv, options.heads, options.groups)[:2])
+
+
+def _normed_back(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor,
+    options: AttentionOptions, of_qkv: bool, of_q_weight: bool, of_k_weight: bool, **direct: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of qkv and both weights."""
+    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if of_qkv else None
+    into = None
+    if dqkv is not None:
+        into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
+        into_v.copy_(dv)
+        into = into_q, into_k
+    q, k, _ = parts_of(qkv, options.heads, options.groups)
+    needs, norm = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight), norm_of(options, q_weight, k_weight)
+    dweights = rotate_back(cos, sin, dq, dk, q, k, norm, options.interleaved, needs, into, **direct)[2:]
+    return dqkv, *dweights
+
+
+def _normed_back_fake(
+    dq: Tensor, dk: Any, dv: Any, qkv: Tensor, cos: Any, sin: Any, q_weight: Tensor, k_weight: Tensor, options: Any, *needs: bool
+) -> tuple[Tensor | None, ...]:
+    return tuple(t.new_empty(t.shape) if need else None for t, need in zip((qkv, q_weight, k_weight), needs, strict=True))
+
+
+normed_op = Registered(
+    "attention_normed(Tensor qkv, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, AttentionOptions options) "
+    "-> (Tensor, Tensor)",
+    _normed,
+    _normed_fake,
+    AttentionOptions,
+)
+normed_back_op = Registered(
+    "attention_normed_back(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor cos, Tensor sin, Tensor q_weight, "
+    "Tensor k_weight, AttentionOptions options, bool of_qkv, bool of_q_weight, bool of_k_weight) -> (Tensor?, Tensor?, Tensor?)",
+    _normed_back,
+    _normed_back_fake,
+    AttentionOptions,
+    dispatched=partial(_normed_back, keep_scratch=False),
+)
+
+
+class _NormedParts(torch.autograd.Function):
+    """q and k normalised and turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions
+    ) -> Parts:
+        ctx.options = options
+        ctx.vectors = saved_vectors(ctx, 1, q_weight, k_weight)
+        ctx.save_for_backward(qkv, cos, sin, q_weight, k_weight)
+        return *normed_op(qkv, cos, sin, q_weight, k_weight, options), parts_of(qkv, options.heads, options.groups)[2]
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, cos, sin, *weights = ctx.saved_tensors
+        needs, weights, grads = weight_grads(ctx, (True,) * 3, (dq, dk, dv, qkv), weights)
+        dqkv, *dweights = normed_back_op(dq, dk, dv, qkv, cos, sin, *weights, ctx.options, *needs, **grads.direct)
+        return dqkv, *grads.put(dweights), None, None, None
+
+
+_apply_norm = fast_apply(_NormedParts)
+
+
+def _normed_parts(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, by_kernel: bool
+) -> Parts:
+    q, k, v = parts_of(qkv, options.heads, options.groups)
+    norm = NormedRopeOptions(options.interleaved, options.eps, options.zero_centered_gamma)
+    if not by_kernel or not needs_grad(qkv, q_weight, k_weight):
+        return *normed_rope(q, k, q_weight, k_weight, cos, sin, norm, by_kernel), v
+    q_weight, k_weight = contiguous_param(q_weight), contiguous_param(k_weight)  # type: ignore[assignment]
+    return _apply_norm(qkv, q_weight, k_weight, cos, sin, options)  # type: ignore[no-any-return]
+
+
 def attend_by_pytorch(
     qkv: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     cu_seqlens: Tensor | None,
     sinks: Tensor | None,
+    weights: Weights,
     options: AttentionOptions,
     overwrite: bool,
     by_kernel: bool,
@@ -141,13 +238,17 @@ def attend_by_pytorch(
     Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
     """
     if under_functorch() or not qkv.numel():
-        return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks)
+        return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, with_fp32_grads(*weights))  # type: ignore[arg-type]
     by_address = qkv.is_cuda and has_address(qkv)
     if by_address:
         qkv = as_readable(qkv)
     # not whether an op is called: a compiler, or a mode that watches, sees the formula whole and chooses what to save
     by_formula = not by_kernel and needs_dispatcher(qkv, cos, sin)
-    if cos is None or sin is None or by_formula:
+    q_weight, k_weight = weights
+    if cos is not None and sin is not None and q_weight is not None and k_weight is not None:
+        cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
+        parts = _normed_parts(qkv, q_weight, k_weight, cos, sin, options, by_kernel)
+    elif cos is None or sin is None or by_formula:
         parts = rotated_parts(qkv, cos, sin, options, cu_seqlens)
     else:
         cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.ops.attention.documents import are_readable, are_right, document_of, ranges_of, tables_of_documents
-from onepass.ops.attention.rope_formula import rope_formula
+from onepass.ops.attention.rope_formula import QKNorm, normed_rope_formula, rope_formula
 
 Parts = tuple[Tensor, Tensor, Tensor]
+Weights = tuple[Tensor | None, Tensor | None]  # of a norm of q's heads, and of k's
 
 
 class AttentionOptions(NamedTuple):
@@ -25,6 +26,12 @@ class AttentionOptions(NamedTuple):
     left: int = -1  # a query sees so many keys before its own, or all: -1
     right: int = 0  # and so many after its own, or all: -1
     softcap: float = 0.0  # the scores' bound, or none: 0
+    eps: float = 1e-6  # of the norm of q's and k's heads, where there are weights
+    zero_centered_gamma: bool = False  # those weights are kept as their distances from 1
+
+
+def norm_of(options: AttentionOptions, q_weight: Tensor, k_weight: Tensor) -> QKNorm:
+    return QKNorm(q_weight, k_weight, options.eps, options.zero_centered_gamma)
 
 
 def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
@@ -43,19 +50,30 @@ def attention_formula(
     options: AttentionOptions,
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
+    weights: Weights = (None, None),
 ) -> Tensor:
     """Return y [B, S, heads D]. All scores of a document exist at once, in fp32 or what is wider."""
-    return _by_document(rotated_parts(qkv, cos, sin, options, cu_seqlens), options, cu_seqlens, sinks, _scores_at_once)
+    return _by_document(rotated_parts(qkv, cos, sin, options, cu_seqlens, weights), options, cu_seqlens, sinks, _scores_at_once)
 
 
 def rotated_parts(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions, cu_seqlens: Tensor | None = None
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: AttentionOptions,
+    cu_seqlens: Tensor | None = None,
+    weights: Weights = (None, None),
 ) -> Parts:
-    """Return q, k and v, by the formula; the tables, where there are any, turn q and k."""
+    """Return q, k and v, by the formula; the tables, where there are any, turn q and k, which weights normalise before."""
     q, k, v = parts_of(qkv, options.heads, options.groups)
     if cos is None or sin is None:
         return q, k, v
     cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
+    q_weight, k_weight = weights
+    if q_weight is not None and k_weight is not None:
+        norm = options.interleaved, options.eps, options.zero_centered_gamma
+        q, k = (normed_rope_formula(x, weight, cos, sin, *norm) for x, weight in ((q, q_weight), (k, k_weight)))
+        return q, k, v
     return rope_formula(q, cos, sin, options.interleaved), rope_formula(k, cos, sin, options.interleaved), v
 
 

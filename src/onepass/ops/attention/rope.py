@@ -1,12 +1,16 @@
 """rope: rotary positions, which turn the pairs of elements of each head of q and k by a token's angles.
 
+With weights for q and k, RMSNorm of each head comes first.
+
 Formula  (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair: (x[i], x[i + R/2]), or interleaved (x[2i], x[2i + 1]);
-         what lies past the first R elements of a head is copied. fp32 all the way, rounded once, where y is stored.
+         what lies past the first R elements of a head is copied. With weights x is z / sqrt(mean(z^2) + eps) * weight for each
+         head z, zero_centered_gamma: weight + 1 in its place. fp32 all the way, rounded once, where y is stored.
 Shapes   q [..., S, Hq, D], k [..., S, Hk, D]; cos and sin [..., S, R/2], whose leading dimensions broadcast against q's.
 Saves    cos and sin: backward turns the gradients by the same kernel with sin's sign changed. That is the transpose, which is no
-         inverse where cos and sin have a common factor (as stretched positions have).
-Bytes    forward reads q, k and the tables and writes both results; backward the same of the gradients. One launch each.
-Kernels  ops/attention/rope_kernels.py.
+         inverse where cos and sin have a common factor (as stretched positions have). With weights q and k too, as they came.
+Bytes    forward reads q, k and the tables and writes both results; backward the same of the gradients, and with weights it reads
+         q and k again. One launch each; the weights' gradients are sums of the same launch, in a fixed order.
+Kernels  ops/attention/rope_kernels.py, ops/attention/rope_norm_kernels.py.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ from torch import Tensor
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import check_tables_of
 from onepass.ops.attention.documents import check_documents, tables_of_documents
-from onepass.ops.attention.rope_formula import rope_blocks, rope_formula
-from onepass.ops.attention.rope_kernels import check_tables, rope_variant, rotate
+from onepass.ops.attention.rope_formula import normed_rope_formula, rope_blocks, rope_formula
+from onepass.ops.attention.rope_kernels import check_tables, check_weights, rope_variant, rotate
+from onepass.ops.attention.rope_norm import NormedRopeOptions, normed_rope
+from onepass.ops.attention.rope_norm_kernels import backward_variant
 from onepass.ops.attention.sharding import shard_rope
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating
@@ -33,10 +39,23 @@ _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def rope_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return q and k turned, by the formula, for every type: fp64 inputs make it the oracle. Other types compute in fp32."""
     cos, sin = _tables(q, cos, sin, cu_seqlens)
+    if q_weight is not None and k_weight is not None:
+        options = interleaved, eps, zero_centered_gamma
+        return normed_rope_formula(q, q_weight, cos, sin, *options), normed_rope_formula(k, k_weight, cos, sin, *options)
     return rope_formula(q, cos, sin, interleaved), rope_formula(k, cos, sin, interleaved)
 
 
@@ -112,7 +131,10 @@ _apply = fast_apply(_RopeFunction)
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, zero_centered_gamma: bool,
+) -> None:  # fmt: skip
     check_floating("q", q)  # no loop: the checks are most of a call's time
     check_floating("k", k)
     check_floating("cos", cos)
@@ -129,6 +151,13 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | 
     else:
         check_documents(cu_seqlens, q, tuple(tokens), "q")
         check_tables_of(cos, sin, cu_seqlens, q, tuple(tokens), D, "q")
+    if q_weight is not None or k_weight is not None or zero_centered_gamma:
+        check_weights(q_weight, k_weight, eps, zero_centered_gamma, q, D, "q")
+
+
+def _check_call(call: Call) -> None:
+    weights = call.q_weight, call.k_weight, call.eps, call.zero_centered_gamma
+    _check(call.q, call.k, call.cos, call.sin, call.cu_seqlens, *weights)
 
 
 def _unsupported(q: Tensor, k: Tensor) -> str | None:
@@ -150,7 +179,10 @@ def _variant(call: Call) -> str:
     q, k = (x if x.numel() else None for x in (call.q, call.k))
     if q is None and k is None:
         return "the PyTorch formula, as there is nothing to do"
-    return f"{rope_variant(q, k, call.cos, call.sin, call.interleaved)}; backward the same, turning back; keeps cos and sin"
+    said = rope_variant(q, k, call.cos, call.sin, call.interleaved)
+    if call.q_weight is None:
+        return f"{said}; backward the same, turning back; keeps cos and sin"
+    return f"{said}, normalised first; {backward_variant(q, k, call.cos)}; keeps q, k, cos and sin"
 
 
 def rope(
@@ -161,9 +193,13 @@ def rope(
     *,
     interleaved: bool = False,
     cu_seqlens: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_gamma: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary positions on q and k in one kernel forward and one backward.
+    """Rotary positions on q and k, and before that RMSNorm of each head, in one kernel forward and one backward.
 
     Args:
         q: ``[..., S, Hq, D]``, of any strides: a part of a fused projection, or ``[B, H, S, D]`` transposed.
@@ -175,6 +211,10 @@ def rope(
         cu_seqlens: int32 ``[documents + 1]``, on q's device: the boundaries, from 0 to S, of documents that follow each other in
             a q of ``[1, S, Hq, D]`` or ``[S, Hq, D]``. Tables of ``[longest, R/2]`` are then looked up by position within the
             document; those of more dimensions are taken as they are.
+        q_weight, k_weight: ``[D]``, of any floating-point type: each head of q and of k is normalised over its D elements, and
+            multiplied by the weight, before it is turned. None for both turns only.
+        eps: added to the mean of the squares; above 0.
+        zero_centered_gamma: the weights are kept as their distances from 1; the sum is fp32.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -183,16 +223,21 @@ def rope(
     """
     if has_dtensor(q, k):
         return run_on_shards(  # type: ignore[no-any-return]
-            "rope", q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, cu_seqlens=cu_seqlens, backend=backend,
+            "rope", q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, cu_seqlens=cu_seqlens, q_weight=q_weight,
+            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, backend=backend,
         )  # fmt: skip
-    _check(q, k, cos, sin, cu_seqlens)
+    _check(q, k, cos, sin, cu_seqlens, q_weight, k_weight, eps, zero_centered_gamma)
     chosen = choose("rope", backend, _unsupported(q, k))
     if chosen not in NATIVE:
         return run_other(  # type: ignore[no-any-return]
-            "rope", chosen, q, k, cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens
-        )
+            "rope", chosen, q, k, cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens, q_weight=q_weight, k_weight=k_weight,
+            eps=eps, zero_centered_gamma=zero_centered_gamma,
+        )  # fmt: skip
     cos, sin = _tables(q, cos, sin, cu_seqlens)
     interleaved, use_triton = bool(interleaved), chosen == "triton" and bool(q.numel() or k.numel())
+    if q_weight is not None and k_weight is not None:
+        options = NormedRopeOptions(interleaved, float(eps), bool(zero_centered_gamma))
+        return normed_rope(q, k, q_weight, k_weight, cos, sin, options, use_triton)
     # not whether an op is called: a compiler, a mode that watches or a transform sees the formula whole, and chooses what to save
     if not use_triton and (needs_dispatcher(q, k, cos, sin) or under_functorch()):
         return rope_reference(q, k, cos, sin, interleaved=interleaved)
@@ -203,7 +248,7 @@ def rope(
 
 define_op(
     rope,
-    check=lambda call: _check(call.q, call.k, call.cos, call.sin, call.cu_seqlens),
+    check=_check_call,
     unsupported=lambda call: _unsupported(call.q, call.k),
     variant=_variant,
     sharding=shard_rope,

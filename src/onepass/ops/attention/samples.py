@@ -19,6 +19,7 @@ from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCal
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
+    give_main_grad,
     meta,
     random_tensors,
 )
@@ -28,6 +29,11 @@ def _documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return qkv of three documents, one of them empty; sinks; and boundaries."""
     qkv, sinks = random_tensors(((1, 37, (4 + 2 * 2) * 16), (4,)), device, dtype)
     return qkv, sinks, torch.tensor((0, 20, 20, 37), dtype=torch.int32, device=device)
+
+
+def _normed(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return q, k, both weights and tables that turn a part of each head."""
+    return random_tensors(((3, 7, 5, 22), (3, 7, 2, 22), (22,), (22,), (7, 9), (7, 9)), device, dtype)
 
 
 SAMPLES = {
@@ -49,6 +55,13 @@ SAMPLES = {
     ),
     "rope": Sample(
         partial(random_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, frozen=2
+    ),
+    "rope: normed": Sample(
+        _normed,
+        rope_reference,
+        {"zero_centered_gamma": True},
+        keywords=("q_weight", "k_weight", "cos", "sin"),
+        frozen=2,
     ),
 }
 
@@ -97,6 +110,9 @@ def _random_rope(draw: Draw) -> RandomCall:
     tables = (*lead[: -1 if draw.flag(0.3) else 0], lead[-1], draw.choose((D // 2, 1)))
     tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
     options: dict[str, Any] = {"interleaved": draw.flag()}
+    if draw.flag(0.4):
+        tensors |= {name: RandomTensor((D,), draw.beside(dtype)) for name in ("q_weight", "k_weight")}
+        options |= {"eps": draw.choose((1e-6, 1e-2)), "zero_centered_gamma": draw.flag()}
     return RandomCall(tensors, options, partial(rope_reference, **options))
 
 
@@ -117,6 +133,11 @@ _HEADS = (  # of q, of k, their width, and how much of it is turned: grouped, al
     (8, 4, 256, 256), (64, 8, 256, 64), (3, 1, 10, 6), (1, 1, 4096, 4096),
 )  # fmt: skip
 
+_NORMED_HEADS = (  # Qwen 3's, Gemma 3's, Qwen 3 Next's, and other widths
+    (16, 8, 128, 128), (4, 1, 256, 256), (16, 2, 256, 64), (12, 12, 64, 64), (16, 16, 80, 32), (32, 32, 80, 80), (24, 8, 96, 96),
+    (32, 8, 192, 192), (1, 1, 4096, 4096),
+)  # fmt: skip
+
 
 def _rope_calls() -> Iterator[CoveringCall]:
     """All heads, in halves and interleaved; types, tables and what is frozen at one of them."""
@@ -128,16 +149,29 @@ def _rope_calls() -> Iterator[CoveringCall]:
             yield _rope_call(_HEADS[0], dtype, option)
     for option in ("bf16 tables", "frozen q", "frozen k"):
         yield _rope_call(_HEADS[0], option=option)
+    for heads in _NORMED_HEADS:
+        yield _rope_call(heads, option="normed")
+    for heads in _NORMED_HEADS[:3]:
+        yield _rope_call(heads, option="normed interleaved")
+    yield _rope_call(_NORMED_HEADS[0], torch.float32, "normed")
+    for option in ("normed zero-centred", "normed frozen weights", "normed frozen q", "normed main_grad"):
+        yield _rope_call(_NORMED_HEADS[0], option=option)
 
 
 def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
     HQ, HK, D, R = heads
 
     def run() -> Tensor:
-        q, k = (meta(4, 512, H, D, dtype=dtype, requires_grad=option != f"frozen {name}") for name, H in (("q", HQ), ("k", HK)))
+        learned = {name: f"frozen {name}" not in option for name in "qk"}
+        q, k = (meta(4, 512, H, D, dtype=dtype, requires_grad=learned[name]) for name, H in (("q", HQ), ("k", HK)))
         table = dtype if option == "bf16 tables" else torch.float32
         cos, sin = (meta(512, R // 2, dtype=table, requires_grad=False) for _ in range(2))
-        turned = rope(q, k, cos, sin, interleaved=option == "interleaved", backend="triton")
+        given: dict[str, Any] = {"interleaved": "interleaved" in option, "zero_centered_gamma": "zero-centred" in option}
+        if "normed" in option:
+            given |= {name: meta(D, dtype=dtype, requires_grad="weights" not in option) for name in ("q_weight", "k_weight")}
+        if "main_grad" in option:
+            give_main_grad(given["q_weight"], given["k_weight"])
+        turned = rope(q, k, cos, sin, **given, backend="triton")
         return torch.cat([y.flatten() for y in turned])
 
     return CoveringCall(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} turned" if R < D else "", option))), dtype, run)

@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, first_split, leading_split, refuse_split, split_output
+from onepass.runtime.sharding import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Split,
+    all_as,
+    first_split,
+    leading_split,
+    refuse_split,
+    split_output,
+    sum_over,
+)
+
+_NORMS = "q_weight", "k_weight"  # of each head
 
 
 def shard_rope(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -20,12 +33,13 @@ def shard_rope(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> La
     if not documents:
         rows = first_split(leading_split(at["q"], q, last=2), leading_split(at["k"], k, last=2))
     heads = q.dim() - 2
-    inputs: dict[str, Split] = {"cu_seqlens": WHOLE}
+    inputs: dict[str, Split] = all_as(WHOLE, "cu_seqlens", *_NORMS)
     for name in ("q", "k"):
         inputs[name] = rows if rows != WHOLE else heads if at[name] == heads else WHOLE
     for name in ("cos", "sin"):
         inputs[name] = _of_table(given[name], rows, q.dim() - 3)
-    return Layout(inputs, outputs=[split_output(inputs["q"], q), split_output(inputs["k"], k)])
+    gradients = {f"{name}_weight": sum_over(inputs[name]) for name in ("q", "k")}
+    return Layout(inputs, gradients, [split_output(inputs["q"], q), split_output(inputs["k"], k)])
 
 
 def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -37,14 +51,15 @@ def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) 
     if at["qkv"] == qkv.dim() - 1:
         if groups % ranks:
             refuse_split("qkv", at["qkv"], f"Shard(0) or Replicate, as {ranks} ranks can't share {groups} groups of heads")
-        inputs: dict[str, Split] = {"qkv": WHOLE, "sinks": 0, "cu_seqlens": WHOLE, **tables}
+        inputs: dict[str, Split] = {"qkv": WHOLE, "sinks": 0, **all_as(WHOLE, "cu_seqlens", *_NORMS), **tables}
         y = (qkv.dim() - 1, heads * (qkv.shape[-1] // (heads + 2 * groups)))
-        return Layout(inputs, {"qkv": PARTIAL}, y, options=options, adapt=partial(_own_heads, heads=heads, groups=groups))
+        sums = all_as(PARTIAL, "qkv", *_NORMS)
+        return Layout(inputs, sums, y, options=options, adapt=partial(_own_heads, heads=heads, groups=groups))
     rows: Split = 0 if at["qkv"] == 0 and given["cu_seqlens"] is None else WHOLE
     if rows == 0:
         tables = {name: _of_table(given[name], 0, 1) for name in ("cos", "sin")}
-    inputs = {"qkv": rows, "sinks": WHOLE, "cu_seqlens": WHOLE, **tables}
-    return Layout(inputs, {"sinks": PARTIAL if rows == 0 else WHOLE}, split_output(rows, qkv), options=options)
+    inputs = {"qkv": rows, **all_as(WHOLE, "sinks", "cu_seqlens", *_NORMS), **tables}
+    return Layout(inputs, all_as(sum_over(rows), "sinks", *_NORMS), split_output(rows, qkv), options=options)
 
 
 def _of_table(table: Tensor | None, rows: Split, sequence: int) -> Split:
