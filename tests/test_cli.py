@@ -260,7 +260,8 @@ def test_options_follow_an_ops_signature(capsys, monkeypatch):
 
     monkeypatch.setitem(op_records.OPS, "project", None)  # taken away again after the test
     op_records.define_op(
-        project, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", samples_module="project_samples"
+        project, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", sharding=lambda c: None,
+        samples_module="project_samples",
     )
     shapes = types.SimpleNamespace(SHAPES_OF={"project": {"residual": lambda x, given: x.shape}})
     monkeypatch.setitem(sys.modules, "project_samples", shapes)

@@ -280,7 +280,8 @@ def test_every_sample_is_tested(monkeypatch):
 
     monkeypatch.setitem(op_records.OPS, "pick", None)  # taken away again after the test
     op_records.define_op(
-        pick, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", samples_module="pick_samples"
+        pick, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", sharding=lambda c: None,
+        samples_module="pick_samples",
     )
     samples = types.SimpleNamespace(SAMPLES={"pick": Sample(sample, lambda x, index: x[index])})
     monkeypatch.setitem(sys.modules, "pick_samples", samples)

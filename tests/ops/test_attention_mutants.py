@@ -37,8 +37,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "tiles in each other's place": (kernels, "_document_tiles_kernel", "(others < document)", "(others > document + 1)"),
     "places that are left are not empty": (kernels, "_document_tiles_kernel", "left < tl.cdiv(S, BLOCK) + M", "left < 0"),
     "statistics over each other": (scores, "document_tile", "4 * document", "0 * document"),
-    "positions of the whole row": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - 0 * first"),
-    "positions from 1": (documents, "tables_of_documents", "dtype=torch.int32) - first", "dtype=torch.int32) - first + 1"),
+    "positions of the whole row": (documents, "positions_within", "dtype=torch.int32) - first", "dtype=torch.int32) - 0 * first"),
+    "positions from 1": (documents, "positions_within", "dtype=torch.int32) - first", "dtype=torch.int32) - first + 1"),
     # ---- windows ----
     "a window one too long": (arguments, "make_options", "window - 1, 0", "window, 0"),
     "a window one too short": (arguments, "make_options", "window - 1, 0", "max(0, window - 2), 0"),

@@ -135,9 +135,10 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
             for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    stack.callback(value.cache_clear)
-                    value.cache_clear()
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear):
+                    stack.callback(clear)
+                    clear()
         yield found
 
 
