@@ -22,6 +22,9 @@ dtypes = pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=("bf16", "fp16
 def judged(report, case):
     if case.dtype is FP32:  # products that sum in another order differ more in a single row
         report.findings = [finding for finding in report.findings if finding.measure != "worst row"]
+    for finding in report.findings:
+        if finding.measure == "worst row" and case.lora < 16:  # a's gradient has that few rows: their worst is a matter of luck
+            finding.allowed *= 1.2
     assert report, f"{case}\n{report}"
 
 

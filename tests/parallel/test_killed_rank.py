@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from parallel import killed_rank_ranks
 from parallel.killed_rank_ranks import SCENARIOS, SECONDS
 from parallel.worlds import WORLDS, started
@@ -19,9 +18,7 @@ def end_of(world, scenario, folder, seconds=20):
     """The exit status of each rank, the killed one's last. They have so many seconds to end after the group's timeout."""
     backend, ranks = world
     args = ranks, str(folder), backend, scenario
-    # for NCCL the environment is set, and what it writes is read
-    start = started if backend == "gloo" else mp.spawn
-    *others, killed = start(killed_rank_ranks.run, args, ranks, join=False).processes
+    *others, killed = started(killed_rank_ranks.run, args, ranks, join=False).processes
     killed.join(START)
     limit = time.monotonic() + SECONDS + seconds
     for process in (*others, killed):

@@ -112,8 +112,8 @@ def run_case(
     drawn = _draw_case(op, draw, seed, device, without)
     found = Outcome(op.name, seed, given=choices is not None)
     references: list[dict[str, Tensor]] | None = None
+    call = op.call(**drawn.call.arguments(drawn.tensors), **drawn.call.options)
     for backend in backends:
-        call = op.call(**drawn.call.arguments(drawn.tensors), **drawn.call.options)
         if backend == "triton" and op.unsupported(call) is not None:
             continue
         found.ran.append(backend)
@@ -177,8 +177,8 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
             else:
                 words.append("frozen")
         drawn.words.append(" ".join(words))
-    can_defer = call.can_defer and "deferred" in inspect.signature(op.function).parameters
-    if can_defer and "weight" in drawn.main_grads and draw.flag():
+    can_defer = "deferred" in inspect.signature(op.function).parameters and call.promised is None
+    if can_defer and call.can_defer and "weight" in drawn.main_grads and draw.flag():
         drawn.defers = True
         drawn.words.append("deferred")
     return drawn

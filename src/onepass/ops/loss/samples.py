@@ -177,7 +177,7 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
 
     return RandomCall(
         tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors,
-        can_defer=more["grad_scale"] is None and "lora.a" not in tensors, arguments=with_lora,
+        can_defer="lora.a" not in tensors, arguments=with_lora,
     )  # fmt: skip
 
 
