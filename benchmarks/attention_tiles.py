@@ -67,6 +67,8 @@ CASES = {
     "short-narrow": Case(1, 16384, 32, 8, 64, (512,) * 32),
     "short-wide": Case(1, 16384, 32, 8, 128, (512,) * 32),
     "window": Case(1, 16384, 32, 8, 128, window=1024),
+    "window-narrow": Case(2, 8192, 64, 8, 64, window=128),
+    "softcap-narrow": Case(4, 4096, 32, 8, 64, softcap=30.0),
     "softcap": Case(1, 4096, 8, 4, 256, softcap=50.0),
     "softcap-window": Case(1, 4096, 8, 4, 256, window=1024, softcap=50.0),
 }
@@ -83,7 +85,7 @@ _DQ = {
     256: [(64, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3)],
 }
 _DK_DV = {
-    64: [(64, 64, 4, 3, 3), (64, 64, 4, 2, 3), (64, 128, 8, 3), (32, 64, 4, 3, 4), (128, 64, 4, 2)],
+    64: [(64, 64, 4, 3, 3), (64, 64, 4, 3, 2), (64, 64, 4, 2, 3), (64, 128, 8, 3), (32, 64, 4, 3, 4), (32, 64, 4, 3, 3)],
     128: [(64, 64, 4, 2, 2), (64, 64, 4, 3, 2), (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (32, 128, 8, 3, 1), (32, 64, 4, 3, 2)],
     256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 3), (32, 32, 4, 2), (64, 32, 4, 2)],
 }
@@ -106,7 +108,7 @@ def candidates(case: Case, kernels: list[str]) -> list[Candidate]:
     stock = {
         "forward": forward.forward_tiles(W, smem),
         "dq": backward.dq_tiles(W, smem),
-        "dk_dv": backward.dk_dv_tiles(W, case.S, smem),
+        "dk_dv": backward.dk_dv_tiles(W, 0 if case.lengths else case.S, smem),
     }
     found = []
     for kernel, tiles in (("forward", _FORWARD), ("dq", _DQ), ("dk_dv", _DK_DV)):

@@ -280,6 +280,8 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
     found += [finding for finding in compare([trial], case.dtype).findings if finding.measure != "worst row"]
     if case.window == 1:  # the only key has all of the softmax: dq and dk are nothing but rounding
         found = [replace(each, allowed=(4 if each.output in ("dq", "dk") else 1) * each.allowed) for each in found]
+    if case.S > 1000:  # the largest of a million errors is less often as small as the baseline's
+        found = [replace(each, allowed=(1.25 if each.measure == "largest error" else 1) * each.allowed) for each in found]
     if backend == "torch":  # it rounds each head's gradients before it sums over the heads that share a group
         found = [replace(finding, allowed=2 * finding.allowed) for finding in found]
     return BudgetReport(found)

@@ -56,7 +56,7 @@ SEED, THRESHOLD = 1 << 62, 6554  # as a number, as it is in eager mode on a GPU
 def random_tensors(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Normal numbers, the same in each call."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
+    return tuple(torch.randn(*shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes)
 
 
 def weights_of(y: Tensor) -> Tensor:

@@ -92,11 +92,12 @@ def _dq_kernel(
                     dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
                     D, W, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
                 )  # fmt: skip
-        for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
-            dq = _into_dq(
-                dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
-            )  # fmt: skip
+        if LEFT < 0 or RIGHT != 0 or LEFT >= BLOCK_M:  # else a block has no such keys, as in forward
+            for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
+                dq = _into_dq(
+                    dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
+                    D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
+                )  # fmt: skip
         for at in tl.range(edge, stop, BLOCK_N, num_stages=1):
             dq = _into_dq(
                 dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
@@ -206,7 +207,7 @@ def _dsinks_kernel(lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, M, ROWS, S, HEADS:
 def dq_tiles(W: int, smem: int) -> AttentionTiles:
     """Tiles for dq. More programs a multiprocessor hide each other's waits: worth a few spilled registers, here and below."""
     if W > 128:
-        return AttentionTiles(64, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
+        return AttentionTiles(64, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 32, 8, 2)
     if smem <= HOPPER_SMEM:
         return AttentionTiles(64, 64, 4, 3 if W <= 64 else 2)
     return AttentionTiles(64, 64, 4, 2, 4) if W <= 64 else AttentionTiles(128, 64, 8, 3)
@@ -214,12 +215,14 @@ def dq_tiles(W: int, smem: int) -> AttentionTiles:
 
 @lru_cache(1024)
 def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
-    """Tiles for dk and dv. With one program a multiprocessor, small ones waste less on the diagonal, much of a short sequence."""
+    """Tiles for dk and dv. Small ones waste less on the diagonal, which is much of a short sequence. S is 0 for documents."""
     if W > 128:
         return AttentionTiles(32, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
     if smem <= HOPPER_SMEM:
         return AttentionTiles(64, 64, 4, 3) if W <= 64 and S > 2048 else AttentionTiles(32, 64, 4, 3)
-    return AttentionTiles(64, 64, 4, 3, 3) if W <= 64 else AttentionTiles(64, 64, 4, 2, 2)
+    if W > 64:
+        return AttentionTiles(64, 64, 4, 2, 2)
+    return AttentionTiles(64, 64, 4, 3, 3) if S else AttentionTiles(32, 64, 4, 3, 4)
 
 
 @lru_cache(1024)

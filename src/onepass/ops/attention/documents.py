@@ -64,7 +64,7 @@ def ranges_of(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 def document_of(cu_seqlens: Tensor, T: int) -> Tensor:
     """Return the document of each of T tokens, without reading a boundary."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=torch.int32)
-    return torch.searchsorted(cu_seqlens, tokens, right=True, out_int32=True) - 1
+    return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True, out_int32=True) - 1
 
 
 def are_right(cu_seqlens: Tensor, T: int) -> Tensor:

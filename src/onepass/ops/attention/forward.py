@@ -94,11 +94,12 @@ def _attend_kernel(
                 m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
                 D, W, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
             )  # fmt: skip
-    for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
-        m, total, y = _mix(
-            m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-            D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
-        )  # fmt: skip
+    if LEFT < 0 or RIGHT != 0 or LEFT >= BLOCK_M:  # else a block has no such keys, and ptxas 12.8 crashes on the empty loop
+        for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
+            m, total, y = _mix(
+                m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
+                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
+            )  # fmt: skip
     for at in tl.range(edge, stop, BLOCK_N, num_stages=1):
         m, total, y = _mix(
             m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
