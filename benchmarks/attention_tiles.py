@@ -1,4 +1,4 @@
-"""Attention's kernels over tiles, warps and stages, each by itself: forward, dq, and dk and dv, ours and Hopper's in Gluon.
+"""Attention's kernels over tiles, warps and stages, each by itself: forward, dq, and dk and dv.
 
     python benchmarks/attention_tiles.py [case ...] [--kernels forward,dq,dk_dv] [--jobs 12] [--json FILE]
 
@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from onepass.bench.record import commit, device_name, versions
-from onepass.ops.attention import backward, forward, hopper
+from onepass.ops.attention import backward, forward
 from onepass.ops.attention.formula import AttentionOptions, parts_of
 from onepass.ops.attention.forward import AttentionTiles, attend, head_block
 from onepass.runtime.ceilings import clock_for
@@ -89,16 +88,7 @@ _DK_DV = {
     128: [(64, 64, 4, 2, 2), (64, 64, 4, 3, 2), (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (32, 128, 8, 3, 1), (32, 64, 4, 3, 2)],
     256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 3), (32, 32, 4, 2), (64, 32, 4, 2)],
 }
-_HOPPER_DQ = {
-    64: [(128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
-    128: [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 64, 4, 2)],
-}
-_HOPPER_DK_DV = {
-    64: [(64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3), (128, 64, 4, 2)],
-    128: [(64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 4), (64, 64, 4, 2), (32, 64, 4, 3)],
-}
-
-Candidate = tuple[str, str, tuple[int, ...]]  # the kernel, the language, and its tiles
+Candidate = tuple[str, tuple[int, ...]]  # the kernel and its tiles
 
 
 def candidates(case: Case, kernels: list[str]) -> list[Candidate]:
@@ -108,17 +98,13 @@ def candidates(case: Case, kernels: list[str]) -> list[Candidate]:
     stock = {
         "forward": forward.forward_tiles(W, smem),
         "dq": backward.dq_tiles(W, smem),
-        "dk_dv": backward.dk_dv_tiles(W, 0 if case.lengths else case.S, smem),
+        "dk_dv": backward.dk_dv_tiles(W, 0 if case.lengths or case.softcap else case.S, smem),
     }
     found = []
     for kernel, tiles in (("forward", _FORWARD), ("dq", _DQ), ("dk_dv", _DK_DV)):
         if kernel in kernels:
             of_width = [(*each, 0) if len(each) == 4 else each for each in tiles[W]]
-            found += [(kernel, "triton", each) for each in dict.fromkeys([tuple(stock[kernel]), *of_width])]
-    plain = not case.window and not case.softcap and case.D == W
-    for kernel, tiles in (("dq", _HOPPER_DQ), ("dk_dv", _HOPPER_DK_DV)):
-        if kernel in kernels and plain and hopper.is_hopper(torch.device("cuda", 0)):
-            found += [(kernel, "gluon", each) for each in tiles.get(W, ())]
+            found += [(kernel, each) for each in dict.fromkeys([tuple(stock[kernel]), *of_width])]
     return found
 
 
@@ -144,10 +130,9 @@ def draw(case: Case) -> Drawn:
 
 def run_of(case: Case, drawn: Drawn, candidate: Candidate) -> Callable[[], Tensor]:
     """Return a function that launches the kernel and returns what it writes."""
-    kernel, language, numbers = candidate
+    kernel, numbers = candidate
     tiles = AttentionTiles(*numbers)
     dq, dk, dv = parts_of(drawn.dqkv, case.heads, case.groups)
-    module: Any = hopper if language == "gluon" else backward
     if kernel == "forward":
         parts = parts_of(drawn.qkv, case.heads, case.groups)
 
@@ -157,8 +142,8 @@ def run_of(case: Case, drawn: Drawn, candidate: Candidate) -> Callable[[], Tenso
 
         return run
     if kernel == "dq":
-        return lambda: (module.write_dq(drawn.call, dq, tiles), dq)[1]
-    return lambda: (module.write_dk_dv(drawn.call, dk, dv, tiles), drawn.dqkv[..., case.heads * case.D :])[1]
+        return lambda: (backward.write_dq(drawn.call, dq, tiles), dq)[1]
+    return lambda: (backward.write_dk_dv(drawn.call, dk, dv, tiles), drawn.dqkv[..., case.heads * case.D :])[1]
 
 
 def compile_candidate(case: Case, candidate: Candidate) -> None:
@@ -175,10 +160,10 @@ def sweep(name: str, kernels: list[str], pool: ProcessPoolExecutor) -> list[dict
     tried = candidates(case, kernels)
     list(pool.map(partial(compile_candidate, case), tried))
     drawn, clock, rows, first = draw(case), clock_for(torch.device("cuda", 0)), [], {}
-    for kernel, language, tiles in tried:
-        row: dict[str, object] = {"case": name, "kernel": kernel, "language": language, "tiles": tiles}
+    for kernel, tiles in tried:
+        row: dict[str, object] = {"case": name, "kernel": kernel, "tiles": tiles}
         try:
-            run = run_of(case, drawn, (kernel, language, tiles))
+            run = run_of(case, drawn, (kernel, tiles))
             drawn.dqkv.zero_()
             got = run().float()
             wanted = first.setdefault(kernel, got.clone())
@@ -205,11 +190,11 @@ def main() -> None:
         for name in args.cases:
             rows += sweep(name, args.kernels.split(","), pool)
     table = Table(title=f"{device_name(torch.device('cuda'))}, commit {commit()}", title_justify="left")
-    for heading in ("case", "kernel", "language", "queries x keys, warps, stages, programs", "ms", "TFLOP/s", "error"):
+    for heading in ("case", "kernel", "queries x keys, warps, stages, programs", "ms", "TFLOP/s", "error"):
         table.add_column(heading)
     for row in rows:
         m, n, *rest = row["tiles"]  # type: ignore[misc]
-        cells = [*(str(row[column]) for column in ("case", "kernel", "language")), f"{m} x {n}, {', '.join(map(str, rest))}"]
+        cells = [*(str(row[column]) for column in ("case", "kernel")), f"{m} x {n}, {', '.join(map(str, rest))}"]
         if "problem" in row:
             table.add_row(*cells, "", "", str(row["problem"]))
         else:

@@ -21,9 +21,8 @@ from ops.attention_oracle import (
 from ops.calls import equal, relative
 
 import onepass
-from onepass.ops.attention import backward, hopper
 from onepass.ops.attention.formula import parts_of
-from onepass.ops.attention.forward import AttentionTiles, has_cudnn
+from onepass.ops.attention.forward import has_cudnn
 from onepass.testing.fuzz import lay_out
 
 module = importlib.import_module("onepass.ops.attention.attention")
@@ -144,35 +143,6 @@ def test_documents_in_a_graph_take_other_boundaries():
         boundaries.copy_(each.boundaries)
         graph.replay()
         assert equal(results, computed(module, each, *drawn)[:2])
-
-
-# ---- Hopper's backward in Gluon ----
-
-
-@pytest.mark.parametrize("documents", (False, True), ids=("rows", "documents"))
-@pytest.mark.parametrize(("heads", "groups"), ((4, 4), (8, 2), (6, 1)))
-@pytest.mark.parametrize(
-    ("D", "dq", "dk_dv"),
-    [
-        (128, (128, 128, 8, 2), (64, 128, 8, 3)),
-        (128, (128, 64, 8, 3), (64, 128, 8, 2)),
-        (128, (64, 64, 4, 3), (64, 64, 4, 2)),
-        (64, (128, 128, 8, 3), (64, 128, 8, 3)),
-        (64, (128, 64, 8, 3), (64, 64, 4, 3)),
-    ],
-)
-def test_hoppers_backward(D, dq, dk_dv, heads, groups, documents, monkeypatch):
-    if not hopper.is_hopper(torch.device("cuda", 0)):
-        pytest.skip("needs Hopper and Triton 3.6")
-    monkeypatch.setitem(hopper.TILES, D, (AttentionTiles(*dq), AttentionTiles(*dk_dv)))
-    monkeypatch.setattr(backward, "write_dk_dv", None)
-    sizes = {"heads": heads, "groups": groups, "D": D, "R": D}
-    cases = [packed(LENGTHS, **sizes)] if documents else [Case(B=2, S=S, **sizes) for S in (1, 63, 64, 65, 257, 1000)]
-    for case in cases:
-        report = judge_case(module, case)
-        assert report, f"{case}\n{report}"
-        drawn = draw(case)
-        assert equal(computed(module, case, *drawn)[:2], computed(module, case, *drawn)[:2])
 
 
 @pytest.mark.parametrize("case", real_cases(), ids=str)

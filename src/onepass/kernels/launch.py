@@ -41,8 +41,7 @@ Grid = tuple[int, int, int]
 class Kernel:
     """A Triton kernel whose bound forms are launched cheaply."""
 
-    def __init__(self, function: Callable[..., Any], gluon: bool = False) -> None:
-        self._gluon = gluon
+    def __init__(self, function: Callable[..., Any]) -> None:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         varying = [name for name in names if name in VARYING]
         self._function, self._varying = function, varying
@@ -53,10 +52,6 @@ class Kernel:
     @cached_property
     def jit(self) -> Any:
         """Triton's kernel, made at the first call."""
-        if self._gluon:
-            from triton.experimental import gluon
-
-            return gluon.jit(self._function, do_not_specialize=self._varying)
         return jit(self._function, do_not_specialize=self._varying)
 
     def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False, resident: int = 0) -> Bound:
@@ -183,6 +178,6 @@ def grid_of(across: int, down: int) -> Grid:
     return across, min(down, 65535), ceil_div(down, 65535)
 
 
-def kernel(function: Callable[..., Any] | None = None, *, gluon: bool = False) -> Any:
-    """Decorate a Triton kernel. Without Triton it can be bound, for `explain`, and not launched. `gluon`: in Triton's Gluon."""
-    return Kernel(function, gluon) if function is not None else lambda function: Kernel(function, gluon)
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorate a Triton kernel. Without Triton it can be bound, for `explain`, and not launched."""
+    return Kernel(function)

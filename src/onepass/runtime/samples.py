@@ -44,7 +44,6 @@ class CoveringCall:
     dtype: torch.dtype
     run: Callable[[], Tensor]
     least_arch: int = 80  # the first architecture that has the instructions
-    last_arch: int = 1000
 
 
 LARGE = (16384, 16384)

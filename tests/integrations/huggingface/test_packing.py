@@ -12,7 +12,7 @@ from integrations.huggingface.trainer import trained  # noqa: E402
 
 import onepass  # noqa: E402
 from onepass.integrations import huggingface  # noqa: E402
-from onepass.integrations.huggingface import documents, interfaces, masks  # noqa: E402
+from onepass.integrations.huggingface import attentions, documents, interfaces, masks  # noqa: E402
 from onepass.integrations.huggingface.masks import Stack  # noqa: E402
 
 PACKED = sorted(set(FAMILIES) - {"GPT2", "OPT"})  # whose masks onepass makes
@@ -87,6 +87,16 @@ def test_a_batch_is_transformers_own(family, kind, markers):
         assert markers == [None] and "position_ids, by which its own masks part nothing" in of_stack(applied).why
     else:
         assert markers == [expected] and of_stack(applied).why is None
+
+
+@by_pytorch
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", ("Llama", "Mistral", "Gemma2"))
+def test_eager_models_too(family, kind, markers):
+    """Some versions of transformers make Gemma 2 eager."""
+    model, before, applied = both(family, attn_implementation="eager")
+    assert_alike(step(model, **BATCHES[kind]), step(before, **BATCHES[kind]))
+    assert markers == [(5, 1, 1, 1)] and of_stack(applied).why is None
 
 
 @by_pytorch
@@ -190,8 +200,18 @@ MUTANTS = {
     ),
     "no cap": ("Gemma2", "right", lambda patch, model: [uncap(layer.self_attn._onepass) for layer in model.model.layers]),
     "no sinks": ("GptOss", "right", lambda patch, model: patch(interfaces, "attention", _without("sinks"))),
-    "no documents": ("Qwen3", "packed", lambda patch, model: patch(interfaces, "attention", _without("cu_seqlens"))),
-    "another scale": ("Qwen3", "packed", lambda patch, model: patch(interfaces, "attention", _without("scale", 0.2))),
+    "no documents": ("Qwen3", "packed", lambda patch, model: patch(attentions, "attention", _without("cu_seqlens"))),
+    "another scale": ("Qwen3", "packed", lambda patch, model: patch(attentions, "attention", _without("scale", 0.2))),
+    "no documents, by the module's code": (
+        "GptOss",
+        "right",
+        lambda patch, model: patch(interfaces, "attention", _without("cu_seqlens")),
+    ),
+    "another scale, by the module's code": (
+        "GptOss",
+        "right",
+        lambda patch, model: patch(interfaces, "attention", _without("scale", 0.2)),
+    ),
 }
 
 

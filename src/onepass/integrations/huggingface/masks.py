@@ -198,7 +198,7 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
     if len(paths) < len(layers):
         return None, "not all of its layers pass a mask on to an attention that is causal"
     by = stack.config._attn_implementation
-    if by != ("eager" if getattr(stack, "_supports_sdpa", True) is False else "sdpa"):
+    if by not in ("eager", "sdpa"):
         return None, f"its attention is {by}"
     if not getattr(stack.config, "is_causal", True):
         return None, "its attention is not causal"

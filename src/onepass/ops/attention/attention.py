@@ -322,7 +322,7 @@ def _variant(call: Call) -> str:
         turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
-    S = 0 if call.cu_seqlens is not None else qkv.shape[1]
+    S = 0 if call.cu_seqlens is not None or options.softcap else qkv.shape[1]
     forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, S, smem)
     by_cudnn = _forward_is_cudnns(qkv, D, options, call.cu_seqlens, call.sinks)
     said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
-from onepass.ops.attention import hopper
 from onepass.ops.attention.document_kernels import document_tiles
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.forward import HOPPER_SMEM, AttentionTiles, head_block
@@ -215,7 +214,7 @@ def dq_tiles(W: int, smem: int) -> AttentionTiles:
 
 @lru_cache(1024)
 def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
-    """Tiles for dk and dv. Small ones waste less on the diagonal, which is much of a short sequence. S is 0 for documents."""
+    """Tiles for dk and dv. Small ones waste less on the diagonal, much of a short sequence. S is 0 for documents and softcaps."""
     if W > 128:
         return AttentionTiles(32, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
     if smem <= HOPPER_SMEM:
@@ -302,14 +301,10 @@ def attend_backward(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor]
     _, S, _, D = call.q.shape
     smem = shared_memory(call.q.device)
     dq, dk, dv = gradients or (None, None, None)
-    hoppers = None if gradients is None else hopper.backward_tiles(D, call.options, call.q.device)
-    if hoppers is not None and dq is not None and dk is not None and dv is not None:
-        hopper.write_dq(call, dq, hoppers[0])
-        hopper.write_dk_dv(call, dk, dv, hoppers[1])
-        return
     write_dq(call, dq, dq_tiles(head_block(D), smem))
     if dk is not None and dv is not None:
-        write_dk_dv(call, dk, dv, dk_dv_tiles(head_block(D), S if call.cu_seqlens is None else 0, smem))
+        small = call.cu_seqlens is not None or call.scales.capped
+        write_dk_dv(call, dk, dv, dk_dv_tiles(head_block(D), 0 if small else S, smem))
 
 
 def sinks_gradient(call: BackwardCall, sinks: Tensor) -> Tensor:

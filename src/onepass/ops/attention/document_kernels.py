@@ -78,32 +78,9 @@ def _document_tiles_kernel(boundaries_ptr, tiles_ptr, M, S, BLOCK: tl.constexpr,
     tl.store(tiles_ptr + 4 * left + fields, tl.zeros([4], tl.int32), mask=(fields < 4) & (left < tl.cdiv(S, BLOCK) + M))
 
 
-@kernel
-def _positions_kernel(boundaries_ptr, positions_ptr, M, S, CHUNK: tl.constexpr):
-    """Write each token's position within its document, or -1 where the boundaries are wrong."""
-    wrong = _are_wrong(boundaries_ptr, S, M, CHUNK)
-    tokens = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    document, step = tl.zeros([CHUNK], tl.int32), 1
-    while step < M:
-        step *= 2
-    while step > 0:  # to the last document that begins at the token or before
-        later = document + step
-        first = tl.load(boundaries_ptr + later, mask=later < M, other=2147483647)
-        document = tl.where(first <= tokens, later, document)
-        step //= 2
-    positions = tokens - tl.load(boundaries_ptr + document)
-    tl.store(positions_ptr + tokens, tl.where(wrong, -1, positions), mask=tokens < S)
-
-
 @lru_cache(64)
 def _bind_tiles(block: int, causal: bool) -> Bound:
     bound: Bound = _document_tiles_kernel.bind(block, causal, 64)
-    return bound
-
-
-@lru_cache(1)
-def _bind_positions() -> Bound:
-    bound: Bound = _positions_kernel.bind(256)
     return bound
 
 
@@ -113,10 +90,3 @@ def document_tiles(cu_seqlens: Tensor, T: int, block: int, causal: bool) -> Tens
     tiles = torch.empty(ceil_div(T, block) + documents, FIELDS, dtype=torch.int32, device=cu_seqlens.device)
     _bind_tiles(block, causal)((documents, 1, 1), cu_seqlens, tiles, documents, T)
     return tiles
-
-
-def document_positions(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return int32 [T]: each token's position within its document, or -1 where the boundaries are wrong."""
-    positions = torch.empty(T, dtype=torch.int32, device=cu_seqlens.device)
-    _bind_positions()((ceil_div(T, 256), 1, 1), cu_seqlens, positions, cu_seqlens.shape[0] - 1, T)
-    return positions

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.attention import hopper
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
-from onepass.ops.attention.backward import BackwardCall
-from onepass.ops.attention.formula import AttentionOptions, parts_of
-from onepass.ops.attention.forward import AttentionTiles, lse_size
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -123,8 +119,6 @@ RANDOM_CALLS = {"attention": _random_attention, "rope": _random_rope}
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _attention_calls()
-    if hopper.HAS_GLUON:
-        yield from _hopper_calls()
     yield from _rope_calls()
 
 
@@ -215,28 +209,3 @@ def _attention_call(
         return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton", **given)
 
     return CoveringCall(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)
-
-
-def _hopper_calls() -> Iterator[CoveringCall]:
-    """Hopper's backward with the tiles that its table has, or may have."""
-    for heads, groups, option in ((32, 32, ""), (32, 8, "documents")):
-        yield _hopper_call(heads, groups, option)
-
-
-def _hopper_call(heads: int, groups: int, option: str) -> CoveringCall:
-    D, dtype = 128, torch.bfloat16
-
-    def run() -> Tensor:
-        qkv, dqkv = (meta(1, 512, (heads + 2 * groups) * D, dtype=dtype, requires_grad=False) for _ in range(2))
-        y, dy = (meta(1, 512, heads, D, dtype=dtype, requires_grad=False) for _ in range(2))
-        documents = meta(9, dtype=torch.int32, requires_grad=False) if option else None
-        lse = meta(1, heads, lse_size(512, documents), dtype=torch.float32, requires_grad=False)
-        options = AttentionOptions(heads, groups, False, D**-0.5)
-        call = BackwardCall(dy, *parts_of(qkv, heads, groups), y, lse, options, documents)
-        dq, dk, dv = parts_of(dqkv, heads, groups)
-        hopper.write_dq(call, dq, AttentionTiles(128, 128, 8, 2))
-        hopper.write_dk_dv(call, dk, dv, AttentionTiles(64, 128, 8, 3))
-        return meta(1, dtype=dtype) * 1
-
-    label = " ".join(filter(None, (f"attention backward {heads}/{groups}x{D}", option)))
-    return CoveringCall(label, dtype, run, least_arch=90, last_arch=90)
