@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conft
 
 import onepass
 from onepass.gradients import fp8_product, fp8_scales, fp8_weight
-from onepass.kernels import fp8_cast, fp8_turn
+from onepass.kernels import fp8_cast, fp8_turn, scaled_product
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.testing.mutants import mutate
@@ -316,24 +316,30 @@ def order(name, kind, group):
                 here.append("product")
             return function(*args, **(kwargs or {}))
 
-    here = happened["forward"] = []
-    with Watch():
-        y = call(x, parameters)
-    here = happened["backward"] = []
-    with Watch():
-        y.backward(dy)
-    here = happened["flush"] = []
-    later = DeferredWgrad()
-    with_main_grad(parameters)
-    for _ in range(2):
-        call(x, parameters, deferred=later).backward(dy)
-    with Watch():
-        later.flush()
-    here = happened["refresh"] = []
-    with torch.no_grad():
-        parameters["weight"].mul_(2)
-    with Watch():
-        parameters["weight"].fp8.update(parameters["weight"])
+    def watched(*args, **options):  # cuBLASLt, which is called without PyTorch
+        here.append("product")
+        return scaled_mm(*args, **options)
+
+    scaled_mm = scaled_product.scaled_mm
+    with patch.object(scaled_product, "scaled_mm", watched):
+        here = happened["forward"] = []
+        with Watch():
+            y = call(x, parameters)
+        here = happened["backward"] = []
+        with Watch():
+            y.backward(dy)
+        here = happened["flush"] = []
+        later = DeferredWgrad()
+        with_main_grad(parameters)
+        for _ in range(2):
+            call(x, parameters, deferred=later).backward(dy)
+        with Watch():
+            later.flush()
+        here = happened["refresh"] = []
+        with torch.no_grad():
+            parameters["weight"].mul_(2)
+        with Watch():
+            parameters["weight"].fp8.update(parameters["weight"])
     return happened
 
 
