@@ -8,9 +8,9 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 
 import onepass
 from onepass.gpt import Config, Model
-from onepass.ops.attention import forward as attention_forward
+from onepass.ops.attention import by_cudnn
 from onepass.ops.attention.attention import attention, pytorch_is_faster
-from onepass.ops.attention.forward import forward_by_cudnn
+from onepass.ops.attention.by_cudnn import backward_by_cudnn, forward_by_cudnn
 
 OFF = {"attention_fusion": False}
 NORMED = {"qk_layernorm": True, "rotary_percent": 0.5, "layernorm_zero_centered_gamma": True}
@@ -117,7 +117,7 @@ def test_less_is_kept():
 @pytest.fixture
 def a_gpu(monkeypatch):
     """What a projection on a Hopper GPU, or on another, shows of itself."""
-    monkeypatch.setattr(attention_forward, "_CUDNN", 91501)
+    monkeypatch.setattr(by_cudnn, "_CUDNN", 91501)
 
     def projection(S, major=9, stride=1, is_cuda=True):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
@@ -133,7 +133,7 @@ def refusals(monkeypatch, asks):
         refused = not asks()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-    monkeypatch.setattr(attention_forward, "_CUDNN", 91500)
+    monkeypatch.setattr(by_cudnn, "_CUDNN", 91500)
     return refused and not asks()
 
 
@@ -157,6 +157,26 @@ def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     torch.use_deterministic_algorithms(True)
     assert forward_by_cudnn(a_gpu(4096), 128)  # its order is fixed
     assert refusals(monkeypatch, lambda: forward_by_cudnn(a_gpu(4096), 128))
+
+
+def test_cudnns_backward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
+    monkeypatch.setattr(by_cudnn, "_CUDNN", 91900)
+    monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
+    lengths, sizes = (1920, 2048, 2052, 4096, 8192, 8320), (64, 128, 256)
+    assert [(S, D) for S in lengths for D in sizes if backward_by_cudnn(a_gpu(S), D)] == [(2048, 128), (4096, 128), (8192, 128)]
+    assert not any(backward_by_cudnn(a_gpu(4096, major), 128) for major in (8, 10, 12))
+    monkeypatch.setattr(by_cudnn, "has_frontend", lambda: False)
+    assert not backward_by_cudnn(a_gpu(4096), 128)
+    monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
+    assert refusals(monkeypatch, lambda: backward_by_cudnn(a_gpu(4096), 128))
+
+
+@pytest.mark.parametrize(
+    ("S", "groups", "sharing", "at_once"),
+    ((4096, 32, 1, 16), (4096, 8, 4, 4), (8192, 4, 4, 1), (8192, 1, 16, 1), (2048, 6, 1, 6)),
+)
+def test_cudnns_backward_takes_heads_in_parts_of_half_a_gibibyte(S, groups, sharing, at_once):
+    assert by_cudnn._groups_at_once(S, 128, groups, sharing) == at_once
 
 
 def test_an_exported_program_takes_any_length():

@@ -21,8 +21,8 @@ from ops.attention_oracle import (
 from ops.calls import equal, relative
 
 import onepass
+from onepass.ops.attention.by_cudnn import has_cudnn
 from onepass.ops.attention.formula import parts_of
-from onepass.ops.attention.forward import has_cudnn
 from onepass.testing.fuzz import lay_out
 
 module = importlib.import_module("onepass.ops.attention.attention")
@@ -248,6 +248,39 @@ def test_forward_by_cudnn_and_backward_by_us(D, S, heads, groups, dtype, overwri
     by_cudnn(monkeypatch)
     report = judge_case(module, Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D, dtype=dtype, overwrite=overwrite))
     assert report, report
+
+
+@pytest.mark.parametrize(("S", "heads", "groups"), ((2048, 6, 2), (4096, 32, 32), (8192, 8, 2)))
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
+@overwriting
+def test_backward_by_cudnn(S, heads, groups, dtype, overwrite, monkeypatch):
+    """Of all heads' results, those of the first group are judged: others do not matter to them."""
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(module, "attend_backward", None)
+    case = Case(B=2, S=S, heads=heads, groups=groups, D=128, R=128, dtype=dtype, overwrite=overwrite)
+    qkv, cos, sin, dy = draw(case)
+    whole = computed(module, case, qkv, cos, sin, dy)[:2]
+    assert equal(whole, computed(module, case, qkv, cos, sin, dy)[:2])
+    assert equal([t[1:] for t in whole], computed(module, case, qkv[1:], cos, sin, dy[1:])[:2])
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "backward_by_cudnn", lambda *_: False)
+    ours = computed(module, case, qkv, cos, sin, dy)[:2]
+    few = Case(B=1, S=S, heads=heads // groups, groups=1, D=128, R=128, dtype=dtype)
+    parts = [parts_of(x[:1], heads, groups) for x in (qkv, whole[1], ours[1])]
+    (q, k, v), *found = ([x[:, :, : n] for x, n in zip(each, (few.heads, 1, 1), strict=True)] for each in parts)
+    given = torch.cat([q, k, v], 2).flatten(2), cos, sin, dy[:1].unflatten(-1, (heads, 128))[:, :, : few.heads].flatten(2)
+    wanted = exact(few, *given)
+    for name, theirs, own in zip(("dq", "dk", "dv"), *found, strict=True):
+        assert relative(theirs, wanted[name]) <= 1.25 * relative(own, wanted[name]) + 1e-6, name
+
+
+def test_backward_by_cudnn_is_replayed_and_waits_for_nothing(monkeypatch):
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(module, "attend_backward", None)
+    case = Case(B=2, S=2048, heads=4, groups=2, D=128, R=128)
+    drawn, expected = replayed(case)
+    with nobody_waits(), at_the_side():
+        assert equal(computed(module, case, *drawn)[:2], expected)
 
 
 @pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)

@@ -12,7 +12,8 @@ Bytes    forward turns q and k (read and written once) and reads q once, k and v
          tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's forward
-         replaces ours where it is faster, deterministic or not; backward stays ours.
+         replaces ours where it is faster, deterministic or not, and so does its backward in a fixed order for heads of 128,
+         where `nvidia-cudnn-frontend` is installed.
 Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py.
 """
 
@@ -28,18 +29,17 @@ from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
+from onepass.ops.attention.by_cudnn import (
+    all_by_cudnn,
+    attend_backward_by_cudnn,
+    attend_by_cudnn,
+    backward_by_cudnn,
+    forward_by_cudnn,
+)
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, norm_of, parts_of
-from onepass.ops.attention.forward import (
-    all_by_cudnn,
-    attend,
-    attend_by_cudnn,
-    forward_by_cudnn,
-    forward_tiles,
-    head_block,
-    lse_size,
-)
+from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
 from onepass.ops.attention.rope_norm import weight_grads
@@ -115,7 +115,7 @@ def _forward(
         else:
             turned = readable = _rotated_copy(readable, cos, sin, options)
             q, k, v = parts_of(readable, heads, groups)
-    if _forward_is_cudnns(readable, q.shape[-1], options, cu_seqlens, sinks):
+    if _is_plain_causal(options, cu_seqlens, sinks) and forward_by_cudnn(readable, q.shape[-1]):
         y, lse = attend_by_cudnn(q, k, v, options.scale)
     else:
         y, lse = attend(q, k, v, options, cu_seqlens, sinks)
@@ -139,10 +139,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _forward_is_cudnns(
-    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None
-) -> bool:
-    return options.right == 0 and is_plain(options, cu_seqlens, sinks) and forward_by_cudnn(qkv, D)
+def _is_plain_causal(options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> bool:
+    return options.right == 0 and is_plain(options, cu_seqlens, sinks)
 
 
 def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
@@ -203,7 +201,10 @@ def _backward(
     dqkv = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if of_parts else None
     gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
-    attend_backward(call, gradients)
+    if gradients is not None and _is_plain_causal(options, cu_seqlens, sinks) and backward_by_cudnn(whole, by_head[-1]):
+        attend_backward_by_cudnn(call, gradients)
+    else:
+        attend_backward(call, gradients)
     dq_weight = dk_weight = None
     if cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
@@ -324,9 +325,13 @@ def _variant(call: Call) -> str:
     smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
     S = 0 if call.cu_seqlens is not None or options.softcap else qkv.shape[1]
     forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, S, smem)
-    by_cudnn = _forward_is_cudnns(qkv, D, options, call.cu_seqlens, call.sinks)
+    plain = _is_plain_causal(options, call.cu_seqlens, call.sinks)
+    by_cudnn = plain and forward_by_cudnn(qkv, D)
     said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "
-    said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
+    if plain and backward_by_cudnn(qkv, D):
+        said += "backward by cuDNN, in a fixed order; "
+    else:
+        said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:
         said += "documents' tiles listed on the GPU, the longest first; "
     if normed:
@@ -412,8 +417,8 @@ def attention(
             on for heads over 64 or from 2048 tokens: the gradients' last bits then differ from run to run. It has no effect
             where `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
-            kernels take bf16 and fp16 and heads of 16, 32, 64 or 128; ``torch`` is PyTorch's own attention, with a mask where
-            there are documents or a window, and a formula where there is a softcap or sinks.
+            kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192 or 256; ``torch`` is PyTorch's own attention,
+            with a mask where there are documents or a window, and a formula where there is a softcap or sinks.
 
     Returns:
         ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).

@@ -1,15 +1,14 @@
-"""Attention's forward kernel and its launch; and cuDNN's forward, which is faster for wide heads and for many tokens.
+"""Attention's forward kernel and its launch.
 
 A program owns BLOCK_M queries of one head and loops over the keys that they see, BLOCK_N at a time, with the softmax's running
 maximum and sum. Causal without a window: those up to its last query. Tensors are read in place: [B, S, heads, D], each with its
 own strides except for the last, which is 1.
-cuDNN's forward, unlike its backward, sums without atomics: on H200s it gave the same bits every time, and in any batch.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from onepass.ops.attention.scores import (
     EDGE,
     INSIDE,
     LEFT_EDGE,
-    LOG2E,
     ScoreScales,
     capped,
     document_tile,
@@ -179,57 +177,3 @@ def attend(
         blocks = places.shape[0]
     launch(grid_of(B * H, blocks), q, k, v, y, lse, sinks, places, S, shape[-1])
     return y, lse
-
-
-# ---- by cuDNN ----
-
-# From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
-_FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
-_NARROW, _ALL_FROM = 64, 2048  # forward and backward, for heads of up to 64; wider heads: always
-_STEP = 128  # of tokens: it plans 50 ms for each new shape, so it gets only shapes that are likely to come again
-_INT32_MAX = 0x7FFFFFFF  # PyTorch keeps strides as int in the key of a plan
-_WITHOUT_BUG = 91500  # cuDNN's version after which PyTorch prefers it; up to it some lengths went wrong
-
-
-def _cudnn_version() -> int:
-    """cuDNN's version, or 0. torch.backends.cudnn.version() would start a context on every GPU, which no fork may then use."""
-    cudnn = getattr(torch._C, "_cudnn", None)
-    return 0 if cudnn is None else int(cudnn.getVersionInt())
-
-
-_CUDNN = _cudnn_version()  # a constant, which a compiler can fold
-
-
-def has_cudnn(x: Tensor, newest: int) -> bool:
-    """Whether PyTorch would take cuDNN's attention on x's GPU, of an architecture from Hopper's to `newest`.
-
-    `torch.backends.cuda.enable_cudnn_sdp(False)` turns it off. A compiler can fold everything here; torch.backends.cuda and
-    get_device_capability would break its graph.
-    """
-    if not x.is_cuda or not torch._C._get_cudnn_sdp_enabled() or _CUDNN <= _WITHOUT_BUG:
-        return False
-    properties: Any = torch.cuda.get_device_properties(x.device)
-    return 9 <= int(properties.major) <= newest
-
-
-def forward_by_cudnn(qkv: Tensor, D: int) -> bool:
-    """Whether `attend_by_cudnn` takes the parts of this projection and was measured to be faster than `attend`.
-
-    For plain causal attention, without documents, windows, softcaps and sinks.
-    """
-    S = qkv.shape[1]
-    if S % _STEP or _FORWARD_FROM.get(D, S + 1) > S or not has_cudnn(qkv, newest=9):
-        return False
-    return sum((size - 1) * stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True)) <= _INT32_MAX
-
-
-def all_by_cudnn(qkv: Tensor, D: int) -> bool:
-    """Whether PyTorch's attention is faster forward and backward. Its backward sums in no fixed order."""
-    return has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
-
-
-def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Like `attend`, for an S that is a multiple of 4."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True, scale=scale)
-    return y.transpose(1, 2).contiguous(), lse.view(q.shape[:3]).mul_(LOG2E)
