@@ -11,6 +11,7 @@ from onepass.gpt import Config, Model
 from onepass.ops.attention import by_cudnn
 from onepass.ops.attention.attention import attention, pytorch_is_faster
 from onepass.ops.attention.by_cudnn import backward_by_cudnn, forward_by_cudnn
+from onepass.ops.attention.formula import AttentionOptions
 
 OFF = {"attention_fusion": False}
 NORMED = {"qk_layernorm": True, "rotary_percent": 0.5, "layernorm_zero_centered_gamma": True}
@@ -162,21 +163,21 @@ def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
 def test_cudnns_backward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     monkeypatch.setattr(by_cudnn, "_CUDNN", 91900)
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
-    lengths, sizes = (1920, 2048, 2052, 4096, 8192, 8320), (64, 128, 256)
-    assert [(S, D) for S in lengths for D in sizes if backward_by_cudnn(a_gpu(S), D)] == [(2048, 128), (4096, 128), (8192, 128)]
-    assert not any(backward_by_cudnn(a_gpu(4096, major), 128) for major in (8, 10, 12))
+    alone, shared = (AttentionOptions(8, groups, False, 1.0) for groups in (8, 4))
+    lengths, sizes = (1920, 2048, 2052, 4096, 4224), (64, 128, 256)
+    taken = [(S, D) for S in lengths for D in sizes if backward_by_cudnn(a_gpu(S), D, alone)]
+    assert taken == [(2048, 128), (4096, 128)]
+    assert not backward_by_cudnn(a_gpu(4096), 128, shared)
+    assert not any(backward_by_cudnn(a_gpu(4096, major), 128, alone) for major in (8, 10, 12))
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: False)
-    assert not backward_by_cudnn(a_gpu(4096), 128)
+    assert not backward_by_cudnn(a_gpu(4096), 128, alone)
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
-    assert refusals(monkeypatch, lambda: backward_by_cudnn(a_gpu(4096), 128))
+    assert refusals(monkeypatch, lambda: backward_by_cudnn(a_gpu(4096), 128, alone))
 
 
-@pytest.mark.parametrize(
-    ("S", "groups", "sharing", "at_once"),
-    ((4096, 32, 1, 16), (4096, 8, 4, 4), (8192, 4, 4, 1), (8192, 1, 16, 1), (2048, 6, 1, 6)),
-)
-def test_cudnns_backward_takes_heads_in_parts_of_half_a_gibibyte(S, groups, sharing, at_once):
-    assert by_cudnn._groups_at_once(S, 128, groups, sharing) == at_once
+@pytest.mark.parametrize(("S", "heads", "at_once"), ((4096, 32, 16), (4096, 12, 12), (2048, 40, 40), (2048, 80, 40)))
+def test_cudnns_backward_takes_heads_in_parts_of_half_a_gibibyte(S, heads, at_once):
+    assert by_cudnn._heads_at_once(S, 128, heads) == at_once
 
 
 def test_an_exported_program_takes_any_length():

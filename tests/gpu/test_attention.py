@@ -250,14 +250,14 @@ def test_forward_by_cudnn_and_backward_by_us(D, S, heads, groups, dtype, overwri
     assert report, report
 
 
-@pytest.mark.parametrize(("S", "heads", "groups"), ((2048, 6, 2), (4096, 32, 32), (8192, 8, 2)))
+@pytest.mark.parametrize(("S", "heads"), ((2048, 6), (4096, 32)))
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
 @overwriting
-def test_backward_by_cudnn(S, heads, groups, dtype, overwrite, monkeypatch):
-    """Of all heads' results, those of the first group are judged: others do not matter to them."""
+def test_backward_by_cudnn(S, heads, dtype, overwrite, monkeypatch):
+    """Of the results those of the first head are judged: others do not matter to it."""
     pytest.importorskip("cudnn")
     monkeypatch.setattr(module, "attend_backward", None)
-    case = Case(B=2, S=S, heads=heads, groups=groups, D=128, R=128, dtype=dtype, overwrite=overwrite)
+    case = Case(B=2, S=S, heads=heads, groups=heads, D=128, R=128, dtype=dtype, overwrite=overwrite)
     qkv, cos, sin, dy = draw(case)
     whole = computed(module, case, qkv, cos, sin, dy)[:2]
     assert equal(whole, computed(module, case, qkv, cos, sin, dy)[:2])
@@ -265,22 +265,21 @@ def test_backward_by_cudnn(S, heads, groups, dtype, overwrite, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(module, "backward_by_cudnn", lambda *_: False)
     ours = computed(module, case, qkv, cos, sin, dy)[:2]
-    few = Case(B=1, S=S, heads=heads // groups, groups=1, D=128, R=128, dtype=dtype)
-    parts = [parts_of(x[:1], heads, groups) for x in (qkv, whole[1], ours[1])]
-    (q, k, v), *found = ([x[:, :, : n] for x, n in zip(each, (few.heads, 1, 1), strict=True)] for each in parts)
-    given = torch.cat([q, k, v], 2).flatten(2), cos, sin, dy[:1].unflatten(-1, (heads, 128))[:, :, : few.heads].flatten(2)
-    wanted = exact(few, *given)
-    for name, theirs, own in zip(("dq", "dk", "dv"), *found, strict=True):
-        assert relative(theirs, wanted[name]) <= 1.25 * relative(own, wanted[name]) + 1e-6, name
+    first, found, own = ([x[:, :, :1] for x in parts_of(t[:1], heads, heads)] for t in (qkv, whole[1], ours[1]))
+    alone = Case(B=1, S=S, heads=1, groups=1, D=128, R=128, dtype=dtype)
+    wanted = exact(alone, torch.cat(first, 2).flatten(2), cos, sin, dy[:1, :, :128])
+    for name, theirs, mine in zip(("dq", "dk", "dv"), found, own, strict=True):
+        assert relative(theirs, wanted[name]) <= 1.25 * relative(mine, wanted[name]) + 1e-6, name
 
 
 def test_backward_by_cudnn_is_replayed_and_waits_for_nothing(monkeypatch):
     pytest.importorskip("cudnn")
     monkeypatch.setattr(module, "attend_backward", None)
-    case = Case(B=2, S=2048, heads=4, groups=2, D=128, R=128)
+    case = Case(B=2, S=2048, heads=4, groups=4, D=128, R=128)
     drawn, expected = replayed(case)
     with nobody_waits(), at_the_side():
-        assert equal(computed(module, case, *drawn)[:2], expected)
+        again = computed(module, case, *drawn)[:2]
+    assert equal(again, expected)
 
 
 @pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)

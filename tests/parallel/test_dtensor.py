@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 CLOSE = 2e-5  # of the largest number: sums are made in another order
 LESS_CLOSE = {
     ("attention", "triton"): 2e-2,  # the sample is in 16 bits
+    ("softmax", "torch"): 2e-3,
     ("softmax", "compiled"): 2e-3,  # gradients are differences of numbers a thousand times as large
 }
 REFUSED = {  # op, tensor and placement -> what to do

@@ -12,8 +12,8 @@ Bytes    forward turns q and k (read and written once) and reads q once, k and v
          tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's forward
-         replaces ours where it is faster, deterministic or not, and so does its backward in a fixed order for heads of 128,
-         where `nvidia-cudnn-frontend` is installed.
+         replaces ours where it is faster, deterministic or not, and so does its backward in a fixed order for heads of 128
+         that share no keys, where `nvidia-cudnn-frontend` is installed.
 Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py.
 """
 
@@ -201,7 +201,7 @@ def _backward(
     dqkv = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if of_parts else None
     gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
-    if gradients is not None and _is_plain_causal(options, cu_seqlens, sinks) and backward_by_cudnn(whole, by_head[-1]):
+    if gradients is not None and _is_plain_causal(options, cu_seqlens, sinks) and backward_by_cudnn(whole, by_head[-1], options):
         attend_backward_by_cudnn(call, gradients)
     else:
         attend_backward(call, gradients)
@@ -328,7 +328,7 @@ def _variant(call: Call) -> str:
     plain = _is_plain_causal(options, call.cu_seqlens, call.sinks)
     by_cudnn = plain and forward_by_cudnn(qkv, D)
     said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "
-    if plain and backward_by_cudnn(qkv, D):
+    if plain and backward_by_cudnn(qkv, D, options):
         said += "backward by cuDNN, in a fixed order; "
     else:
         said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "

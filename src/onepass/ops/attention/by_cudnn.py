@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from onepass.ops.attention.backward import BackwardCall
+from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.scores import LOG2E
 
 # From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
 _FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
 _NARROW, _ALL_FROM = 64, 2048  # forward and backward, for heads of up to 64; wider heads: always
-_BACKWARD_SIZE, _BACKWARD_FROM, _BACKWARD_TO = 128, 2048, 8192  # of heads; and of tokens, a multiple of _STEP
+_BACKWARD_SIZE, _BACKWARD_FROM, _BACKWARD_TO = 128, 2048, 4096  # of heads; and of tokens, a multiple of _STEP
 _WORKSPACE = 512 << 20  # bytes, about, of a backward
 _STEP = 128  # of tokens: it plans 50 ms for each new shape, so it gets only shapes that are likely to come again
 _INT32_MAX = 0x7FFFFFFF  # PyTorch keeps strides as int in the key of a plan
@@ -84,13 +85,13 @@ def has_frontend() -> bool:
     return find_spec("cudnn") is not None
 
 
-def backward_by_cudnn(qkv: Tensor, D: int) -> bool:
+def backward_by_cudnn(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
     """Whether `attend_backward_by_cudnn` takes this projection's call and was measured to be faster than ours.
 
-    For plain causal attention, without documents, windows, softcaps and sinks.
+    For plain causal attention, without documents, windows, softcaps and sinks. Ours is faster where heads share keys.
     """
     S = qkv.shape[1]
-    if D != _BACKWARD_SIZE or S % _STEP or not _BACKWARD_FROM <= S <= _BACKWARD_TO:
+    if D != _BACKWARD_SIZE or options.groups < options.heads or S % _STEP or not _BACKWARD_FROM <= S <= _BACKWARD_TO:
         return False
     return _CUDNN >= _DETERMINISTIC_FROM and has_cudnn(qkv, newest=9) and has_frontend()
 
@@ -99,28 +100,24 @@ def attend_backward_by_cudnn(call: BackwardCall, gradients: tuple[Tensor, Tensor
     """Write the gradients dq, dk and dv, whose last strides are 1."""
     q, k, v, y, dy = call.q, call.k, call.v, call.y, call.dy
     B, S, H, D = q.shape
-    groups, sharing = k.shape[2], H // k.shape[2]
     natural = (call.lse / LOG2E)[..., None]
-    at_once = _groups_at_once(S, D, groups, sharing)
+    at_once = _heads_at_once(S, D, H)
     plans, handle = _plans_of(q.device)
     for b in range(B):
-        for first in range(0, groups, at_once):
-            of_k = slice(first, first + at_once)
-            of_q = slice(first * sharing, (first + at_once) * sharing)
-            tensors = [x[b : b + 1, :, heads].transpose(1, 2) for x, heads in zip(
-                (q, k, v, y, dy, *gradients), (of_q, of_k, of_k, of_q, of_q, of_q, of_k, of_k), strict=True
-            )]  # fmt: skip
-            tensors.append(natural[b : b + 1, of_q, :S])
+        for first in range(0, H, at_once):
+            heads = slice(first, first + at_once)
+            tensors = [x[b : b + 1, :, heads].transpose(1, 2) for x in (q, k, v, y, dy, *gradients)]
+            tensors.append(natural[b : b + 1, heads].contiguous())
             key = q.dtype, call.options.scale, *(t.shape for t in tensors[:2]), *(t.stride()[1:] for t in tensors)
             if key not in plans:
                 plans[key] = _plan(handle, tensors, call.options.scale)
             _run(plans[key], handle, tensors)
 
 
-def _groups_at_once(S: int, D: int, groups: int, sharing: int) -> int:
-    """Return how many groups a run takes: a divisor of them, as all runs then have one plan."""
-    room = max(1, _WORKSPACE // (S * S // 256 * D * 4 * sharing))
-    return max(n for n in range(1, groups + 1) if groups % n == 0 and n <= room)
+def _heads_at_once(S: int, D: int, heads: int) -> int:
+    """Return how many heads a run takes: a divisor of them, as all runs then have one plan."""
+    room = max(1, _WORKSPACE // (S * S // 256 * D * 4))
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= room)
 
 
 def _plans_of(device: torch.device) -> tuple[dict[Any, Any], Any]:
