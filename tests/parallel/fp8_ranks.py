@@ -304,7 +304,7 @@ def order(name, kind, group):
     x, parameters, dy = shard(name, group)
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
     call(x, parameters).backward(dy)  # scales and codes are there
-    happened = {}
+    happened, scaled_mm = {}, scaled_product.scaled_mm
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -314,13 +314,14 @@ def order(name, kind, group):
                 here.append("wait" if "wait" in said else f"start {sent}")
             elif ".mm" in said or ".addmm" in said or "scaled_mm" in said or "add_gradient" in said or "fp8_gradient" in said:
                 here.append("product")
+                with patch.object(scaled_product, "scaled_mm", scaled_mm):  # the same one, where the op calls cuBLASLt
+                    return function(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
     def watched(*args, **options):  # cuBLASLt, which is called without PyTorch
         here.append("product")
         return scaled_mm(*args, **options)
 
-    scaled_mm = scaled_product.scaled_mm
     with patch.object(scaled_product, "scaled_mm", watched):
         here = happened["forward"] = []
         with Watch():
