@@ -163,21 +163,16 @@ def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
 def test_cudnns_backward_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     monkeypatch.setattr(by_cudnn, "_CUDNN", 91900)
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
-    alone, shared = (AttentionOptions(8, groups, False, 1.0) for groups in (8, 4))
+    of = lambda heads, groups: AttentionOptions(heads, groups, False, 1.0)  # noqa: E731
     lengths, sizes = (1920, 2048, 2052, 4096, 4224), (64, 128, 256)
-    taken = [(S, D) for S in lengths for D in sizes if backward_by_cudnn(a_gpu(S), D, alone)]
-    assert taken == [(2048, 128), (4096, 128)]
-    assert not backward_by_cudnn(a_gpu(4096), 128, shared)
-    assert not any(backward_by_cudnn(a_gpu(4096, major), 128, alone) for major in (8, 10, 12))
+    taken = [(S, D) for S in lengths for D in sizes if backward_by_cudnn(a_gpu(S), D, of(32, 32))]
+    assert taken == [(2048, 128), (4096, 128)]  # then its workspace is a GiB
+    assert not any(backward_by_cudnn(a_gpu(2048), 128, of(*heads)) for heads in ((32, 8), (16, 16), (160, 160)))
+    assert not any(backward_by_cudnn(a_gpu(4096, major), 128, of(32, 32)) for major in (8, 10, 12))
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: False)
-    assert not backward_by_cudnn(a_gpu(4096), 128, alone)
+    assert not backward_by_cudnn(a_gpu(4096), 128, of(32, 32))
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
-    assert refusals(monkeypatch, lambda: backward_by_cudnn(a_gpu(4096), 128, alone))
-
-
-@pytest.mark.parametrize(("S", "heads", "at_once"), ((4096, 32, 16), (4096, 12, 12), (2048, 40, 40), (2048, 80, 40)))
-def test_cudnns_backward_takes_heads_in_parts_of_half_a_gibibyte(S, heads, at_once):
-    assert by_cudnn._heads_at_once(S, 128, heads) == at_once
+    assert refusals(monkeypatch, lambda: backward_by_cudnn(a_gpu(4096), 128, of(32, 32)))
 
 
 def test_an_exported_program_takes_any_length():

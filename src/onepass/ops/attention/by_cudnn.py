@@ -2,8 +2,8 @@
 
 Forward   sums without atomics: on H200s it gave the same bits every time, and in any batch.
 Backward  PyTorch asks for the one that adds dq up in any order. `nvidia-cudnn-frontend`, where it is installed, has the other. It
-          keeps a part of dq for each block of keys, S^2 / 256 rows a head. So it runs for a few heads of one sequence at a time,
-          as many for a length in any batch: a sequence's bits don't depend on the others.
+          keeps a part of dq for each block of keys, S^2 / 256 rows a head. So it runs for one sequence at a time, whose bits then
+          don't depend on the others, and for a few thousand tokens only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from onepass.ops.attention.scores import LOG2E
 # From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
 _FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
 _NARROW, _ALL_FROM = 64, 2048  # forward and backward, for heads of up to 64; wider heads: always
-_BACKWARD_SIZE, _BACKWARD_FROM, _BACKWARD_TO = 128, 2048, 4096  # of heads; and of tokens, a multiple of _STEP
-_WORKSPACE = 512 << 20  # bytes, about, of a backward
+_BACKWARD_SIZE, _BACKWARD_HEADS, _BACKWARD_FROM = 128, 32, 2048  # of heads, how many at least, and tokens, a multiple of _STEP
+_WORKSPACE = 1 << 30  # bytes, of a backward at most
 _STEP = 128  # of tokens: it plans 50 ms for each new shape, so it gets only shapes that are likely to come again
 _INT32_MAX = 0x7FFFFFFF  # PyTorch keeps strides as int in the key of a plan
 _WITHOUT_BUG = 91500  # cuDNN's version after which PyTorch prefers it; up to it some lengths went wrong
@@ -90,34 +90,24 @@ def backward_by_cudnn(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
 
     For plain causal attention, without documents, windows, softcaps and sinks. Ours is faster where heads share keys.
     """
-    S = qkv.shape[1]
-    if D != _BACKWARD_SIZE or options.groups < options.heads or S % _STEP or not _BACKWARD_FROM <= S <= _BACKWARD_TO:
+    S, heads = qkv.shape[1], options.heads
+    if D != _BACKWARD_SIZE or not _BACKWARD_HEADS <= heads == options.groups or S % _STEP or S < _BACKWARD_FROM:
         return False
-    return _CUDNN >= _DETERMINISTIC_FROM and has_cudnn(qkv, newest=9) and has_frontend()
+    fits = heads * (S * S // 256) * D * 4 <= _WORKSPACE
+    return fits and _CUDNN >= _DETERMINISTIC_FROM and has_cudnn(qkv, newest=9) and has_frontend()
 
 
 def attend_backward_by_cudnn(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
     """Write the gradients dq, dk and dv, whose last strides are 1."""
     q, k, v, y, dy = call.q, call.k, call.v, call.y, call.dy
-    B, S, H, D = q.shape
     natural = (call.lse / LOG2E)[..., None]
-    at_once = _heads_at_once(S, D, H)
     plans, handle = _plans_of(q.device)
-    for b in range(B):
-        for first in range(0, H, at_once):
-            heads = slice(first, first + at_once)
-            tensors = [x[b : b + 1, :, heads].transpose(1, 2) for x in (q, k, v, y, dy, *gradients)]
-            tensors.append(natural[b : b + 1, heads].contiguous())
-            key = q.dtype, call.options.scale, *(t.shape for t in tensors[:2]), *(t.stride()[1:] for t in tensors)
-            if key not in plans:
-                plans[key] = _plan(handle, tensors, call.options.scale)
-            _run(plans[key], handle, tensors)
-
-
-def _heads_at_once(S: int, D: int, heads: int) -> int:
-    """Return how many heads a run takes: a divisor of them, as all runs then have one plan."""
-    room = max(1, _WORKSPACE // (S * S // 256 * D * 4))
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= room)
+    for b in range(q.shape[0]):
+        tensors = [x[b : b + 1].transpose(1, 2) for x in (q, k, v, y, dy, *gradients)] + [natural[b : b + 1]]
+        key = q.dtype, call.options.scale, q.shape[1:], *(t.stride()[1:] for t in tensors)
+        if key not in plans:
+            plans[key] = _plan(handle, tensors, call.options.scale)
+        _run(plans[key], handle, tensors)
 
 
 def _plans_of(device: torch.device) -> tuple[dict[Any, Any], Any]:
