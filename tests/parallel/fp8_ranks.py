@@ -3,6 +3,7 @@
 import importlib
 import os
 import pickle
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -304,7 +305,7 @@ def order(name, kind, group):
     x, parameters, dy = shard(name, group)
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
     call(x, parameters).backward(dy)  # scales and codes are there
-    happened, scaled_mm = {}, scaled_product.scaled_mm
+    happened, here, scaled_mm = {}, [], scaled_product.scaled_mm
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -322,25 +323,27 @@ def order(name, kind, group):
         here.append("product")
         return scaled_mm(*args, **options)
 
-    with patch.object(scaled_product, "scaled_mm", watched):
-        here = happened["forward"] = []
-        with Watch():
-            y = call(x, parameters)
-        here = happened["backward"] = []
-        with Watch():
-            y.backward(dy)
-        here = happened["flush"] = []
-        later = DeferredWgrad()
-        with_main_grad(parameters)
-        for _ in range(2):
-            call(x, parameters, deferred=later).backward(dy)
-        with Watch():
-            later.flush()
-        here = happened["refresh"] = []
-        with torch.no_grad():
-            parameters["weight"].mul_(2)
-        with Watch():
-            parameters["weight"].fp8.update(parameters["weight"])
+    @contextmanager
+    def watching(part):
+        nonlocal here
+        here = happened[part] = []
+        with Watch(), patch.object(scaled_product, "scaled_mm", watched):
+            yield
+
+    with watching("forward"):
+        y = call(x, parameters)
+    with watching("backward"):
+        y.backward(dy)
+    later = DeferredWgrad()
+    with_main_grad(parameters)
+    for _ in range(2):
+        call(x, parameters, deferred=later).backward(dy)
+    with watching("flush"):
+        later.flush()
+    with torch.no_grad():
+        parameters["weight"].mul_(2)
+    with watching("refresh"):
+        parameters["weight"].fp8.update(parameters["weight"])
     return happened
 
 
