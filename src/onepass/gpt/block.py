@@ -90,7 +90,8 @@ class SelfAttention(nn.Module):
         norms: dict[str, Any] = {}
         if self.q_layernorm is not None and self.k_layernorm is not None and c.norms_in_attention:
             norms = {"eps": c.layernorm_epsilon, "zero_centered_gamma": c.layernorm_zero_centered_gamma}
-            norms |= {"q_weight": self.q_layernorm.weight, "k_weight": self.k_layernorm.weight}
+            weights = (norm.given(norm.weight) for norm in (self.q_layernorm, self.k_layernorm))
+            norms |= dict(zip(("q_weight", "k_weight"), weights, strict=True))
         elif self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
             rows, tables = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None
         cos, sin = tables or (None, None)

@@ -105,7 +105,6 @@ def test_which_stacks_mask_no_more_than_what_follows(family):
     ("family", "options"),
     (
         ("Llama", {"is_causal": False}),
-        ("Llama", {"attn_implementation": "eager"}),
         ("Gemma3Text", {"use_bidirectional_attention": True}),
     ),
     ids=str,
