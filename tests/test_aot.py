@@ -100,6 +100,9 @@ def test_known_spills_are_allowed_where_they_are_known():
     assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills + 1).fine
     assert not aot.Compiled(kernel, call, "bf16", arch - 10, spills=1).fine
     assert not aot.Compiled(kernel, call, "bf16", arch, spills=spills, failure="no").fine
+    of_attention = "attention.backward dq", "attention 8/4x128 softcap window", "bf16"
+    assert aot.Compiled(*of_attention, 80, spills=187).fine and not aot.Compiled(*of_attention, 80, spills=188).fine
+    assert not aot.Compiled("norm.backward rows", "rms_norm window", "bf16", 80, spills=1).fine
 
 
 @pytest.mark.parametrize(

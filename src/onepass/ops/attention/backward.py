@@ -206,7 +206,7 @@ def _dsinks_kernel(lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, M, ROWS, S, HEADS:
 def dq_tiles(W: int, smem: int) -> AttentionTiles:
     """Tiles for dq. More programs a multiprocessor hide each other's waits: worth a few spilled registers, here and below."""
     if W > 128:
-        return AttentionTiles(64, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 32, 8, 2)
+        return AttentionTiles(64, 32, 8, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 32, 8, 2)
     if smem <= HOPPER_SMEM:
         return AttentionTiles(64, 64, 4, 3 if W <= 64 else 2)
     return AttentionTiles(64, 64, 4, 2, 4) if W <= 64 else AttentionTiles(128, 64, 8, 3)
@@ -216,7 +216,7 @@ def dq_tiles(W: int, smem: int) -> AttentionTiles:
 def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
     """Tiles for dk and dv. Small ones waste less on the diagonal, much of a short sequence. S is 0 for documents and softcaps."""
     if W > 128:
-        return AttentionTiles(32, 32, 4, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
+        return AttentionTiles(32, 32, 8, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
     if smem <= HOPPER_SMEM:
         return AttentionTiles(64, 64, 4, 3) if W <= 64 and S > 2048 else AttentionTiles(32, 64, 4, 3)
     if W > 64:
