@@ -42,7 +42,8 @@ class Binding:
     seam: str  # as it is printed
     before: Any  # the value before, or _ABSENT
     now: Any
-    copies: list[str] = field(default_factory=list)  # modules that held the same object
+    shared: bool = False  # whether other modules' names of the same object are rebound too
+    copies: list[str] = field(default_factory=list)  # those modules
 
     @property
     def key(self) -> tuple[int, str]:
@@ -82,12 +83,15 @@ class Seams:
                 f"{package} {self.version} is newer than {tested}, the newest that onepass was tested with", stacklevel=3
             )
 
-    def rebind(self, module: str, name: str, value: Any, *, optional: bool = False, create: bool = False) -> None:
+    def rebind(
+        self, module: str, name: str, value: Any, *, optional: bool = False, create: bool = False, copies: bool = True
+    ) -> None:
         """Rebind module.name, where name may be "Class.method", and the copies of that object in the package's modules.
 
         Args:
             optional: a version without this name is no error; the name is printed as left.
             create: the name need not be there.
+            copies: False rebinds this name alone.
         """
         seam = f"{module}.{name}"
         try:
@@ -106,7 +110,7 @@ class Seams:
                 f"{self.package} {self.version} has no {seam}, which onepass rebinds ({error}); "
                 f"nothing was changed: use a version that onepass was tested with, or switch this part off"
             ) from error
-        self._bind(Binding(owner, name, seam, before, value))
+        self._bind(Binding(owner, name, seam, before, value), copies)
 
     def rebind_item(self, owner: dict[str, Any], name: str, value: Any, seam: str) -> None:
         """Rebind a dict's item, as sys.modules's."""
@@ -115,13 +119,14 @@ class Seams:
     def leave(self, seam: str, why: str) -> None:
         self.left.append((seam, why))
 
-    def _bind(self, binding: Binding) -> None:
+    def _bind(self, binding: Binding, copies: bool = False) -> None:
         if binding.key in _rebound:
             raise SeamError(
                 f"{binding.seam} of {self.package} {self.version} is rebound by onepass already: undo() that install first"
             )
         binding.assign(binding.now)
-        if isinstance(binding.owner, ModuleType) and callable(binding.before):
+        binding.shared = copies and isinstance(binding.owner, ModuleType) and callable(binding.before)
+        if binding.shared:
             for copy, name in self._copies(binding.before):
                 setattr(copy, name, binding.now)
                 binding.copies.append(copy.__name__)
@@ -160,7 +165,7 @@ class Seams:
         for binding in reversed(self.bindings):
             binding.assign(binding.before)
             del _rebound[binding.key]
-            if isinstance(binding.owner, ModuleType) and callable(binding.before):
+            if binding.shared:
                 for copy, name in self._copies(binding.now):
                     setattr(copy, name, binding.before)
         self.bindings.clear()
