@@ -94,7 +94,7 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """The function behind cross_entropy_fusion_impl="linear": logits are never rounded, and the losses of rows come flat."""
     group = _several(tp_group)
-    loss = _linear_cross_entropy(
+    loss: Tensor = _linear_cross_entropy(
         hidden, weight, labels, group, reduction, ignore_index, sequence_parallel and group is not None,
         logits_dtype=torch.float32,
     )  # fmt: skip

@@ -23,15 +23,17 @@ def output_processor(
     if labels is not None:
         _refuse(config)
         return head_loss(hidden_states, output_layer, output_weight, labels, config)
-    logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
-    return (scale_logits(logits) if scale_logits else logits).transpose(0, 1).contiguous()
+    logits: Tensor = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)[0]
+    if scale_logits:
+        logits = scale_logits(logits)
+    return logits.transpose(0, 1).contiguous()
 
 
 def head_loss(hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, config: Any) -> Tensor:
     """Return each token's loss, ``[b, s]``, of hidden states ``[s, b, h]`` or this rank's part of s."""
     weight = layer.weight if weight is None else weight
     group = layer.tp_group
-    loss = linear_cross_entropy(
+    loss: Tensor = linear_cross_entropy(
         hidden,
         weight,
         labels.transpose(0, 1),
@@ -51,7 +53,8 @@ def _deferred(weight: Any, layer: Any, config: Any) -> DeferredWgrad | None:
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     if schedules.drain_embedding_wgrad_compute is not drain_embedding_wgrad_compute:
         raise RuntimeError("defer_embedding_wgrad_compute needs install(wgrad=True): stock's drain doesn't know this head")
-    return vars(weight).setdefault(DEFERRED, DeferredWgrad(config.wgrad_deferral_limit))
+    deferred: DeferredWgrad = vars(weight).setdefault(DEFERRED, DeferredWgrad(config.wgrad_deferral_limit))
+    return deferred
 
 
 def _refuse(config: Any) -> None:

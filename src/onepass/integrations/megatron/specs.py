@@ -79,7 +79,10 @@ def core_attention() -> Any:
             if packed_seq_params is None and (attn_mask_type or self.attn_mask_type) == AttnMaskType.padding_causal:
                 plain = False  # its mask says more than causal
             if not plain:
-                return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+                stock: Tensor = super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+                )
+                return stock
             options = {"scale": self.softmax_scale, "deterministic": self.config.deterministic_mode}
             heads, groups = query.shape[-2], key.shape[-2]
             if packed_seq_params is None:
