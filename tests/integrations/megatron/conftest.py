@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-
 
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory):

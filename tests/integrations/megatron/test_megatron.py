@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from onepass.integrations import megatron
 from onepass.integrations.seams import SeamError
 
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
 
 KINDS = {
@@ -183,3 +184,60 @@ def test_script(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "onepass.integrations.megatron", str(script), "--lr", "1"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "onepass in megatron-core" in out and "onepass.integrations.megatron.fusions ['--lr', '1']" in out
+
+
+def test_output_processor():
+    pytest.importorskip("megatron.core.models.hybrid", reason="megatron-core 0.17 has no output_processor")
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config)))
+    ours = step(model_of(config, local_spec(config)), output_processor=megatron.output_processor)
+    assert ours == pytest.approx(stock, rel=2e-6)
+
+
+def test_deferred_head():
+    """The gradient of a head without logits arrives at the drain, and needs our drain."""
+    from megatron.core.pipeline_parallel import schedules
+
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config), False))
+    model = model_of(config, megatron.gpt_layer_spec(config), False)
+    megatron.apply(model)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
+    model.embedding_activation_buffer, model.grad_output_buffer = [], []
+    with pytest.raises(RuntimeError, match=r"needs install\(wgrad=True\)"):
+        step(model)
+    installed = megatron.install()
+    try:
+        model.zero_grad()
+        loss, _ = step(model)
+        head = model.output_layer.weight
+        assert loss == pytest.approx(stock[0], rel=2e-6) and not head.main_grad.any()
+        model.pre_process = False  # a pipeline's last stage, which is where Megatron defers
+        schedules.finish_embedding_wgrad_compute(config, model, True, model.output_layer.tp_group)
+        assert head.main_grad.any()
+        grads = [p.main_grad if p.grad is None or p is head else p.grad + p.main_grad for p in model.parameters()]
+        assert float(torch.stack([g.double().norm() for g in grads]).norm()) == pytest.approx(stock[1], rel=2e-6)
+    finally:
+        installed.undo()
+
+
+def test_hybrid_stack():
+    hybrid = pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core 0.17 has no HybridModel")
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+
+    def build():
+        torch.manual_seed(0)
+        return hybrid.HybridModel(
+            config, megatron.hybrid_stack_spec(config), 64, 16, hybrid_layer_pattern="*-", position_embedding_type="rope"
+        )
+
+    installed = megatron.install()
+    try:
+        logits = step(build())
+        model = build()
+        megatron.apply(model)
+        assert step(model) == pytest.approx(logits, rel=2e-6)
+    finally:
+        installed.undo()

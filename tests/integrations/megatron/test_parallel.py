@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
 

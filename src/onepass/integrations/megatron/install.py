@@ -79,6 +79,8 @@ def _rebind_norms(seams: Seams) -> None:
 
     if HAVE_TE:
         seams.leave("Transformer Engine's norms", "specs of Transformer Engine keep them; gpt_layer_spec has none")
+    else:  # HybridStack's last norm, without which it can't be built
+        seams.rebind(_CORE + "models.hybrid.hybrid_block", "TENorm", MegatronNorm, optional=True, copies=False)
 
 
 def _rebind_dropout(seams: Seams) -> None:
