@@ -3,8 +3,8 @@
     python benchmarks/megatron_step.py [--batch 2] [--json FILE]
     python benchmarks/megatron_step.py --way stock        # one way, in this process
 
-16 layers of 2048, 8192 wide, 32 heads in 8 groups, a tied vocabulary of 128256, sequences of 4096; bf16, fp32 main_grad, Megatron's
-own optimizer. Stock's settings are the best that run without Transformer Engine and Apex. Each way is a process.
+16 layers of 2048, 8192 wide, 32 heads in 8 groups, a tied vocabulary of 128256, sequences of 4096; bf16, fp32 main_grad and
+Megatron's own optimizer. Stock's settings are the best that run without Transformer Engine and Apex. Each way is a process.
 """
 
 from __future__ import annotations
