@@ -1,4 +1,4 @@
-"""Two ranks (gloo): tensor and sequence parallelism beside stock's tensor parallelism."""
+"""Two ranks (gloo) beside stock: tensor and sequence parallelism, and two pipeline stages."""
 
 import subprocess
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_tensor_and_sequence_parallel(kind, tmp_path):
-    commands = [[sys.executable, "-W", "ignore", str(WORKER), str(rank), str(tmp_path / "store"), kind] for rank in range(2)]
+@pytest.mark.parametrize(("worker", "kind"), [("parallel", "rms"), ("parallel", "layer"), ("pipeline", "rms")])
+def test_two_ranks(worker, kind, tmp_path):
+    script = Path(__file__).with_name(f"{worker}_worker.py")
+    commands = [[sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "store"), kind] for rank in range(2)]
     ranks = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
         for command in commands
