@@ -18,7 +18,7 @@ from onepass.profiling.model import OperatorRow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"finetune_huggingface": ("transformers", "accelerate")}
+NEEDS = {"finetune_huggingface": ("transformers", "accelerate"), "pretrain_megatron": ("megatron.core",)}
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
 
 

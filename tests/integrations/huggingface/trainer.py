@@ -16,9 +16,7 @@ def trained(model, optimizer, out, *, steps=4, resume=None, callbacks=(), collat
         learning_rate=1e-2, seed=0, **{"weight_decay": 0.1, "max_grad_norm": 0.0, "save_strategy": "no"} | options,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = transformers.Trainer(
-        model, arguments, collate, data, optimizers=(optimizer, None), callbacks=[*callbacks]
-    )
+    trainer = transformers.Trainer(model, arguments, collate, data, optimizers=(optimizer, None), callbacks=[*callbacks])
     trainer.remove_callback(transformers.PrinterCallback)
     try:
         trainer.train(resume_from_checkpoint=resume)

@@ -1,0 +1,127 @@
+"""A training step of megatron-core's GPT 1B on one GPU: stock by its local spec, with install(), and with our spec and head too.
+
+    python benchmarks/megatron_step.py [--batch 2] [--json FILE]
+    python benchmarks/megatron_step.py --way stock        # one way, in this process
+
+16 layers of 2048, 8192 wide, 32 heads in 8 groups, a tied vocabulary of 128256, sequences of 4096; bf16, fp32 main_grad and
+Megatron's own optimizer. Stock's settings are the best that run without Transformer Engine and Apex. Each way is a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+WAYS = ("stock", "install", "spec")
+LENGTH, VOCABULARY = 4096, 128256
+
+
+def build(way: str) -> tuple[Any, Any]:
+    """Return the model within DistributedDataParallel, and its optimizer."""
+    if way != "stock":
+        from onepass.integrations import megatron
+
+        print(megatron.install(), file=sys.stderr)
+    import megatron.core.parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    ps.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(1)
+    ours = way != "stock"
+    config = TransformerConfig(
+        num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, hidden_dropout=0.0,
+        attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bias_activation_fusion=True,
+        bias_dropout_fusion=True, masked_softmax_fusion=False, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, normalization="RMSNorm", layernorm_epsilon=1e-5, gradient_accumulation_fusion=ours,
+        persist_layer_norm=False, apply_rope_fusion=ours, cross_entropy_loss_fusion=True, attention_softmax_in_fp32=False,
+    )  # fmt: skip
+    spec = megatron.gpt_layer_spec(config) if way == "spec" else get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=500000,
+    ).cuda().bfloat16()  # fmt: skip
+    if way == "spec":
+        print(megatron.apply(model), file=sys.stderr)
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    wrapped = DistributedDataParallel(config, options, model)
+    adam = OptimizerConfig(optimizer="adam", lr=1e-4, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0)
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def measure(way: str, batch: int) -> dict[str, Any]:
+    from torch.cuda import max_memory_allocated, reset_peak_memory_stats, synchronize
+
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    model, optimizer = build(way)
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    tokens = torch.randint(VOCABULARY, (batch, LENGTH + 1), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    positions = torch.arange(LENGTH, device="cuda")[None].expand(batch, -1)
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="cuda"), 1)
+
+    def step() -> torch.Tensor:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous()).mean()
+        loss.backward()
+        finalize_model_grads([model], None)
+        optimizer.step()
+        return loss.detach()
+
+    losses = [round(float(step()), 3) for _ in range(4)]
+    reset_peak_memory_stats()
+    times = []
+    for _ in range(4):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            step()
+        synchronize()
+        times.append((time.perf_counter() - start) / 3 * 1e3)
+    memory = round(max_memory_allocated() / 2**30, 1)
+    dist.destroy_process_group()
+    return {"way": way, "batch": batch, "ms": round(statistics.median(times), 1), "gib": memory, "losses": losses}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--way", choices=WAYS, help="measure this one in this process")
+    arguments.add_argument("--batch", type=int, default=2)
+    arguments.add_argument("--json", type=Path)
+    args = arguments.parse_args()
+    if args.way:
+        print(json.dumps(measure(args.way, args.batch)))
+        return
+    found = []
+    for way in WAYS:
+        command = [sys.executable, __file__, "--way", way, "--batch", str(args.batch)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        lines = done.stdout.splitlines()
+        found.append(json.loads(lines[-1]) if done.returncode == 0 else {"way": way, "batch": args.batch, "failed": True})
+        print(found[-1], flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

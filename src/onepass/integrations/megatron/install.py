@@ -1,0 +1,120 @@
+"""`install` rebinds functions of megatron.core to onepass's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from onepass.integrations.megatron import fusions as ours
+from onepass.integrations.megatron.head import apply
+from onepass.integrations.megatron.norms import MegatronNorm
+from onepass.integrations.megatron.specs import spec_provider
+from onepass.integrations.megatron.wgrad import MODULE, drain_embedding_wgrad_compute, wgrad_module
+from onepass.integrations.seams import Seams
+
+TESTED = "0.19.2"  # the newest version tested
+_CORE = "megatron.core."
+
+
+def install(
+    *, wgrad: bool = True, fusions: bool = True, norms: bool = True, dropout: bool = True, rope: bool = True, loss: bool = True
+) -> Seams:
+    """Rebind functions of megatron.core, in every module that has them. Call it before models are built.
+
+    Args:
+        wgrad: fused_weight_gradient_mlp_cuda, so that gradient_accumulation_fusion runs without Apex, and the drain of deferred
+            embedding gradients. An Apex that is installed is left alone.
+        fusions: the bias + activation functions behind bias_activation_fusion.
+        norms: RMSNorm and LayerNorm in local specs, also with sequence_parallel, zero-centred or persistent.
+        dropout: bias, dropout and residual.
+        rope: rotary positions behind apply_rope_fusion.
+        loss: cross-entropy behind cross_entropy_loss_fusion; cross_entropy_fusion_impl="linear" makes no logits.
+
+    Returns:
+        Seams: `str` says what was replaced, and what was left and why; `undo` restores every binding.
+
+    Raises:
+        SeamError: a name has moved in this version, or is onepass's already. Megatron is then as it was.
+    """
+    seams = Seams("megatron-core", TESTED, "megatron.core")
+    with seams.all_or_nothing():
+        for wanted, rebind in (
+            (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (norms, _rebind_norms), (dropout, _rebind_dropout),
+            (rope, _rebind_rope), (loss, _rebind_loss),
+        ):  # fmt: skip
+            if wanted:
+                rebind(seams)
+    return seams
+
+
+def _rebind_wgrad(seams: Seams) -> None:
+    layers = importlib.import_module(_CORE + "tensor_parallel.layers")
+    if layers._grad_accum_fusion_available:
+        seams.leave(MODULE, "Apex's is there")
+    else:
+        module = wgrad_module()
+        seams.rebind_item(sys.modules, MODULE, module, MODULE)
+        seams.rebind(layers.__name__, MODULE, module, create=True)
+        seams.rebind(layers.__name__, "_grad_accum_fusion_available", True)
+    seams.rebind(_CORE + "utils", "drain_embedding_wgrad_compute", drain_embedding_wgrad_compute)
+
+
+def _rebind_fusions(seams: Seams) -> None:
+    for module, functions in ours.ACTIVATIONS.items():
+        for function in functions:
+            seams.rebind(module, function.__name__, function)
+
+
+def _rebind_norms(seams: Seams) -> None:
+    for module, name in (
+        ("transformer.transformer_block", "LayerNormImpl"),
+        ("models.gpt.gpt_layer_specs", "LNImpl"),
+        ("models.backends", "LNImpl"),
+    ):
+        seams.rebind(_CORE + module, name, MegatronNorm, copies=False)
+    seams.rebind(_CORE + "models.backends", "LocalSpecProvider", spec_provider(fuse_norms=False))
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if HAVE_TE:
+        seams.leave("Transformer Engine's norms", "specs of Transformer Engine keep them; gpt_layer_spec has none")
+    else:  # HybridStack's last norm, without which it can't be built
+        seams.rebind(_CORE + "models.hybrid.hybrid_block", "TENorm", MegatronNorm, optional=True, copies=False)
+
+
+def _rebind_dropout(seams: Seams) -> None:
+    for function in (ours.get_bias_dropout_add, ours.bias_dropout_add):
+        name = "_bias_dropout_add_func" if function is ours.bias_dropout_add else function.__name__
+        seams.rebind(_CORE + "fusions.fused_bias_dropout", name, function)
+
+
+def _rebind_rope(seams: Seams) -> None:
+    for function in (ours.fused_apply_rotary_pos_emb, ours.fused_apply_rotary_pos_emb_thd):
+        seams.rebind(_CORE + "models.common.embeddings.rope_utils", function.__name__, function)
+
+
+def _rebind_loss(seams: Seams) -> None:
+    seams.rebind(_CORE + "fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy",
+                 ours.fused_vocab_parallel_cross_entropy)  # fmt: skip
+    linear = importlib.util.find_spec(_CORE + "fusions.fused_linear_cross_entropy")
+    if linear is not None:  # the version has this option itself
+        seams.rebind(_CORE + "fusions.fused_linear_cross_entropy", "linear_cross_entropy", ours.linear_cross_entropy)
+        return
+    seams.leave("fusions.fused_linear_cross_entropy", f"not in {seams.version}: apply() stands in at the model's end")
+    seams.rebind(_CORE + "models.gpt.gpt_model", "GPTModel.__init__", _with_linear_head(_gpt_model().__init__))
+
+
+def _gpt_model() -> Any:
+    return importlib.import_module(_CORE + "models.gpt.gpt_model").GPTModel
+
+
+def _with_linear_head(init: Any) -> Any:
+    """Wrap a model's __init__: cross_entropy_fusion_impl="linear" applies the head without logits."""
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "linear" and self.post_process:
+            apply(self)
+
+    return __init__

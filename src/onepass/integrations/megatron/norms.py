@@ -1,0 +1,32 @@
+"""Megatron's norms by onepass.nn: the kind that the config says, centred or not, with sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onepass.nn.norm import LayerNorm, RMSNorm
+
+_KINDS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+class MegatronNorm:
+    """A norm, called as FusedLayerNorm, WrappedTorchNorm and TENorm are. It returns an onepass.nn.RMSNorm or LayerNorm.
+
+    It is a class because build_module takes a function for the built module itself. Options come from config alone, as in
+    WrappedTorchNorm. Every hidden size has a kernel, so persist_layer_norm has nothing to choose.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        if config.normalization not in _KINDS:
+            raise ValueError(f"config.normalization must be LayerNorm or RMSNorm, but is {config.normalization!r}")
+        return _KINDS[config.normalization](
+            hidden_size,
+            eps,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+            dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            memory_efficient=config.memory_efficient_layer_norm,
+            sequence_parallel=config.sequence_parallel,
+        )

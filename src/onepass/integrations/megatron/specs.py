@@ -1,0 +1,205 @@
+"""Layer specs of Megatron-core with onepass's modules. Checkpoints have Transformer Engine's keys."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.integrations.megatron.fusions import get_bias_dropout_add
+from onepass.integrations.megatron.norms import MegatronNorm
+from onepass.ops.attention.attention import attention
+from onepass.ops.norm.norm_linear import norm_linear
+
+_NORMS = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
+
+
+@cache
+def norm_column_parallel_linear() -> Any:
+    """Return the class that stands for Transformer Engine's LayerNormColumnParallelLinear: its keys, its arguments."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+            for name in ("gather_output", "is_expert", "disable_grad_reduce"):
+                if options.get(name):
+                    raise NotImplementedError(f"{name} must be False for a norm within a product")
+            super().__init__(input_size, output_size, **options)
+            norm = MegatronNorm(self.config, input_size, self.config.layernorm_epsilon)
+            self.layer_norm_weight = norm.weight
+            self.layer_norm_bias = getattr(norm, "bias", None)
+
+        def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+            if runtime_gather_output:
+                raise NotImplementedError("runtime_gather_output must be False for a norm within a product")
+            y = norm_linear(
+                input_,
+                self.layer_norm_weight,
+                self.weight if weight is None else weight,
+                None if self.skip_bias_add else self.bias,
+                norm=_NORMS[self.config.normalization],
+                norm_bias=self.layer_norm_bias,
+                eps=self.config.layernorm_epsilon,
+                zero_centered_gamma=self.config.layernorm_zero_centered_gamma,
+                tp_group=self.tp_group if self.tp_group.size() > 1 else None,
+                sequence_parallel=self.sequence_parallel,
+            )
+            return y, self.bias if self.skip_bias_add else None
+
+    return NormColumnParallelLinear
+
+
+@cache
+def core_attention() -> Any:
+    """Return a DotProductAttention without scores in memory where it is plain causal, and Megatron's own elsewhere.
+
+    As in Transformer Engine, a causal layer doesn't read attention_mask.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    class CausalCoreAttention(DotProductAttention):  # type: ignore[misc]
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
+            attention_bias: Tensor | None = None, packed_seq_params: Any = None,
+        ) -> Tensor:  # fmt: skip
+            plain = (
+                (attn_mask_type or self.attn_mask_type) in (AttnMaskType.causal, AttnMaskType.padding_causal)
+                and not (self.training and self.attention_dropout.p)
+                and attention_bias is None
+                and query.shape[0] == key.shape[0]
+                and query.shape[-1] == value.shape[-1]
+                and self.config.softmax_type == "vanilla"
+                and self.config.window_size is None
+                and not self.config.apply_query_key_layer_scaling
+            )
+            if packed_seq_params is None and (attn_mask_type or self.attn_mask_type) == AttnMaskType.padding_causal:
+                plain = False  # its mask says more than causal
+            if not plain:
+                stock: Tensor = super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+                )
+                return stock
+            options = {"scale": self.softmax_scale, "deterministic": self.config.deterministic_mode}
+            heads, groups = query.shape[-2], key.shape[-2]
+            if packed_seq_params is None:
+                qkv = torch.cat([x.transpose(0, 1) for x in (query, key, value)], 2).flatten(2)
+                return attention(qkv, heads, groups, **options).transpose(0, 1).contiguous()
+            if getattr(packed_seq_params, "cu_seqlens_q_padded", None) is not None:
+                raise NotImplementedError("cu_seqlens_q_padded must be None: documents are packed without padding between them")
+            documents = packed_seq_params.cu_seqlens_q.to(torch.int32)
+            qkv = torch.cat([query, key, value], 1).flatten(1)[None]
+            return attention(qkv, heads, groups, cu_seqlens=documents, **options)[0]
+
+    return CausalCoreAttention
+
+
+@cache
+def spec_provider(fuse_norms: bool = True) -> Any:
+    """Return a BackendSpecProvider: Megatron's LocalSpecProvider with our norms, and attention with the norms in products."""
+    from megatron.core.models.backends import LocalSpecProvider
+
+    class OnepassSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+        def fuse_layernorm_and_linear(self) -> bool:
+            return fuse_norms
+
+        def column_parallel_layer_norm_linear(self) -> Any:
+            return norm_column_parallel_linear() if fuse_norms else None
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+            return MegatronNorm
+
+        def core_attention(self) -> Any:
+            return core_attention() if fuse_norms else super().core_attention()
+
+    return OnepassSpecProvider
+
+
+def gpt_layer_spec(config: Any) -> Any:
+    """Return a TransformerLayer's ModuleSpec: norms inside of the products after them, attention without scores in memory."""
+    (layer,) = _modules("transformer.transformer_layer")
+    identity, spec = _identity_and_spec()
+    _refuse(config)
+    mlp = _mlp(config)
+    return spec(
+        module=layer.TransformerLayer,
+        submodules=layer.TransformerLayerSubmodules(
+            self_attention=_self_attention(config),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=MegatronNorm if config.num_moe_experts else identity,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def hybrid_stack_spec(config: Any) -> Any:
+    """Return a HybridModel's stack: attention (*), MLP (-) and MoE (E) layers. Mamba's (M) need their own kernels' spec."""
+    block, layer, ssm = _modules("models.hybrid.hybrid_block", "transformer.transformer_layer", "ssm.mlp_layer")
+    _identity, spec = _identity_and_spec()
+    _refuse(config)
+    dense = {"mlp_bda": get_bias_dropout_add}
+    attention_layer = layer.TransformerLayerSubmodules(self_attention=_self_attention(config), self_attn_bda=get_bias_dropout_add)
+    layers = {
+        "attention_layer": spec(module=layer.TransformerLayer, submodules=attention_layer),
+        "mlp_layer": spec(
+            module=ssm.MLPLayer, submodules=layer.TransformerLayerSubmodules(mlp=_mlp(config, dense=True), **dense)
+        ),
+    }
+    if config.num_moe_experts:
+        experts = layer.TransformerLayerSubmodules(pre_mlp_layernorm=MegatronNorm, mlp=_mlp(config), **dense)
+        layers["moe_layer"] = spec(module=layer.MoETransformerLayer, submodules=experts)
+    return spec(module=block.HybridStack, submodules=block.HybridStackSubmodules(**layers))
+
+
+def _self_attention(config: Any) -> Any:
+    attention_module, enums = _modules("transformer.attention", "transformer.enums")
+    identity, spec = _identity_and_spec()
+    backend = spec_provider()()
+    norm = MegatronNorm if config.qk_layernorm else identity
+    return spec(
+        module=attention_module.SelfAttention,
+        params={"attn_mask_type": enums.AttnMaskType.causal},
+        submodules=attention_module.SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_layer_norm_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _mlp(config: Any, dense: bool = False) -> Any:
+    (theirs,) = _modules("models.gpt.gpt_layer_specs")
+    experts = None if dense else config.num_moe_experts
+    return theirs.get_mlp_module_spec_for_backend(backend=spec_provider()(), num_experts=experts, moe_grouped_gemm=False)
+
+
+def _modules(*names: str) -> list[Any]:
+    return [importlib.import_module("megatron.core." + name) for name in names]
+
+
+def _identity_and_spec() -> tuple[Any, Any]:
+    identity, spec = _modules("transformer.identity_op", "transformer.spec_utils")
+    return identity.IdentityOp, spec.ModuleSpec
+
+
+def _refuse(config: Any) -> None:
+    """Name the flags that stock would honour and these specs would not."""
+    for name in (
+        "multi_latent_attention", "moe_grouped_gemm", "qk_l2_norm", "fused_residual_rmsnorm", "use_te_activation_func",
+        "experimental_attention_variant", "use_kitchen",
+    ):  # fmt: skip
+        if getattr(config, name, None):
+            raise NotImplementedError(f"{name} must not be set for onepass's specs, but is {getattr(config, name)!r}")
+    if config.num_moe_experts and config.moe_layer_freq != 1:
+        raise NotImplementedError(f"moe_layer_freq must be 1 for onepass's specs, but is {config.moe_layer_freq!r}")
+    clamped = getattr(config, "activation_func_clamp_value", None) is not None
+    if clamped and config.bias_activation_fusion and config.activation_func is torch.nn.functional.silu:
+        raise NotImplementedError(
+            "activation_func_clamp_value must be None with bias_activation_fusion: Megatron's MLP doesn't pass it to the SwiGLU"
+        )

@@ -1,0 +1,243 @@
+"""GPT models of megatron-core beside stock on a CPU, in fp32."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onepass.integrations import megatron
+from onepass.integrations.seams import SeamError
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
+
+KINDS = {
+    "RMSNorm, swiglu": {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu},
+    "LayerNorm, gelu": {"activation_func": F.gelu, "add_bias_linear": True},
+    "qk norm, geglu, GQA": {"qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.gelu, "num_query_groups": 2},
+    "experts": {
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "num_moe_experts": 2,
+        "moe_shared_expert_intermediate_size": 32, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    },
+}  # fmt: skip
+
+
+def config_of(**options):
+    from megatron.core.transformer import TransformerConfig
+
+    own = {
+        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "use_cpu_initialization": True,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False, "add_bias_linear": False, "persist_layer_norm": False, "params_dtype": torch.float32,
+    }  # fmt: skip
+    return TransformerConfig(**{**own, **options})
+
+
+def model_of(config, spec, tied=True):
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(0)
+    return GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16,
+        share_embeddings_and_output_weights=tied, position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def local_spec(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+
+
+def step(model, **options):
+    """Return the loss and the gradients' norm."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(64, (2, 17), generator=generator)
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+    positions = torch.arange(16)[None].expand(2, -1)
+    loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous(), **options).mean()
+    loss.backward()
+    grads = [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
+    return float(loss), float(torch.stack([g.double().norm() for g in grads]).norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_installed_and_by_spec_as_stock(kind, tied):
+    options = KINDS[kind]
+    config = config_of(**options)
+    stock = step(model_of(config, local_spec(config), tied))
+    installed = megatron.install()
+    try:
+        fused = config_of(**options, bias_activation_fusion=True, bias_dropout_fusion=True)
+        assert step(model_of(fused, local_spec(fused), tied)) == pytest.approx(stock, rel=1e-3 if "gelu" in kind else 2e-6)
+        model = model_of(config, megatron.gpt_layer_spec(config), tied)
+        applied = megatron.apply(model)
+        assert "linear_cross_entropy" in str(applied)
+        assert step(model) == pytest.approx(stock, rel=2e-6)
+    finally:
+        installed.undo()
+
+
+def test_linear_cross_entropy_by_the_configs_name():
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config)))
+    linear = config_of(**KINDS["RMSNorm, swiglu"], cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear")
+    installed = megatron.install()
+    try:
+        assert step(model_of(linear, local_spec(linear))) == pytest.approx(stock, rel=2e-6)
+    finally:
+        installed.undo()
+
+
+def test_gradient_accumulation_fusion():
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config), False))
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        model_of(config_of(**KINDS["RMSNorm, swiglu"], gradient_accumulation_fusion=True), local_spec(config))
+    installed = megatron.install()
+    try:
+        fused = config_of(**KINDS["RMSNorm, swiglu"], gradient_accumulation_fusion=True)
+        model = model_of(fused, local_spec(fused), False)
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        assert step(model) == pytest.approx(stock, rel=2e-6)
+    finally:
+        installed.undo()
+    assert "fused_weight_gradient_mlp_cuda" not in sys.modules
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_drain(microbatches):
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.pipeline_parallel import schedules
+
+    installed = megatron.install()
+    try:
+        weight = torch.nn.Parameter(torch.randn(6, 4))
+        weight.main_grad = torch.zeros(6, 4)
+        x, dy = ([torch.randn(5, 2, n) for _ in range(microbatches)] for n in (4, 6))
+        expected = sum(torch.einsum("sbo,sbi->oi", b, a) for a, b in zip(x, dy, strict=True))
+        schedules.drain_embedding_wgrad_compute(config_of(), x, dy, weight, get_tensor_model_parallel_group())
+        torch.testing.assert_close(weight.main_grad, expected)
+        assert not x and not dy
+    finally:
+        installed.undo()
+
+
+def test_undo_restores_and_twice_is_refused():
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import mlp
+
+    before = mlp.bias_swiglu_impl, gpt_layer_specs.LNImpl, gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.get_bias_dropout_add
+    installed = megatron.install()
+    assert mlp.bias_swiglu_impl is not before[0] and gpt_layer_specs.LocalSpecProvider is not before[2]
+    assert "transformer.mlp" in str(installed)
+    with pytest.raises(SeamError, match=r"rebound by onepass already"):
+        megatron.install()
+    installed.undo()
+    after = mlp.bias_swiglu_impl, gpt_layer_specs.LNImpl, gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.get_bias_dropout_add
+    assert after == before
+
+
+def test_apply_twice_undo_and_logits():
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    model = model_of(config, local_spec(config))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    mask = torch.triu(torch.ones(1, 1, 4, 4, dtype=torch.bool), 1)
+    logits = model(tokens, torch.arange(4)[None], mask)
+    applied = megatron.apply(model)
+    with pytest.raises(ValueError, match="already"):
+        megatron.apply(model)
+    torch.testing.assert_close(model(tokens, torch.arange(4)[None], mask), logits)
+    applied.undo()
+    assert "forward" not in vars(model) and "forward" not in vars(model.output_layer)
+    with pytest.raises(RuntimeError, match="nothing to undo"):
+        applied.undo()
+
+
+@pytest.mark.parametrize("name", ["multi_latent_attention", "moe_grouped_gemm", "fused_residual_rmsnorm"])
+def test_flags_that_specs_refuse(name):
+    config = config_of()
+    setattr(config, name, True)
+    with pytest.raises(NotImplementedError, match=name):
+        megatron.gpt_layer_spec(config)
+
+
+def test_multi_token_prediction_is_refused():
+    config = config_of()
+    model = model_of(config, local_spec(config))
+    config.mtp_num_layers = 1
+    with pytest.raises(NotImplementedError, match="mtp_num_layers must be None"):
+        megatron.apply(model)
+
+
+def test_script(tmp_path):
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import sys\nimport megatron.core.transformer.mlp as m\nprint(m.bias_swiglu_impl.__module__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-m", "onepass.integrations.megatron", str(script), "--lr", "1"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "onepass in megatron-core" in out and "onepass.integrations.megatron.fusions ['--lr', '1']" in out
+
+
+def test_output_processor():
+    pytest.importorskip("megatron.core.models.hybrid", reason="megatron-core 0.17 has no output_processor")
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config)))
+    ours = step(model_of(config, local_spec(config)), output_processor=megatron.output_processor)
+    assert ours == pytest.approx(stock, rel=2e-6)
+
+
+def test_deferred_head():
+    """The gradient of a head without logits arrives at the drain, and needs our drain."""
+    from megatron.core.pipeline_parallel import schedules
+
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config), False))
+    model = model_of(config, megatron.gpt_layer_spec(config), False)
+    megatron.apply(model)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
+    model.embedding_activation_buffer, model.grad_output_buffer = [], []
+    with pytest.raises(RuntimeError, match=r"needs install\(wgrad=True\)"):
+        step(model)
+    installed = megatron.install()
+    try:
+        model.zero_grad()
+        loss, _ = step(model)
+        head = model.output_layer.weight
+        assert loss == pytest.approx(stock[0], rel=2e-6) and not head.main_grad.any()
+        model.pre_process = False  # a pipeline's last stage, which is where Megatron defers
+        schedules.finish_embedding_wgrad_compute(config, model, True, model.output_layer.tp_group)
+        assert head.main_grad.any()
+        grads = [p.main_grad if p.grad is None or p is head else p.grad + p.main_grad for p in model.parameters()]
+        assert float(torch.stack([g.double().norm() for g in grads]).norm()) == pytest.approx(stock[1], rel=2e-6)
+    finally:
+        installed.undo()
+
+
+def test_hybrid_stack():
+    hybrid = pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core 0.17 has no HybridModel")
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+
+    def build():
+        torch.manual_seed(0)
+        return hybrid.HybridModel(
+            config, megatron.hybrid_stack_spec(config), 64, 16, hybrid_layer_pattern="*-", position_embedding_type="rope"
+        )
+
+    installed = megatron.install()
+    try:
+        logits = step(build())
+        model = build()
+        megatron.apply(model)
+        assert step(model) == pytest.approx(logits, rel=2e-6)
+    finally:
+        installed.undo()

@@ -1,0 +1,25 @@
+"""Two ranks (gloo) beside stock: tensor and sequence parallelism, and two pipeline stages."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+
+@pytest.mark.parametrize(("worker", "kind"), [("parallel", "rms"), ("parallel", "layer"), ("pipeline", "rms")])
+def test_two_ranks(worker, kind, tmp_path):
+    script = Path(__file__).with_name(f"{worker}_worker.py")
+    commands = [[sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "store"), kind] for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        for command in commands
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
