@@ -68,23 +68,21 @@ class FusedOutputProcessor:
         config: Any, **given: Any,
     ) -> Any:  # fmt: skip
         """hidden_states [S, B, D], with sequence parallelism this rank's part of S; labels [B, S], in verl packed as B = 1."""
-        from megatron.core import parallel_state
-        from megatron.core.config_logger import has_config_logger_enabled
-        from verl.utils.model import CausalLMOutputForPPO
+        from verl.models.mcore import model_forward_fused as theirs
 
-        if has_config_logger_enabled(config):  # verl's logs what this doesn't know
+        if theirs.has_config_logger_enabled(config):  # verl's logs what this doesn't know
             return self.stock(
                 hidden_states=hidden_states, output_layer=output_layer, output_weight=output_weight, labels=labels,
                 context=context, config=config, **given,
             )  # fmt: skip
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = theirs.parallel_state.get_tensor_model_parallel_group()
         sequence = bool(config.sequence_parallel)
         tokens = hidden_states.shape[0] * (group.size() if sequence else 1), hidden_states.shape[1]
         _, stats = linear_cross_entropy(
             hidden_states, output_layer.weight if output_weight is None else output_weight, labels.reshape(tokens), group, "none",
             sequence_parallel=sequence, temperature=context.temperature, return_stats=_WANTED,
         )  # fmt: skip
-        return CausalLMOutputForPPO(
+        return theirs.CausalLMOutputForPPO(
             loss=None, logits=None, past_key_values=None, hidden_states=hidden_states, attentions=None,
             log_probs=stats.log_prob.reshape(-1), entropy=stats.entropy.reshape(-1),
         )  # fmt: skip
