@@ -18,7 +18,11 @@ from onepass.profiling.model import OperatorRow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"finetune_huggingface": ("transformers", "accelerate")}
+NEEDS = {
+    "finetune_huggingface": ("transformers", "accelerate"),
+    "train_trl": ("trl", "datasets"),
+    "policy_verl": ("verl", "transformers"),
+}
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
 
 
