@@ -18,7 +18,12 @@ from onepass.profiling.model import OperatorRow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"finetune_huggingface": ("transformers", "accelerate"), "pretrain_megatron": ("megatron.core",)}
+NEEDS = {
+    "finetune_huggingface": ("transformers", "accelerate"),
+    "policy_verl": ("verl", "transformers"),
+    "pretrain_megatron": ("megatron.core",),
+    "train_trl": ("trl", "datasets"),
+}
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
 
 

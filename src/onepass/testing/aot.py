@@ -177,8 +177,8 @@ ALLOWED_SPILLS = {
     ("loss.whole_row_kernels both", "cross_entropy rows 2048x128256 softcap and smoothing", 90): 4,
     ("norm.fp8_kernels long_codes", "fp8 norm rms 2048x20480 residual", 100): 1,
 }
-# Of attention's kernels, by a word of the call, on sm_80, sm_90 and sm_100. Each of these options is one more loop or mask in a loop
-# that fills the registers. On sm_90 fewer programs or smaller tiles, which spill less, took longer (0014); the others are not measured.
+# Of attention's kernels, by a word of the call, on sm_80, sm_90 and sm_100. Each of these options is one more loop, or a mask in
+# a loop that fills the registers. On sm_90 what spills less took longer (0014); the others are not measured.
 ATTENTION_SPILLS = {
     "x80": (20, 12, 6), "x96": (20, 12, 6), "x192": (0, 81, 69), "x256": (0, 120, 69),
     "documents": (3, 15, 8), "full": (4, 28, 0), "softcap": (28, 250, 69), "window": (187, 386, 53),
@@ -189,7 +189,8 @@ def allowed_spills(kernel: str, call: str, arch: int) -> int:
     """Return how many instructions of a kernel may spill."""
     of_words = []
     if kernel.startswith("attention."):
-        of_words = [dict(zip(ARCHS, limits, strict=True)).get(arch, 0) for word, limits in ATTENTION_SPILLS.items() if word in call]
+        limits = [dict(zip(ARCHS, each, strict=True)) for word, each in ATTENTION_SPILLS.items() if word in call]
+        of_words = [limit.get(arch, 0) for limit in limits]
     return max([ALLOWED_SPILLS.get((kernel, call, arch), 0), *of_words])
 
 

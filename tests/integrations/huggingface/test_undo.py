@@ -46,8 +46,40 @@ def test_undo_names_a_wrapper_and_the_line_that_takes_it_back(place):
     assert_alike(step(model, **batch()), step(before, **batch()), 0)
 
 
+def scaled_head(model):
+    """Set a forward that keeps the model's in its closure, as TRL does."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def fused(self, *args, fused_lm_head=False, **options):
+        return "fused" if fused_lm_head else original(*args, **options)
+
+    model.forward = MethodType(fused, model)
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+def test_undo_leaves_a_wrapper_that_calls_the_models_forward(autocast):
+    model, before, applied = both()
+    scaled_head(model)
+    if autocast:  # as accelerate does for Trainer(bf16=True)
+        model._original_forward = model.forward
+        model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__), model)
+    wrapper = model.forward
+    applied.undo()
+    assert model.forward == wrapper and model(fused_lm_head=True) == "fused"
+    assert "_onepass" not in vars(model)
+    if not autocast:
+        assert_alike(step(model, **batch()), step(before, **batch()), 0)
+    with pytest.raises(RuntimeError, match="nothing to undo"):
+        applied.undo()
+    again = onepass.integrations.huggingface.apply(model)
+    assert [row.why for row in again.left if row.part == "loss"] == ["its forward has been replaced already"]
+    again.undo()
+    assert model.forward == wrapper
+
+
 def test_undo_names_the_wrapper_of_the_model():
-    """As TRL replaces a model's forward."""
+    """One that doesn't call what was there."""
     model, before, applied = both()
     model.forward = MethodType(lambda self, *args, **options: type(self).forward(self, *args, **options), model)
     with pytest.raises(RuntimeError, match=r"LlamaForCausalLM\.forward is .*<lambda> by now.*`del applied\.model\.forward`"):

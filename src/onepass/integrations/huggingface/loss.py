@@ -156,7 +156,8 @@ def _set(model: Any, head: Any, logits: _Logits, snapshot: Snapshot, patches: Pa
     shared = _HeadState(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
-    patches.set(model, "forward", MethodType(_forward_like(type(model).forward), model))  # accelerate looks for a method
+    forward = MethodType(_forward_like(type(model).forward), model)  # accelerate looks for a method
+    patches.set(model, "forward", forward, inert=True)
     patches.set(model, "_loss_function", functools.partial(_loss_function, model))
 
 
@@ -168,7 +169,9 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared: _HeadState = self._onepass
+        shared: _HeadState | None = getattr(self, "_onepass", None)  # none after undo, which other code's wrappers outlive
+        if shared is None:
+            return type(self).forward(self, *args, **kwargs)
         labels = args[shared.place] if len(args) > shared.place else kwargs.get("labels")
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)

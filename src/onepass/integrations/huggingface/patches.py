@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -53,12 +53,17 @@ class Patch:
     name: str
     before: Any  # the value in owner's __dict__, or _ABSENT
     now: Any
+    inert: bool = False  # after undo it does what was there before, so other code's wrappers may go on calling it
 
     def foreign(self) -> Any:
         """Return the value that other code has set since, or None. A deleted attribute has none."""
         value = vars(self.owner).get(self.name, _ABSENT)
         equal = value is self.now or value == self.now  # accelerate restores an equal object
         return None if value is _ABSENT or equal else value
+
+    def is_wrapped(self) -> bool:
+        """Whether what other code has set since may stay, because all it does with this value is to call it."""
+        return self.inert and "_hf_hook" not in vars(self.owner) and _reaches(self.foreign(), self.now)
 
     def in_autocast(self) -> bool:
         """Whether accelerate runs this forward under autocast, as for `Trainer(bf16=True)`."""
@@ -86,6 +91,16 @@ def _origin_of(value: Any) -> str:
     return f"{value.__globals__.get('__name__')}.{getattr(value.__code__, 'co_qualname', value.__code__.co_name)}"
 
 
+def _reaches(value: Any, target: Any, depth: int = 8) -> bool:
+    """Whether this function is `target`, or a wrapper around it: those keep what they call in a closure or as __wrapped__."""
+    if value == target:
+        return True
+    cells = getattr(value, "__closure__", None) or ()
+    inner = [cell.cell_contents for cell in cells if cell != CellType()]
+    inner += [getattr(value, name, None) for name in ("__wrapped__", "__func__", "func")]
+    return depth > 0 and any(_reaches(each, target, depth - 1) for each in inner if callable(each))
+
+
 def module_at(model: nn.Module, name: str) -> nn.Module | None:
     """Return the submodule of this name, or None."""
     try:
@@ -104,9 +119,9 @@ class Patches:
     def __len__(self) -> int:
         return len(self._made)
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: Any, name: str, value: Any, *, inert: bool = False) -> None:
         """Write to owner's __dict__, bypassing properties and nn.Module's registration."""
-        self._made.append(Patch(owner, name, vars(owner).get(name, _ABSENT), value))
+        self._made.append(Patch(owner, name, vars(owner).get(name, _ABSENT), value, inert))
         vars(owner)[name] = value
 
     def set_forward(self, module: nn.Module, function: Callable[..., Any], part: Any) -> None:
@@ -139,11 +154,17 @@ class Patches:
         return Patches.has(module, part) and not hooked(module)
 
     def changed(self) -> list[Patch]:
-        """Return the attributes that other code has replaced since. Accelerate's autocast is known, and `undo` takes it off."""
-        return [patch for patch in self._last() if patch.foreign() is not None and not patch.in_autocast()]
+        """Return the attributes that other code has replaced since, where `undo` can't go round that.
+
+        It takes accelerate's autocast off, and leaves wrappers (TRL's fused head) around what it makes inert.
+        """
+        foreign = (patch for patch in self._last() if patch.foreign() is not None)
+        return [patch for patch in foreign if not patch.in_autocast() and not patch.is_wrapped()]
 
     def undo(self) -> None:
         for patch in reversed(self._made):
+            if patch.is_wrapped() and not patch.in_autocast():
+                continue
             if patch.in_autocast():
                 del vars(patch.owner)[_ORIGINAL]
             if patch.before is _ABSENT:
