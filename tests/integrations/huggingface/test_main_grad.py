@@ -174,12 +174,32 @@ def test_zero_grad_of_model_and_optimizer():
     assert all(p.grad is None for p in copied.parameters())
 
 
+def test_a_closure_makes_the_gradients():
+    """Lightning gives the optimizer all of a step: forward, zero_grad and backward."""
+    losses = []
+    for by_closure in (True, False):
+        torch.manual_seed(0)
+        model, _, applied = both("Llama", main_grad=True)
+        optimizer = applied.optimizer(lr=1e-2)
+
+        def closure(model=model, optimizer=optimizer):
+            loss = model(**batch()).loss
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if by_closure:
+                losses.append(optimizer.step(closure).item())
+            else:
+                losses.append(closure().item())
+                assert optimizer.step() is None
+    assert losses[:3] == losses[3:] and losses[2] < losses[0]
+
+
 def test_bad_input():
     applied = huggingface.apply(made("Llama"))
     with pytest.raises(ValueError, match="main_grad must be True in apply"):
         applied.optimizer()
     with pytest.raises(ValueError, match="release_main_grad must be False without main_grad"):
         huggingface.apply(made("Llama"), release_main_grad=True)
-    _, _, applied = both("Llama", main_grad=True)
-    with pytest.raises(TypeError, match="closure must be None"):
-        applied.optimizer().step(lambda: 0)

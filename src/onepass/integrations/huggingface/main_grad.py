@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -109,15 +109,22 @@ class MainGradAdamW(AdamW):
                 stacklevel=3,
             )
 
-    def step(self, closure: Any = None) -> Tensor | None:  # type: ignore[override]
-        """Step by the gradients and clear them. With `max_norm` return the gradient's norm before clipping."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step by the gradients and clear them.
+
+        Args:
+            closure: computes the loss and the gradients, as Lightning's does; its loss is returned. Without one, the gradient's
+                norm before clipping is, where there is a `max_norm`.
+        """
+        loss = None
         if closure is not None:
-            raise TypeError("closure must be None: gradients are stepped by once, and then gone")
+            with torch.enable_grad():
+                loss = closure()
         self._main_grads.finish()
         norm = super().step(self.max_norm, zero=True)
         if not any(map(is_capturing, self._main_grads.buffers)):
             self._main_grads.zero_()
-        return norm
+        return norm if closure is None else loss
 
 
 def add_in_place(model: nn.Module, patches: Patches, release: bool) -> PatientMainGrads:
