@@ -177,7 +177,8 @@ def test_lora(first, targets):
         model = wrapped(model)
     else:
         model = wrapped(model)
-        huggingface.apply(model)
+        applied = huggingface.apply(model)
+        assert {row.by for row in applied.rows if row.part == "rope"} == {"rope"}  # whatever makes q and k
     assert_alike(step(model, **batch()), step(wrapped(before), **batch()))
 
 

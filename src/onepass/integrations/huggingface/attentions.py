@@ -242,11 +242,14 @@ class RotationMatch:
 def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
     """Return a match, or None. `rotates`: whether the model's rotary tables are in a form that onepass can read."""
     linears = [name for name, child in module._modules.items() if is_linear(child)]
-    if "attention" not in type(module).__name__.lower() or len(linears) < 2 or own_forward(module):
+    if "attention" not in type(module).__name__.lower() or own_forward(module):
         return None
     if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
         return None
     rotation = find_rotation(type(module).forward) if rotates else None
+    if len(linears) < 2:  # LoRA's layers, or quantised ones, whose results are turned all the same
+        original = _original(module, rotation, None)
+        return None if rotation is None else AttentionMatch(module, None, "", original, rotation, None, None)
     projections, out = _roles(module, linears)
     if projections is None and rotation is None:
         return None
