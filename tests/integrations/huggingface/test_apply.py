@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,6 +55,29 @@ def test_what_is_replaced(family):
     assert all(row.why and not row.by for row in applied.left)
     for row in applied.rows:
         assert row.part in str(applied) and row.kind in str(applied)
+
+
+def test_options_that_are_all_false_and_weights_that_are_sharded():
+    with pytest.raises(ValueError, match="one of norm, mlp, rope, loss, qkv must be True without"):
+        huggingface.apply(made(), norm=False, mlp=False, rope=False, loss=False, qkv=False)
+    model = made()
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().flatten())
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight must have two dimensions, .* ZeRO-3 or FSDP1"):
+        huggingface.apply(model)
+
+
+def test_names_stay_whole_in_80_columns(monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(made(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    applied = huggingface.apply(model)
+    for columns in ("40", "80", "118", "300"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = str(applied).splitlines()
+        assert len({len(line) for line in lines[1:]}) == 1 and len(lines[1]) <= max(80, min(118, int(columns)))
+        words = set(str(applied).replace("│", " ").replace(".", " ").split())
+        for row in applied.rows:
+            assert {row.kind, *re.sub(r"\.\d+", "", row.name).split("."), *(row.by or row.why).replace(".", " ").split()} <= words
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
+from shutil import get_terminal_size
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
 _MARK = "_onepass_applied"
+_WIDE, _NAME = 118, 34  # columns of the report, and of a module's name in it
 
 
 class Applied:
@@ -87,17 +89,33 @@ class Applied:
         return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
 
     def __str__(self) -> str:
-        out = StringIO()
-        Console(file=out, width=118).print(self.table())
+        out, width = StringIO(), min(_WIDE, max(80, get_terminal_size((_WIDE, 24)).columns))
+        Console(file=out, width=width).print(self.table(width < _WIDE))
         return out.getvalue().rstrip()
 
-    def table(self) -> Table:
+    def table(self, narrow: bool = False) -> Table:
+        """Return the report. narrow: for 80 columns, with fewer of its own, so that names stay whole."""
         title = f"onepass in {type(self.model).__name__}"
-        made = Table("", "class", "part", "by", "left, because", title=title, title_justify="left")
-        made.columns[0].overflow = "fold"
+        made = Table(title=title, title_justify="left")
+        for heading in ("", "part", "by, or left because") if narrow else ("", "class", "part", "by", "left, because"):
+            made.add_column(heading, no_wrap=heading in ("", "part"))
         for names, row in _grouped(self.rows):
-            made.add_row(names, row.kind, row.part, row.by or "", row.why or "")
+            folded = _folded(names)
+            if narrow:
+                made.add_row(f"{folded}\n  {row.kind}", row.part, row.by or f"left: {row.why}")
+            else:
+                made.add_row(folded, row.kind, row.part, row.by or "", row.why or "")
         return made
+
+
+def _folded(name: str) -> str:
+    """Fold a name at its dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > _NAME:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _grouped(rows: Iterable[AppliedRow]) -> Iterator[tuple[str, AppliedRow]]:
@@ -157,8 +175,8 @@ def apply(
             in eight bits where `mlp` has made them grouped GEMMs and PyTorch has such in eight bits.
 
     Raises:
-        ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision. The
-            model is unchanged.
+        ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision, or
+            weights are sharded by other code than FSDP2. The model is unchanged.
         TypeError: the model is in fp64, with a precision.
     """
     if not isinstance(model, nn.Module):
@@ -167,6 +185,10 @@ def apply(
         raise ValueError(f"onepass is applied to this {type(model).__name__} already: undo that first")
     if release_main_grad and not main_grad:
         raise ValueError("release_main_grad must be False without main_grad, as there is none, but is True")
+    asked = [part for part, wanted in zip(PARTS, (norm, mlp, rope, loss, qkv), strict=True) if wanted]
+    if not asked and precision is None:
+        raise ValueError(f"one of {', '.join(PARTS)} must be True without precision, but all are False")
+    _check_whole(model)
     recipe = recipe_of(precision)
     patches = Patches()
     try:
@@ -179,13 +201,24 @@ def apply(
     if not len(patches):
         reasons = (
             "".join(f"\n  {row.name or type(model).__name__}: {row.why}" for row in rows if row.why)
-            or f": it has no {', '.join(PARTS)} that is known"
+            or f": it has no {', '.join(asked)} that is known"
         )
         raise ValueError(f"there is nothing to replace in this {type(model).__name__}{reasons}")
     applied = Applied(model, patches, rows, main_grads)
     patches.set(model, _MARK, True)
     patches.set(model, "_replicate_for_data_parallel", _refuse_replicas)
     return applied
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise where other code has sharded weights: recognition compares small copies of layers, and needs their sizes."""
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if weight is not None and weight.dim() == 1:
+            raise ValueError(
+                f"{name}.weight must have two dimensions, but is of shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 or FSDP1 has "
+                "sharded it. Apply onepass before they wrap the model; under ZeRO-3 also load it without deepspeed.zero.Init"
+            )
 
 
 def _refuse_replicas() -> None:

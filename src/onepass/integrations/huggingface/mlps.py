@@ -130,8 +130,9 @@ def _looks_like_an_mlp(module: nn.Module) -> bool:
 def _why(module: nn.Module) -> str:
     if own_forward(module):
         return "it has a forward of its own already"
-    kinds = {type(child).__name__ for child in module._modules.values() if child is not None and list(child.parameters())}
-    return "its layers are " + ", ".join(sorted(kinds)) if kinds and kinds != {"Linear"} else "it computes something else"
+    layers = [child for child in module._modules.values() if child is not None and list(child.parameters())]
+    kinds = {f"{type(child).__module__.partition('.')[0]}'s {type(child).__name__}" for child in layers if not is_linear(child)}
+    return "its layers are " + ", ".join(sorted(kinds)) if kinds else "it computes something else"
 
 
 def _forward(self: Any, *args: Tensor, onepass_folded: FoldedNorm | None = None, **named: Tensor) -> Any:
