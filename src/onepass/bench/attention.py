@@ -92,7 +92,10 @@ def _formula(case: BenchCase) -> Call:
 
 
 def _baseline(case: BenchCase) -> Call:
-    return with_options.formula(case, rounded=True) if case.variant in _OPTIONS else _after_rope(case)
+    if case.variant not in _OPTIONS:
+        return _after_rope(case)
+    rounded, plain = with_options.formula(case, rounded=True), with_options.by_pytorch(case)
+    return lambda qkv, *tensors: (rounded if qkv.is_cuda or case.variant == "softcap" else plain)(qkv, *tensors)
 
 
 @contextmanager

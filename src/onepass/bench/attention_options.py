@@ -102,6 +102,25 @@ def formula(case: BenchCase, rounded: bool) -> Call:
     return call
 
 
+def by_pytorch(case: BenchCase) -> Call:
+    """PyTorch's attention of each document, or with a window's mask: a CPU's, which rounds each head's gradients before it sums
+    those of a group."""
+    lengths = lengths_of(case) if "documents" in case.variant else (case.shape[1],)
+    window = options_of(case).get("window")
+
+    def attend(row: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in parts_of(row, *_heads(case)))
+        S, grouped = row.shape[1], q.shape[1] != k.shape[1]
+        seen = None if window is None else torch.ones(S, S, dtype=torch.bool, device=row.device).tril().triu(1 - window)
+        y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=grouped)
+        return y.transpose(1, 2).flatten(2)
+
+    def call(qkv: Tensor, *_: Tensor) -> Result:
+        return torch.cat([attend(document) for document in qkv.split(lengths, 1) if document.shape[1]], 1)
+
+    return call
+
+
 # ---- peers ----
 
 
