@@ -95,11 +95,8 @@ def candidates(case: Case, kernels: list[str]) -> list[Candidate]:
     """Return what is tried. The first of each kernel is compared with."""
     W = head_block(case.D)
     smem = 232448
-    stock = {
-        "forward": forward.forward_tiles(W, smem),
-        "dq": backward.dq_tiles(W, smem),
-        "dk_dv": backward.dk_dv_tiles(W, 0 if case.lengths or case.softcap else case.S, smem),
-    }
+    dq, dk_dv = backward.backward_tiles(case.D, case.S, case.options, bool(case.lengths), smem)
+    stock = {"forward": forward.forward_tiles(W, smem), "dq": dq, "dk_dv": dk_dv}
     found = []
     for kernel, tiles in (("forward", _FORWARD), ("dq", _DQ), ("dk_dv", _DK_DV)):
         if kernel in kernels:

@@ -108,15 +108,11 @@ def by_pytorch(case: BenchCase) -> Call:
     lengths = lengths_of(case) if "documents" in case.variant else (case.shape[1],)
     window = options_of(case).get("window")
 
-    def attend(row: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in parts_of(row, *_heads(case)))
-        S, grouped = row.shape[1], q.shape[1] != k.shape[1]
-        seen = None if window is None else torch.ones(S, S, dtype=torch.bool, device=row.device).tril().triu(1 - window)
-        y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=grouped)
-        return y.transpose(1, 2).flatten(2)
-
     def call(qkv: Tensor, *_: Tensor) -> Result:
-        return torch.cat([attend(document) for document in qkv.split(lengths, 1) if document.shape[1]], 1)
+        S = qkv.shape[1]
+        seen = None if window is None else torch.ones(S, S, dtype=torch.bool, device=qkv.device).tril().triu(1 - window)
+        documents = [parts_of(document, *_heads(case)) for document in qkv.split(lengths, 1) if document.shape[1]]
+        return torch.cat([_sdpa(*parts, seen) for parts in documents], 1)
 
     return call
 
@@ -185,9 +181,10 @@ def _dense(case: BenchCase) -> Call:
     return call
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Attend to the keys that are `seen`; None: causally."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2).flatten(2)
 
 

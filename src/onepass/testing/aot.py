@@ -187,11 +187,10 @@ ATTENTION_SPILLS = {
 
 def allowed_spills(kernel: str, call: str, arch: int) -> int:
     """Return how many instructions of a kernel may spill."""
-    of_words = []
-    if kernel.startswith("attention."):
-        limits = [dict(zip(ARCHS, each, strict=True)) for word, each in ATTENTION_SPILLS.items() if word in call]
-        of_words = [limit.get(arch, 0) for limit in limits]
-    return max([ALLOWED_SPILLS.get((kernel, call, arch), 0), *of_words])
+    allowed = [ALLOWED_SPILLS.get((kernel, call, arch), 0)]
+    if kernel.startswith("attention.") and arch in ARCHS:
+        allowed += [limits[ARCHS.index(arch)] for word, limits in ATTENTION_SPILLS.items() if word in call]
+    return max(allowed)
 
 
 @dataclass(frozen=True)

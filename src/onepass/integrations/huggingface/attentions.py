@@ -248,8 +248,9 @@ def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
         return None
     rotation = find_rotation(type(module).forward) if rotates else None
     if len(linears) < 2:  # LoRA's layers, or quantised ones, whose results are turned all the same
-        original = _original(module, rotation, None)
-        return None if rotation is None else AttentionMatch(module, None, "", original, rotation, None, None)
+        if rotation is None:
+            return None
+        return AttentionMatch(module, None, "", _original(module, rotation, None), rotation, None, None)
     projections, out = _roles(module, linears)
     if projections is None and rotation is None:
         return None

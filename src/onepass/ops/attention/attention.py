@@ -14,7 +14,7 @@ Sums     in a fixed order: no atomics, and what a sequence gives does not depend
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's forward
          replaces ours where it is faster, deterministic or not, and so does its backward in a fixed order for heads of 128
          that share no keys, where `nvidia-cudnn-frontend` is installed.
-Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py.
+Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py; cuDNN: ops/attention/by_cudnn.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
-from onepass.ops.attention.backward import BackwardCall, attend_backward, dk_dv_tiles, dq_tiles, sinks_gradient
+from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles, sinks_gradient
 from onepass.ops.attention.by_cudnn import (
     all_by_cudnn,
     attend_backward_by_cudnn,
@@ -323,8 +323,8 @@ def _variant(call: Call) -> str:
         turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
-    S = 0 if call.cu_seqlens is not None or options.softcap else qkv.shape[1]
-    forward, dq, dk_dv = forward_tiles(W, smem), dq_tiles(W, smem), dk_dv_tiles(W, S, smem)
+    forward = forward_tiles(W, smem)
+    dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
     plain = _is_plain_causal(options, call.cu_seqlens, call.sinks)
     by_cudnn = plain and forward_by_cudnn(qkv, D)
     said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "

@@ -224,6 +224,14 @@ def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
     return AttentionTiles(64, 64, 4, 3, 3) if S else AttentionTiles(32, 64, 4, 3, 4)
 
 
+def backward_tiles(
+    D: int, S: int, options: AttentionOptions, documents: bool, smem: int
+) -> tuple[AttentionTiles, AttentionTiles]:
+    """Return dq's tiles, and dk's and dv's."""
+    W = head_block(D)
+    return dq_tiles(W, smem), dk_dv_tiles(W, 0 if documents or options.softcap else S, smem)
+
+
 @lru_cache(1024)
 def _bind_dq(strides: tuple[int, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
     sizes = heads, heads // groups, D, head_block(D), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
@@ -301,10 +309,10 @@ def attend_backward(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor]
     _, S, _, D = call.q.shape
     smem = shared_memory(call.q.device)
     dq, dk, dv = gradients or (None, None, None)
-    write_dq(call, dq, dq_tiles(head_block(D), smem))
+    of_dq, of_dk_dv = backward_tiles(D, S, call.options, call.cu_seqlens is not None, smem)
+    write_dq(call, dq, of_dq)
     if dk is not None and dv is not None:
-        small = call.cu_seqlens is not None or call.scales.capped
-        write_dk_dv(call, dk, dv, dk_dv_tiles(head_block(D), 0 if small else S, smem))
+        write_dk_dv(call, dk, dv, of_dk_dv)
 
 
 def sinks_gradient(call: BackwardCall, sinks: Tensor) -> Tensor:
