@@ -115,6 +115,21 @@ def test_the_activation_lies_within_the_product(options, activation):
     assert activation is None or as_wide == (0 if config.gated_linear_unit else 1)  # fc1's output, twice as wide if gated
 
 
+def test_a_norm_gives_back_the_residual():
+    """Stock's local spec ignores the flag; Transformer Engine's norm does what ours does."""
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config)))
+    installed = megatron.install()
+    try:
+        fused = config_of(**KINDS["RMSNorm, swiglu"], fused_residual_rmsnorm=True)
+        model = model_of(fused, local_spec(fused))
+        norm = model.decoder.layers[0].input_layernorm
+        assert len(norm(torch.randn(16, 2, 32))) == 2 and not model.decoder.final_layernorm.return_input
+        assert step(model) == pytest.approx(stock, rel=2e-6)
+    finally:
+        installed.undo()
+
+
 def test_adam_and_clipping_as_stock():
     from megatron.core import optimizer, utils
 

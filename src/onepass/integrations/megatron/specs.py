@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.integrations.megatron.fusions import get_bias_dropout_add
 from onepass.integrations.megatron.mlp import activation_mlp, activation_row_parallel_linear, fused_activation
-from onepass.integrations.megatron.norms import MegatronNorm
+from onepass.integrations.megatron.norms import MegatronNorm, ResidualNorm
 from onepass.ops.attention.attention import attention
 from onepass.ops.norm.norm_linear import norm_linear
 
@@ -111,7 +111,7 @@ def spec_provider(fuse_norms: bool = True) -> Any:
             return norm_column_parallel_linear() if fuse_norms else None
 
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-            return MegatronNorm
+            return ResidualNorm if has_residual else MegatronNorm
 
         def core_attention(self) -> Any:
             return core_attention() if fuse_norms else super().core_attention()
