@@ -149,7 +149,7 @@ def _tables(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tens
     angles = freqs[:length, 0, 0]
     angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[-1] // 2]
     tables = angles.cos(), angles.sin()
-    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is nobody else's
+    if not (freqs.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is nobody else's
         made[key] = tables
     return tables
 
