@@ -72,6 +72,6 @@ def test_a_plan_is_kept_and_a_new_size_needs_none():
     act, options = module.find_activation("relu"), ActivationOptions("relu", None, None)
     for M in (5, 17, 33):
         x = torch.randn(M, 48, device=DEVICE)
-        assert torch.equal(module.activation_forward(x, None, None, None, options, x.dtype), x.relu())
-    plans = [len(module._forward_plan(act, M, 48, 48, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
+        assert torch.equal(module.activation_forward(x, None, None, None, None, options, x.dtype), x.relu())
+    plans = [len(module._forward_plan(act, M, 48, 48, None, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too
