@@ -19,7 +19,7 @@ def test_kinds_differ_where_triton_compiles_differently():
     flat, half = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
 
     def kind(x, bias, M):
-        return module._forward_kernel.kind(-1, (x, bias, None, x, None, None, None, M, None))[0]
+        return module._forward_kernel.kind(-1, (x, bias, None, x, None, None, None, None, M, None))[0]
 
     kinds = [
         kind(flat, flat, 2),
@@ -31,13 +31,13 @@ def test_kinds_differ_where_triton_compiles_differently():
     kinds += [kind(half, flat, 2), kind(flat, half, 2), kind(half[4:], flat, 2), kind(flat, flat, 1 << 32)]
     assert len(set(kinds)) == len(kinds)
     assert kind(flat, flat, 3) == kind(flat, flat, 2**31 - 1) == kinds[0] == kind(flat[4:], flat[8:], 16)
-    assert module._forward_kernel.kind(0, (flat, flat, None, flat, None, None, None, 2, None))[0] != kinds[0]  # another device
+    assert module._forward_kernel.kind(0, (flat, flat, None, flat, None, None, None, None, 2, None))[0] != kinds[0]  # another device
 
 
 def test_arguments_come_back_with_addresses():
     x = torch.zeros(16)
-    _, addresses = module._forward_kernel.kind(-1, (x, None, None, x[4:], None, None, None, 7, None))
-    assert addresses == (x.data_ptr(), None, None, x.data_ptr() + 16, None, None, None, 7, None)
+    _, addresses = module._forward_kernel.kind(-1, (x, None, None, x[4:], None, None, None, None, 7, None))
+    assert addresses == (x.data_ptr(), None, None, x.data_ptr() + 16, None, None, None, None, 7, None)
 
 
 @pytest.mark.parametrize(("tensors", "sizes"), [(1, 0), (1, 1), (12, 2)])

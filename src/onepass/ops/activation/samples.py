@@ -44,7 +44,7 @@ SAMPLES = {
         partial(random_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}
     ),
     "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}),
-    "bias_activation:linear": Sample(
+    "bias_activation: linear": Sample(
         partial(random_tensors, ((37, 203), (37, 203))), bias_activation_reference, {"activation": "swiglu"}, ("linear",)
     ),
 }
