@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, two_tensor_cases, judge_case, small_tiles
+from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, judge_case, small_tiles, two_tensor_cases
 from ops.calls import Operators, backends, equal, gradients, needs_triton
 
 import onepass

@@ -44,7 +44,7 @@ class ActivationMatch:
     snapshot: Snapshot = UNREAD
 
     @property
-    def by(self) -> str:
+    def made_by(self) -> str:
         return f"bias_activation, {self.activation}"
 
     def unchanged(self) -> bool:
@@ -54,10 +54,14 @@ class ActivationMatch:
         return self.snapshot.change(self.module)
 
     def __call__(self, x: Tensor) -> Tensor:
-        layers: dict[str, Any] = self.module._modules  # type: ignore[assignment]
+        layers: dict[str, Any] = self.module._modules
         first, *second = (layers[name](x) for name in self.up)
-        y: Tensor = layers[self.down](bias_activation(first, None, self.activation, linear=second[0] if second else None))
-        return y if self.dropout is None else layers[self.dropout](y)  # type: ignore[no-any-return]
+        linear = second[0] if second else None
+        if linear is not None and linear.dtype != first.dtype:  # to what PyTorch makes of their product
+            wide = torch.promote_types(first.dtype, linear.dtype)
+            first, linear = first.to(wide), linear.to(wide)
+        y: Tensor = layers[self.down](bias_activation(first, None, self.activation, linear=linear))
+        return y if self.dropout is None else layers[self.dropout](y)
 
 
 @dataclass
@@ -82,8 +86,8 @@ class MLPMatch:
         return self.snapshot.change(self.module) or (None if self._intact() or self.between is not None else LINEARS_CHANGED)
 
     @property
-    def by(self) -> str:
-        return f"activation_linear, {self.activation}" if self.between is None or self._intact() else self.between.by
+    def made_by(self) -> str:
+        return f"activation_linear, {self.activation}" if self.between is None or self._intact() else self.between.made_by
 
     def left(self) -> str | None:
         return None if self._intact() else LINEARS_CHANGED
@@ -101,7 +105,7 @@ class MLPMatch:
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
 
 
-def find_mlp(module: nn.Module) -> MLPMatch | str | None:
+def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:
     """Return a match, or why a module that looks like an MLP can't be replaced, or None."""
     linears = [name for name, child in module._modules.items() if is_linear(child) or is_like_linear(child)]
     if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
@@ -148,9 +152,9 @@ def _activation_of(
     With `wrap` the code gets layers that it can call, and nothing else.
     """
     sizes = {name: sizes_of(module.get_submodule(name)) for name in (*up, down)}
-    inner, width = sizes[down][0], sum(sizes[name][1] for name in up)
-    gated = len(up) == 2 or width == 2 * inner
-    if width != (2 if gated else 1) * inner:
+    width, width_up = sizes[down][0], sum(sizes[name][1] for name in up)
+    gated = len(up) == 2 or width_up == 2 * width
+    if width_up != (2 if gated else 1) * width:
         return None
     each = 2 * _INNER if gated and len(up) == 1 else _INNER
     layers = {name: tiny(module.get_submodule(name), _HIDDEN, each, 10 + i) for i, name in enumerate(up)}
@@ -185,7 +189,7 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
             made[module] = found
         if isinstance(found, MLPMatch | ActivationMatch):
             patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=found.by, match=found))
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=found.made_by, match=found))
         elif found is not None or _looks_like_an_mlp(module):
             rows.append(AppliedRow(name, type(module).__name__, "mlp", why=found or _why(module)))
     return made, rows

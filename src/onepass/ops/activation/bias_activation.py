@@ -7,9 +7,10 @@ Shapes   x [..., W], bias [W], token_weight [...] or [..., 1], y [..., H]; W is 
          the halves of a row). M rows. linear and then x [..., H].
 Saves    x, bias, token_weight, linear: backward rebuilds the rest. `save` says how x is kept: as it is, in fp8, or on the host.
          Dropout saves its seed, a number in plain eager mode on a GPU, and no mask (kernels/philox.py).
-Bytes    forward reads x and linear and writes y; backward reads dy, x and linear and writes dx and dlinear. The same pass reduces the bias gradient from
-         registers: a program owns a strip of rows and BLOCK_H columns, and writes one fp32 partial a column. The last program
-         of those columns to arrive sums the partials in a fixed order and stores the gradient once.
+Bytes    forward reads x and linear and writes y; backward reads dy, x and linear and writes dx and dlinear. The same pass
+         reduces the bias gradient from registers: a program owns a strip of rows and BLOCK_H columns, and writes one fp32
+         partial a column. The last program of those columns to arrive sums the partials in a fixed order and stores the
+         gradient once.
          The token weight's gradient needs whole rows: one fp32 partial a row and column tile, then a column sum of those.
 Kernels  ops/activation/kernels.py, shared with activation_linear.
 """

@@ -185,8 +185,10 @@ def _two_tensors_call(
     def run() -> Tensor:
         gate, linear = meta(*shape, dtype=dtype), meta(*shape, dtype=dtype)
         weight = meta(shape[0], dtype=torch.float32) if everything else None
-        options = {"clamp": 7.0, "linear_offset": 1.0, "dropout": 0.1} if everything else {}
-        return bias_activation(gate, None, activation, linear=linear, token_weight=weight, backend="triton", **options)
+        return bias_activation(
+            gate, None, activation, linear=linear, token_weight=weight, clamp=7.0 if everything else None,
+            linear_offset=1.0 if everything else 0.0, dropout=0.1 if everything else 0.0, backend="triton",
+        )  # fmt: skip
 
     label = f"{activation} {shape[0]}x{shape[1]} two tensors{' everything' if everything else ''}"
     return CoveringCall(label, dtype, run)
