@@ -34,7 +34,9 @@ def activation_formula(
         gate, linear = z.chunk(2, -1) if linear is None else (z, linear.to(wide))
         if options.clamp is not None:
             gate, linear = gate.clamp(max=options.clamp), linear.clamp(-options.clamp, options.clamp)
-        y = act.formula(gate) * (linear + (options.linear_offset or 0.0))
+        if options.linear_offset:  # -0.0 + 0.0 would be 0.0
+            linear = linear + options.linear_offset
+        y = act.formula(gate) * linear
     else:
         y = act.formula(z)
     return y if token_weight is None else y * token_weight.to(wide).reshape(*x.shape[:-1], 1)
