@@ -269,6 +269,8 @@ def test_two_tensors_compile_nothing_for_a_new_number_of_rows():
     assert compiled() == before > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_two_tensors_compiled_and_captured():
     given = pair(64, 256, "halves")
     expected = pair_grads(*given)
