@@ -614,7 +614,7 @@ def headline(folder, others=()):
 OPS_ROWS = [
     (
         "[`bias_activation`](docs/guide.md#bias_activation)",
-        "bias and activation, gated or not; dropout and token weights included; the bias gradient in the same pass",
+        "bias and activation, gated (of one tensor or two) or not; dropout, token weights and the bias gradient in the same pass",
         "bias_activation",
     ),
     (
