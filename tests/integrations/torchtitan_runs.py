@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
 if not torch.cuda.is_available():  # before other modules copy them: without a GPU torchtitan means CUDA
@@ -21,7 +22,21 @@ from torchtitan.config import TrainingConfig
 from torchtitan.config.configurable import Configurable
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
+from torchtitan.distributed import fsdp
 from torchtitan.trainer import Trainer
+
+_without_division = fsdp.disable_fsdp_gradient_division
+
+
+def _by_sums(model):
+    """gloo can't multiply before it sums, not even by 1."""
+    _without_division(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+fsdp.disable_fsdp_gradient_division = _by_sums
 
 NAMES = ("norm", "feed_forward", "complex_rope", "loss", "attention")
 BATCH, LENGTH, VOCABULARY = 4, 32, 2048

@@ -37,6 +37,7 @@ try:
     from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import derive, override
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.attention import (
         FlexAttention,
         ScaledDotProductAttention,
@@ -59,8 +60,11 @@ def _refuse(name: str, config: Any, why: str) -> NoReturn:
     raise NotImplementedError(f"{name} can't replace {type(config).__qualname__} of torchtitan {_VERSION}: {why}")
 
 
-def _check_type(name: str, config: Any, *known: Any) -> None:
-    """A subclass computes something else. torchtitan would pass over it in silence."""
+def _check(name: str, config: Any, *known: Any) -> None:
+    """Refuse subclasses, which compute something else, and full_dtensor, under which FSDP2 would sum a second time what ops have
+    summed over data-parallel ranks."""
+    if get_spmd_backend() == "full_dtensor":
+        _refuse(name, config, 'parallelism.spmd_backend must be "spmd_types" or "partial_dtensor", but is "full_dtensor"')
     if type(config) not in known:
         _refuse(name, config, f"it takes {' or '.join(each.__qualname__ for each in known)} alone, and no subclass")
 
@@ -100,7 +104,7 @@ class Norm(RMSNorm):
 
 @override(target=RMSNorm.Config, description="onepass.rms_norm")
 def norm(config: Any) -> Any:
-    _check_type("norm", config, RMSNorm.Config)
+    _check("norm", config, RMSNorm.Config)
     return derive(config, Norm.Config)
 
 
@@ -118,11 +122,9 @@ class ActivationLinear(Linear):
         if not isinstance(gate, DTensor):
             return activation_linear(torch.cat([gate, up], -1), self.weight)
         # each rank packs its own columns of both, which no placement of the whole says
-        assert isinstance(up, DTensor) and isinstance(self.weight, DTensor)
-        mesh, pairs = gate.device_mesh, list(zip(gate.placements, self.weight.placements, strict=True))
-        weight = self.weight.to_local(grad_placements=[w if w.is_shard() or g.is_replicate() else Partial() for g, w in pairs])
-        y = activation_linear(torch.cat([gate.to_local(), up.to_local()], -1), weight)
-        return DTensor.from_local(y, mesh, [Partial() if w.is_shard() else g for g, w in pairs], run_check=False)
+        gate, up, weight = (t.to_local() for t in (gate, up, self.weight))
+        y = activation_linear(torch.cat([gate, up], -1), weight)
+        return DTensor.from_local(y, self.weight.device_mesh, [Partial()], run_check=False)
 
 
 class GatedFeedForward(FeedForward):
@@ -136,7 +138,7 @@ class GatedFeedForward(FeedForward):
 
 @override(target=FeedForward.Config, description="onepass.activation_linear")
 def feed_forward(config: Any) -> Any:
-    _check_type("feed_forward", config, FeedForward.Config)
+    _check("feed_forward", config, FeedForward.Config)
     if type(config.w2) is not Linear.Config or config.w2.bias:
         _refuse("feed_forward", config, f"its w2 must be Linear.Config without a bias, but is {config.w2}")
     return derive(config, GatedFeedForward.Config, w2=derive(config.w2, ActivationLinear.Config))
@@ -160,7 +162,7 @@ class InterleavedRoPE(ComplexRoPE):
 
 @override(target=ComplexRoPE.Config, description="onepass.rope, of neighbours")
 def complex_rope(config: Any) -> Any:
-    _check_type("complex_rope", config, ComplexRoPE.Config)
+    _check("complex_rope", config, ComplexRoPE.Config)
     return derive(config, InterleavedRoPE.Config)
 
 
@@ -179,7 +181,7 @@ class HalvesRoPE(CosSinRoPE):
 
 @override(target=CosSinRoPE.Config, description="onepass.rope, of halves")
 def cos_sin_rope(config: Any) -> Any:
-    _check_type("cos_sin_rope", config, CosSinRoPE.Config)
+    _check("cos_sin_rope", config, CosSinRoPE.Config)
     return derive(config, HalvesRoPE.Config)
 
 
@@ -254,7 +256,7 @@ for _stock in (VarlenAttention, ScaledDotProductAttention, FlexAttention):
 @override(target=InnerAttention, description="onepass.attention")
 def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
     """flex_as_documents: the caller's promise that every layer sees what `attn_backend="varlen"` shows: its documents, causally."""
-    _check_type("attention", config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
+    _check("attention", config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
     if type(config) is ScaledDotProductAttention.Config:
         return derive(config, WholeAttention.Config)
     if type(config) is FlexAttention.Config and not flex_as_documents:
@@ -307,8 +309,8 @@ def _head(head: Any, stock: Any, hidden: Tensor, labels: Tensor | None = None) -
 
 @override(target=BaseLoss.Config, description="onepass.linear_cross_entropy")
 def loss(config: Any) -> Any:
-    _check_type("loss", config, ChunkedLossWrapper.Config, CrossEntropyLoss.Config)
+    _check("loss", config, ChunkedLossWrapper.Config, CrossEntropyLoss.Config)
     if type(config) is CrossEntropyLoss.Config:
         return LinearCrossEntropyLoss.Config(loss_fn=config)
-    _check_type("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)
+    _check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)
     return derive(config, LinearCrossEntropyLoss.Config)
