@@ -1,11 +1,10 @@
 """torchtitan's modules by onepass, each by its name on the command line.
 
-    torchrun ... --override.imports onepass.integrations.torchtitan.norm onepass.integrations.torchtitan.feed_forward \\
-        onepass.integrations.torchtitan.complex_rope onepass.integrations.torchtitan.attention onepass.integrations.torchtitan.loss
+    torchrun ... --override.imports onepass.integrations.torchtitan.norm onepass.integrations.torchtitan.loss
 
-`norm`, `feed_forward`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls each with every config
-of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding stay, so
-state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
+`norm`, `feed_forward`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls each with every
+config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding stay,
+so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
 
 Under spmd_types, torchtitan's default, modules see plain tensors; under its two other backends DTensors.
 """
@@ -76,16 +75,16 @@ def _check_seam(stock: Any, name: str, *arguments: str) -> None:
     if taken != arguments:
         has = "is not there" if taken is None else f"takes ({', '.join(taken)})"
         raise SeamError(
-            f"{stock.__module__}.{stock.__qualname__}.{name} of torchtitan {_VERSION} {has}, and onepass overrides one that takes "
-            f"({', '.join(arguments)}), as in {_TESTED}: use such a version, or leave onepass's overrides off"
+            f"{stock.__module__}.{stock.__qualname__}.{name} of torchtitan {_VERSION} {has}, and onepass overrides one that "
+            f"takes ({', '.join(arguments)}), as in {_TESTED}: use such a version, or leave onepass's overrides off"
         )
 
 
-_heads = "q_BLNH", "k_BLNH", "v_BLNH"
+_HEADS = "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale"
 _check_seam(FeedForward, "forward", "self", "x")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
-_check_seam(VarlenAttention, "forward", "self", *_heads, "attention_masks", "scale", "out_transform", "kwargs")
-_check_seam(ScaledDotProductAttention, "forward", "self", *_heads, "attention_masks", "scale", "enable_gqa", "is_causal", "kwargs")
+_check_seam(VarlenAttention, "forward", *_HEADS, "out_transform", "kwargs")
+_check_seam(ScaledDotProductAttention, "forward", *_HEADS, "enable_gqa", "is_causal", "kwargs")
 _check_seam(ChunkedLossWrapper, "set_lm_head", "self", "lm_head")
 _check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_valid_tokens", "loss_inputs")
 
@@ -122,9 +121,10 @@ class ActivationLinear(Linear):
         if not isinstance(gate, DTensor):
             return activation_linear(torch.cat([gate, up], -1), self.weight)
         # each rank packs its own columns of both, which no placement of the whole says
-        gate, up, weight = (t.to_local() for t in (gate, up, self.weight))
+        parts: list[Any] = [gate, up, self.weight]
+        gate, up, weight = (part.to_local() for part in parts)
         y = activation_linear(torch.cat([gate, up], -1), weight)
-        return DTensor.from_local(y, self.weight.device_mesh, [Partial()], run_check=False)
+        return DTensor.from_local(y, parts[2].device_mesh, [Partial()], run_check=False)
 
 
 class GatedFeedForward(FeedForward):
@@ -255,15 +255,13 @@ for _stock in (VarlenAttention, ScaledDotProductAttention, FlexAttention):
 
 @override(target=InnerAttention, description="onepass.attention")
 def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
-    """flex_as_documents: the caller's promise that every layer sees what `attn_backend="varlen"` shows: its documents, causally."""
+    """flex_as_documents: the promise that each layer's mask is causal, within documents, and has no window."""
     _check("attention", config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
     if type(config) is ScaledDotProductAttention.Config:
         return derive(config, WholeAttention.Config)
     if type(config) is FlexAttention.Config and not flex_as_documents:
-        _refuse(
-            "attention", config, "its masks are functions. Build the model with attn_backend='varlen', or, if its masks are "
-            "causal within documents and have no window, say attention={\"flex_as_documents\": true}",
-        )  # fmt: skip
+        why = "its masks are functions. Build the model with attn_backend='varlen'; or, if each layer's mask is causal, within "
+        _refuse("attention", config, f'{why}documents, and has no window, say attention={{"flex_as_documents": true}}')
     return derive(config, DocumentAttention.Config)
 
 
