@@ -146,6 +146,7 @@ def on_cpu():
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # as its init_distributed has it
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=torch._dynamo.config.capture_scalar_outputs))
         stack.callback(gc.enable)
+        stack.callback(torch._dynamo.reset)  # models are of one code, of which Dynamo compiles a few
         yield
 
 
