@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -68,6 +68,12 @@ def _check(name: str, config: Any, *known: Any) -> None:
         _refuse(name, config, f"it takes {' or '.join(each.__qualname__ for each in known)} alone, and no subclass")
 
 
+def _config(owner: str, stock: Any) -> Any:
+    """Return a config with stock's fields, of which torchtitan builds the owner."""
+    own = {"__module__": __name__}
+    return make_dataclass(f"{owner}.Config", (), bases=(stock.Config,), namespace=own, kw_only=True, slots=True)
+
+
 def _check_seam(stock: Any, name: str, *arguments: str) -> None:
     """A method that was renamed upstream would be overridden in vain."""
     found = getattr(stock, name, None)
@@ -93,9 +99,7 @@ _check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_va
 
 
 class Norm(RMSNorm):
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        pass
+    Config = _config("Norm", RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -113,9 +117,7 @@ def norm(config: Any) -> Any:
 class ActivationLinear(Linear):
     """The activation and the product down, as one op. It keeps what came up, and rebuilds the activation in backward."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
+    Config = _config("ActivationLinear", Linear)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not isinstance(gate, DTensor):
@@ -128,9 +130,7 @@ class ActivationLinear(Linear):
 
 
 class GatedFeedForward(FeedForward):
-    @dataclass(kw_only=True, slots=True)
-    class Config(FeedForward.Config):
-        pass
+    Config = _config("GatedFeedForward", FeedForward)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(self.w1(x), self.w3(x))  # type: ignore[no-any-return]
@@ -150,9 +150,7 @@ def feed_forward(config: Any) -> Any:
 class InterleavedRoPE(ComplexRoPE):
     """Turns neighbours, by a table of complex numbers."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ComplexRoPE.Config):
-        pass
+    Config = _config("InterleavedRoPE", ComplexRoPE)
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,9 +167,7 @@ def complex_rope(config: Any) -> Any:
 class HalvesRoPE(CosSinRoPE):
     """Turns the first half of a head with the second, by a table of cosines, twice, then sines, twice."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        pass
+    Config = _config("HalvesRoPE", CosSinRoPE)
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,9 +187,7 @@ def cos_sin_rope(config: Any) -> Any:
 class DocumentAttention(VarlenAttention):
     """Attention within documents, in a window or not."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
+    Config = _config("DocumentAttention", VarlenAttention)
 
     def __init__(self, config: Any) -> None:
         super(VarlenAttention, self).__init__()  # VarlenAttention's own chooses a FlashAttention
@@ -213,9 +207,7 @@ class DocumentAttention(VarlenAttention):
 class WholeAttention(ScaledDotProductAttention):
     """Attention over whole sequences, causal by default."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ScaledDotProductAttention.Config):
-        pass
+    Config = _config("WholeAttention", ScaledDotProductAttention)
 
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, scale: float | None = None, is_causal: bool = True,
@@ -271,9 +263,7 @@ def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
     """The head and the loss as one op, in one call of lm_head, whose weight FSDP2 then gathers and reduces once."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ChunkedLossWrapper.Config):
-        pass
+    Config = _config("LinearCrossEntropyLoss", ChunkedLossWrapper)
 
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         super().__init__(config)
