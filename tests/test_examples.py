@@ -22,6 +22,7 @@ NEEDS = {
     "finetune_huggingface": ("transformers", "accelerate"),
     "policy_verl": ("verl", "transformers"),
     "pretrain_megatron": ("megatron.core",),
+    "pretrain_torchtitan": ("torchtitan", "datasets"),
     "train_trl": ("trl", "datasets"),
 }
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
