@@ -91,6 +91,12 @@ def install() -> Seams:
     return seams
 
 
+def runs_onepass(forward: Any) -> bool | None:
+    """Whether a model's forward with TRL's fused head runs onepass's function. None for other forwards."""
+    names = getattr(forward, "__globals__", {})
+    return isinstance(names.get(_NAME), LogProbFunction) if names.get("__name__") == _MODULE else None
+
+
 def _parameters(stock: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(stock.forward).parameters)
 
