@@ -22,6 +22,8 @@ NEEDS = {
     "finetune_huggingface": ("transformers", "accelerate"),
     "policy_verl": ("verl", "transformers"),
     "pretrain_megatron": ("megatron.core",),
+    "train_accelerate": ("transformers", "accelerate"),
+    "train_lightning": ("transformers", "lightning"),
     "train_trl": ("trl", "datasets"),
 }
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))
