@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
+from gpu.calls import nobody_waits
 from integrations.huggingface.families import FAMILIES, batch, made, step
 
 from onepass.integrations import huggingface
@@ -136,9 +137,6 @@ def test_nobody_waits_where_boundaries_are_given():
     model, _, _, _ = on_gpu("Mistral", **LARGER)
     given = {name: value for name, value in documents_given("lengths").items() if name != "labels"}
     model.model(**given).last_hidden_state.sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nobody_waits():
         model.model(**given).last_hidden_state.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not model.model._onepass.refused

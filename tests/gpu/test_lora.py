@@ -1,5 +1,7 @@
 """What only a GPU shows of a head with LoRA: cuBLAS's products of its sizes, padded vocabularies, who waits, graphs, memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu.calls import captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
@@ -22,9 +24,11 @@ dtypes = pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=("bf16", "fp16
 def judged(report, case):
     if case.dtype is FP32:  # products that sum in another order differ more in a single row
         report.findings = [finding for finding in report.findings if finding.measure != "worst row"]
-    for finding in report.findings:
-        if finding.measure == "worst row" and case.lora < 16:  # a's gradient has that few rows: their worst is a matter of luck
-            finding.allowed *= 1.2
+    if case.lora < 16:  # a's gradient has that few rows: their worst is a matter of luck
+        report.findings = [
+            replace(finding, allowed=1.2 * finding.allowed) if finding.measure == "worst row" else finding
+            for finding in report.findings
+        ]
     assert report, f"{case}\n{report}"
 
 

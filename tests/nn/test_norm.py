@@ -65,11 +65,12 @@ def test_the_op_gets_every_option(norm, memory_efficient, monkeypatch):
     name = "layer_norm" if norm is LayerNorm else "rms_norm"
     seen = []
     monkeypatch.setattr(f"onepass.nn.norm.{name}", lambda *args, **options: seen.append((args, options)))
-    layer = norm(8, 1e-3, zero_centered_gamma=True, memory_efficient=memory_efficient)
+    layer = norm(8, 1e-3, zero_centered_gamma=True, memory_efficient=memory_efficient, return_input=memory_efficient)
     x, residual = torch.randn(4, 8), torch.randn(4, 8)
     layer(x, residual)
     parameters = (layer.weight, layer.bias) if norm is LayerNorm else (layer.weight,)
     options = {"residual": residual, "zero_centered_gamma": True, "memory_efficient": memory_efficient}
+    options["return_input"] = memory_efficient
     assert seen == [((x, *parameters, 1e-3), options)]
 
 

@@ -21,6 +21,10 @@ class Operators(TorchDispatchMode):
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
+    @property
+    def additions(self):
+        return sum(name.startswith(("aten.add.", "aten.add_.")) for name in self.names)
+
 
 def outputs(returned):
     return (returned,) if isinstance(returned, torch.Tensor) else tuple(returned)

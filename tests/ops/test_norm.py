@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.bias_activation_oracle import laid_out
-from ops.calls import backends, equal, gradients, nearly_equal, needs_triton, outputs
+from ops.calls import Operators, backends, equal, gradients, nearly_equal, needs_triton, outputs
 from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case, small_tiles
 from torch.nn import functional as F
 
@@ -187,6 +187,51 @@ def test_one_output_used_alone(layer, memory_efficient, backend):
     call(*alone).sum().backward()
     expected = [t.grad for t in alone if t is not None]
     assert equal(grads["y"], [*expected, expected[0]])
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("used", ["y", "h", "both"])
+def test_the_input_comes_back(layer, backend, used):
+    """It is x itself, and what comes back through it is added to what comes back through y."""
+    inputs = tensors(layer=layer)[:3]
+    with torch.no_grad():
+        assert op(layer, backend=backend, return_input=True)(*inputs)[1].data_ptr() == inputs[0].data_ptr()
+    wanted, found = [], []
+    for into, returned in ((wanted, False), (found, True)):
+        leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
+        given = op(layer, backend=backend, return_input=returned)(*leaves)
+        y, h = given if returned else (given, leaves[0])
+        assert h.data_ptr() == leaves[0].data_ptr() and h.requires_grad
+        ((y * 3).sum() * (used != "h") + h.square().sum() * (used != "y")).backward()
+        into += [y.detach(), *(t.grad for t in leaves if t is not None)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@needs_triton
+@kinds
+def test_the_norms_backward_adds_the_inputs_gradient(layer):
+    inputs = tensors(layer=layer)[:3]
+
+    def additions(call):
+        with Operators() as seen:
+            ys = call(2 * inputs[0], *inputs[1:])
+            torch.autograd.grad(ys, [t for t in inputs if t is not None], [torch.ones_like(y) for y in ys])
+        return seen.additions
+
+    apart = additions(lambda x, *vectors: (op(layer, backend="triton")(x, *vectors), x * 1))
+    assert additions(op(layer, backend="triton", return_input=True)) == apart - 1
+
+
+@backends
+@kinds
+def test_an_input_that_is_frozen_comes_back_frozen(layer, backend):
+    x, *vectors = tensors(layer=layer)[:3]
+    y, h = op(layer, backend=backend, return_input=True)(x.detach(), *vectors)
+    assert y.requires_grad and not h.requires_grad
+    y.sum().backward()
+    assert vectors[0].grad.any()
 
 
 @backends

@@ -1,13 +1,10 @@
 """norm_linear with a residual, or with its input given back: the sums of the residual stream in the norm's own passes."""
 
-from collections import Counter
-
 import pytest
 import torch
-from ops.calls import backends, equal, gradients, incoming, nearly_equal, needs_triton, relative
+from ops.calls import Operators, backends, equal, gradients, incoming, nearly_equal, needs_triton, relative
 from ops.norm_linear_calls import NAMES, kinds, op, tensors
 from ops.norm_oracle import BF16, DEVICE, FP32
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 import onepass.ops.norm.norm_linear as module
@@ -200,18 +197,6 @@ def test_keeps_h_and_nothing_else_of_its_size(backend, layer, added):
     assert {t.data_ptr() for t in kept if t.numel() >= h.numel()} == {h.data_ptr()}
 
 
-class Seen(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators[func.overloadpacket._qualified_op_name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @needs_triton
 @kinds
 @ways
@@ -219,9 +204,9 @@ def test_no_sum_is_an_operator_of_its_own(layer, added):
     inputs = given(layer=layer, added=added)
 
     def additions(call):
-        with Seen() as seen:
+        with Operators() as seen:
             torch.autograd.backward(ys := call(*inputs), [incoming(y, i) for i, y in enumerate(ys)])
-        return seen.operators["aten::add"] + seen.operators["aten::add_"]
+        return seen.additions
 
     def apart(*inputs):
         h = inputs[0] + inputs[5] if added else inputs[0] * 1

@@ -66,6 +66,7 @@ class _Norm(MarkedParameters):
         dtype: torch.dtype | None,
         zero_centered_gamma: bool,
         memory_efficient: bool,
+        return_input: bool,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class _Norm(MarkedParameters):
         self.eps = None if eps is None else check_eps(eps)
         self.elementwise_affine = elementwise_affine
         self.zero_centered_gamma, self.memory_efficient = zero_centered_gamma, memory_efficient
+        self.return_input: Any = return_input  # no overload takes a plain bool
         self.sequence_parallel = sequence_parallel
         weight = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
         self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
@@ -90,7 +92,7 @@ class _Norm(MarkedParameters):
 
     def extra_repr(self) -> str:
         said = [f"{self.normalized_shape}", f"eps={self.eps}", f"elementwise_affine={self.elementwise_affine}"]
-        options = ("zero_centered_gamma", "memory_efficient", "sequence_parallel")
+        options = ("zero_centered_gamma", "memory_efficient", "return_input", "sequence_parallel")
         return ", ".join(said + [f"{name}=True" for name in options if getattr(self, name)])
 
 
@@ -102,7 +104,7 @@ class LayerNorm(_Norm):
         eps, elementwise_affine, bias, device, dtype: as in torch.nn.LayerNorm.
         zero_centered_gamma: store weight - 1, which starts at 0. A state dict does not record this: load it into a module with
             the same setting.
-        memory_efficient: as in `onepass.layer_norm`.
+        memory_efficient, return_input: as in `onepass.layer_norm`.
         sequence_parallel: mark the parameters as Megatron does. Their gradients are partial sums, to be reduced over the ranks of
             a sequence (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
@@ -122,9 +124,10 @@ class LayerNorm(_Norm):
         *,
         zero_centered_gamma: bool = False,
         memory_efficient: bool = False,
+        return_input: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
-        options = zero_centered_gamma, memory_efficient, sequence_parallel
+        options = zero_centered_gamma, memory_efficient, return_input, sequence_parallel
         super().__init__(normalized_shape, check_eps(eps), elementwise_affine, device, dtype, *options)
         start = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine and bias else None
         self.register_parameter("bias", None if start is None else nn.Parameter(start))
@@ -137,7 +140,8 @@ class LayerNorm(_Norm):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm."""
+        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm; with return_input (y, h)
+        always."""
         self._check(x)
         return layer_norm(
             x,
@@ -147,6 +151,7 @@ class LayerNorm(_Norm):
             residual=residual,
             zero_centered_gamma=self.zero_centered_gamma,
             memory_efficient=self.memory_efficient,
+            return_input=self.return_input,
         )
 
     def extra_repr(self) -> str:
@@ -164,7 +169,7 @@ class RMSNorm(_Norm):
         elementwise_affine, device, dtype: as in torch.nn.RMSNorm.
         zero_centered_gamma: store weight - 1, which starts at 0. A state dict does not record this: load it into a module with
             the same setting.
-        memory_efficient: as in `onepass.rms_norm`.
+        memory_efficient, return_input: as in `onepass.rms_norm`.
         sequence_parallel: mark weight as Megatron does. Its gradient is a partial sum, to be reduced over the ranks of a sequence
             (`onepass.parallel.reduce_sequence_parallel_grads`).
     """
@@ -179,15 +184,17 @@ class RMSNorm(_Norm):
         *,
         zero_centered_gamma: bool = False,
         memory_efficient: bool = False,
+        return_input: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
-        options = zero_centered_gamma, memory_efficient, sequence_parallel
+        options = zero_centered_gamma, memory_efficient, return_input, sequence_parallel
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *options)
         self.reset_parameters()
         self.mark_parameters()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm."""
+        """Return the norm of x. With a residual, return (y, h), where h is x + residual and y its norm; with return_input (y, h)
+        always."""
         self._check(x)
         return rms_norm(
             x,
@@ -196,6 +203,7 @@ class RMSNorm(_Norm):
             residual=residual,
             zero_centered_gamma=self.zero_centered_gamma,
             memory_efficient=self.memory_efficient,
+            return_input=self.return_input,
         )
 
 

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onepass.integrations import megatron
+from onepass.integrations.megatron.mlp import fused_activation
 from onepass.integrations.seams import SeamError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -81,6 +83,93 @@ def test_installed_and_by_spec_as_stock(kind, tied):
         assert step(model) == pytest.approx(stock, rel=2e-6)
     finally:
         installed.undo()
+
+
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        (KINDS["RMSNorm, swiglu"], "swiglu"),
+        (KINDS["RMSNorm, swiglu"] | {"bias_activation_fusion": True, "activation_func_fp8_input_store": True}, "swiglu"),
+        (KINDS["LayerNorm, gelu"], "gelu_exact"),
+        (KINDS["LayerNorm, gelu"] | {"bias_activation_fusion": True}, "gelu"),
+        ({"activation_func": F.relu, "add_bias_linear": True}, "relu"),
+        ({"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.3, "glu_linear_offset": 0.5},
+         "swiglu"),
+        (KINDS["qk norm, geglu, GQA"], None),
+        (KINDS["qk norm, geglu, GQA"] | {"bias_activation_fusion": True}, "geglu"),
+    ],
+)  # fmt: skip
+def test_the_activation_lies_within_the_product(options, activation):
+    """And fc2 is called as a module, whose hooks gather parameters. What backward keeps has no activation."""
+    config = config_of(**options)
+    stock = model_of(config, local_spec(config))
+    saved, called, theirs = [], [], model_of(config, megatron.gpt_layer_spec(config))
+    mlp = theirs.decoder.layers[0].mlp
+    mlp.linear_fc2.register_forward_pre_hook(lambda module, given: called.append(len(given)))
+    far = 2e-2 if config.activation_func_fp8_input_store else 2e-6
+    assert fused_activation(config) == activation and step(theirs) == pytest.approx(step(stock), rel=far)
+    assert called == [1 if activation is None else 2]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        mlp(torch.randn(16, 3, 32, requires_grad=True))
+    as_wide = sum(shape.numel() == 16 * 3 * 64 for shape in saved)
+    assert activation is None or as_wide == (0 if config.gated_linear_unit else 1)  # fc1's output, twice as wide if gated
+
+
+def test_a_norm_gives_back_the_residual():
+    """Stock's local spec ignores the flag; Transformer Engine's norm does what ours does."""
+    config = config_of(**KINDS["RMSNorm, swiglu"])
+    stock = step(model_of(config, local_spec(config)))
+    installed = megatron.install()
+    try:
+        fused = config_of(**KINDS["RMSNorm, swiglu"], fused_residual_rmsnorm=True)
+        model = model_of(fused, local_spec(fused))
+        norm = model.decoder.layers[0].input_layernorm
+        assert len(norm(torch.randn(16, 2, 32))) == 2 and not model.decoder.final_layernorm.return_input
+        assert step(model) == pytest.approx(stock, rel=2e-6)
+    finally:
+        installed.undo()
+
+
+def test_adam_and_clipping_as_stock():
+    from megatron.core import optimizer, utils
+
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.arange(15.0).view(5, 3)) for _ in range(2)]
+    grads = [torch.randn(5, 3) for _ in range(3)]
+    made = types.SimpleNamespace(chained_optimizers=[types.SimpleNamespace(optimizer=torch.optim.AdamW(weights[1:], lr=0.1))])
+    optimizers = [torch.optim.AdamW(weights[:1], lr=0.1), made.chained_optimizers[0].optimizer]
+    theirs = utils.local_multi_tensor_scale
+    get = optimizer.get_megatron_optimizer
+    optimizer.get_megatron_optimizer = lambda: made  # a real one needs CUDA
+    installed = megatron.install()
+    try:
+        assert optimizer.get_megatron_optimizer() is made and optimizers[1].param_groups[0]["fused"]
+        ours, norm = utils.local_multi_tensor_scale, utils.local_multi_tensor_l2_norm
+        from megatron.core.optimizer import clip_grads
+
+        assert clip_grads.multi_tensor_scale_impl is ours and clip_grads.l2_norm_impl is norm
+        found, per_tensor = norm(65536, None, [grads], False)
+        assert found.shape == (1,) and per_tensor is None
+        torch.testing.assert_close(found[0], torch.cat(grads).norm())
+        for dtype in (torch.float32, torch.bfloat16):
+            for scale in (0.3, 1.0):
+                for inplace in (True, False):
+                    expected = [torch.empty_like(g, dtype=dtype) for g in grads]
+                    theirs(65536, None, [grads, expected], scale)
+                    source = [g.clone() for g in grads]
+                    target = source if inplace else [torch.empty_like(g, dtype=dtype) for g in grads]
+                    ours(65536, None, [source, target], scale)
+                    for one, other in zip(target, expected, strict=True):
+                        torch.testing.assert_close(one.to(dtype), other, rtol=0, atol=0)
+        for grad in grads:
+            for weight, each in zip(weights, optimizers, strict=True):
+                weight.grad = grad.clone()
+                each.step()
+    finally:
+        installed.undo()
+        optimizer.get_megatron_optimizer = get
+    torch.testing.assert_close(*(weight.detach() for weight in weights), rtol=1e-6, atol=1e-6)
+    assert utils.local_multi_tensor_scale is theirs
 
 
 def test_linear_cross_entropy_by_the_configs_name():

@@ -14,6 +14,8 @@ from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
 
+_TABLES = "_onepass_tables"  # attribute of freqs
+
 
 def _save(fp8: bool, offload: bool = False) -> str:
     if fp8 and offload:
@@ -115,7 +117,7 @@ def fused_apply_rotary_pos_emb(
     if start_positions is not None or transpose_output_memory:
         name = "transpose_output_memory" if transpose_output_memory else "start_positions"
         raise NotImplementedError(f"{name} must not be given: onepass's rope does not take it")
-    cos, sin = _tables(freqs[: t.shape[0]], interleaved)
+    cos, sin = _tables(freqs, interleaved, t.shape[0])
     turned, _ = rope(t.transpose(0, 1), t[:, :, :0].transpose(0, 1), cos, sin, interleaved=interleaved)
     return turned.transpose(0, 1)
 
@@ -131,17 +133,25 @@ def fused_apply_rotary_pos_emb_thd(
         )
     if start_positions is not None:
         raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
-    cos, sin = _tables(freqs, interleaved)
+    cos, sin = _tables(freqs, interleaved, freqs.shape[0])
     turned, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens.to(torch.int32))
     return turned[0]
 
 
-def _tables(freqs: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _tables(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin. freqs carries them to the next layer, which saves launches and a copy of them for each backward."""
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1):
         raise NotImplementedError(f"freqs must be [s, 1, 1, r], but has shape {tuple(freqs.shape)}: switch apply_rope_fusion off")
-    angles = freqs[:, 0, 0]
+    made: dict[Any, tuple[Tensor, Tensor]] = vars(freqs).setdefault(_TABLES, {})
+    key = interleaved, length, None if freqs.is_inference() else freqs._version
+    if key in made:
+        return made[key]
+    angles = freqs[:length, 0, 0]
     angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[-1] // 2]
-    return angles.cos(), angles.sin()
+    tables = angles.cos(), angles.sin()
+    if not (freqs.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is nobody else's
+        made[key] = tables
+    return tables
 
 
 ACTIVATIONS = {  # by the module that defines it

@@ -10,6 +10,7 @@ from typing import Any
 from onepass.integrations.megatron import fusions as ours
 from onepass.integrations.megatron.head import apply
 from onepass.integrations.megatron.norms import MegatronNorm
+from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_tensor_scale, with_fused_adam
 from onepass.integrations.megatron.specs import spec_provider
 from onepass.integrations.megatron.wgrad import MODULE, drain_embedding_wgrad_compute, wgrad_module
 from onepass.integrations.seams import Seams
@@ -19,8 +20,9 @@ _CORE = "megatron.core."
 
 
 def install(
-    *, wgrad: bool = True, fusions: bool = True, norms: bool = True, dropout: bool = True, rope: bool = True, loss: bool = True
-) -> Seams:
+    *, wgrad: bool = True, fusions: bool = True, norms: bool = True, dropout: bool = True, rope: bool = True, loss: bool = True,
+    optimizer: bool = True,
+) -> Seams:  # fmt: skip
     """Rebind functions of megatron.core, in every module that has them. Call it before models are built.
 
     Args:
@@ -31,6 +33,7 @@ def install(
         dropout: bias, dropout and residual.
         rope: rotary positions behind apply_rope_fusion.
         loss: cross-entropy behind cross_entropy_loss_fusion; cross_entropy_fusion_impl="linear" makes no logits.
+        optimizer: Adam and clipping in one pass each. Those of Transformer Engine and Apex are left alone.
 
     Returns:
         Seams: `str` says what was replaced, and what was left and why; `undo` restores every binding.
@@ -42,7 +45,7 @@ def install(
     with seams.all_or_nothing():
         for wanted, rebind in (
             (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (norms, _rebind_norms), (dropout, _rebind_dropout),
-            (rope, _rebind_rope), (loss, _rebind_loss),
+            (rope, _rebind_rope), (loss, _rebind_loss), (optimizer, _rebind_optimizer),
         ):  # fmt: skip
             if wanted:
                 rebind(seams)
@@ -103,6 +106,18 @@ def _rebind_loss(seams: Seams) -> None:
         return
     seams.leave("fusions.fused_linear_cross_entropy", f"not in {seams.version}: apply() stands in at the model's end")
     seams.rebind(_CORE + "models.gpt.gpt_model", "GPTModel.__init__", _with_linear_head(_gpt_model().__init__))
+
+
+def _rebind_optimizer(seams: Seams) -> None:
+    theirs = importlib.import_module(_CORE + "optimizer")
+    if not theirs.USING_PYTORCH_OPTIMIZER:
+        seams.leave("optimizer", "Transformer Engine's or Apex's is there")
+        return
+    seams.rebind(theirs.__name__, "get_megatron_optimizer", with_fused_adam(theirs.get_megatron_optimizer))
+    for name, value in (
+        ("local_multi_tensor_l2_norm", multi_tensor_l2_norm), ("local_multi_tensor_scale", multi_tensor_scale),
+    ):  # fmt: skip
+        seams.rebind(_CORE + "utils", name, value)
 
 
 def _gpt_model() -> Any:

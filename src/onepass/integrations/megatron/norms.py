@@ -15,10 +15,11 @@ class MegatronNorm:
     """A norm, called as FusedLayerNorm, WrappedTorchNorm and TENorm are. It returns an onepass.nn.RMSNorm or LayerNorm.
 
     It is a class because build_module takes a function for the built module itself. Options come from config alone, as in
-    WrappedTorchNorm. Every hidden size has a kernel, so persist_layer_norm has nothing to choose.
+    WrappedTorchNorm. Every hidden size has a kernel, so persist_layer_norm has nothing to choose. With has_residual and
+    fused_residual_rmsnorm it returns (output, residual), as TENorm does.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, **_: Any) -> Any:
         if config.normalization not in _KINDS:
             raise ValueError(f"config.normalization must be LayerNorm or RMSNorm, but is {config.normalization!r}")
         return _KINDS[config.normalization](
@@ -28,5 +29,13 @@ class MegatronNorm:
             dtype=config.params_dtype,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             memory_efficient=config.memory_efficient_layer_norm,
+            return_input=has_residual and getattr(config, "fused_residual_rmsnorm", False),
             sequence_parallel=config.sequence_parallel,
         )
+
+
+class ResidualNorm:
+    """A norm before a residual connection: with fused_residual_rmsnorm it returns (output, residual), as TENorm does there."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        return MegatronNorm(config, hidden_size, eps, has_residual=True)

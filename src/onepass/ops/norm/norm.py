@@ -13,7 +13,7 @@ Kernels  ops/norm/kernels.py and what it names: norm_linear shares them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.sharding import shard_norm
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.op import Call, define_op
@@ -40,10 +40,12 @@ def rms_norm_reference(
     *,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
+    return_input: bool = False,
     stored: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
-    return _formula(x, weight, None, residual, NormOptions(False, eps, zero_centered_gamma), stored or x.dtype)
+    options = NormOptions(False, eps, zero_centered_gamma)
+    return _formula(x, weight, None, residual, options, stored or x.dtype, return_input)
 
 
 def layer_norm_reference(
@@ -54,20 +56,22 @@ def layer_norm_reference(
     *,
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
+    return_input: bool = False,
     stored: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
-    return _formula(x, weight, bias, residual, NormOptions(True, eps, zero_centered_gamma), stored or x.dtype)
+    options = NormOptions(True, eps, zero_centered_gamma)
+    return _formula(x, weight, bias, residual, options, stored or x.dtype, return_input)
 
 
 def _formula(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    options: NormOptions, stored: torch.dtype, native: bool = False,
+    options: NormOptions, stored: torch.dtype, return_input: bool = False, native: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     layer, eps, centered = options
     h = x if residual is None else add_rounded(x, residual, stored)
     y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=native).to(x.dtype)
-    return y if residual is None else (y, h.to(x.dtype))
+    return (y, h.to(x.dtype)) if return_input or residual is not None else y
 
 
 # ---- autograd ----
@@ -77,15 +81,19 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        options: NormOptions, keep: bool,
+        options: NormOptions, keep: bool, returns_input: bool,
     ) -> Any:  # fmt: skip
         y, h, stats = kernels.forward(x, residual, weight, bias, options, keep)
         ctx.call = options, x.dtype, None if residual is None else residual.dtype
         ctx.vectors = saved_vectors(ctx, 2, weight, bias)
-        if residual is not None:
-            ctx.set_materialize_grads(False)  # y or h may have been used alone
-        ctx.save_for_backward(x if residual is None else h, weight, bias, stats)
-        return y if residual is None else (y, h)
+        h = x if residual is None else h
+        ctx.save_for_backward(h, weight, bias, stats)
+        if not returns_input:
+            return y
+        ctx.set_materialize_grads(False)  # y or h may have been used alone
+        if residual is None and not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(h)
+        return y, h
 
     @staticmethod
     @not_twice_differentiable
@@ -109,13 +117,13 @@ class _NormFunction(torch.autograd.Function):
             )
             if grads is not None:
                 dweight, dbias = grads.put(into, dweight, dbias)
-        if residual_type is None:  # dx is None or of x's type: no need to ask
-            return dx, None, dweight, dbias, None, None
+        if residual_type is None:  # dx is None or of x's type
+            return dx if need_x else None, None, dweight, dbias, None, None, None
         with name_written([] if grads is None else grads.accumulated("weight", "bias")):
             return (
                 dx.to(x_type) if need_x and dx is not None else None,
                 dx.to(residual_type) if need_residual and dx is not None else None,
-                dweight, dbias, None, None,
+                dweight, dbias, None, None, None,
             )  # fmt: skip
 
 
@@ -139,10 +147,14 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
 
 def _norm(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: NormOptions, memory_efficient: bool, out: FP8Output, backend: str | None,
+    options: NormOptions, memory_efficient: bool, return_input: bool, out: FP8Output, backend: str | None,
 ) -> Any:  # fmt: skip
     target = output_target(out, x)
     chosen = choose(name, backend, kernels.norm_unsupported(x))
+    if return_input and residual is None:
+        traced = torch.compiler.is_compiling() or under_functorch()
+        if traced or chosen != "triton" or target is not None or x.numel() == 0 or not needs_grad(x, weight, bias):
+            return _norm(name, x, None, weight, bias, options, memory_efficient, False, out, backend), x
     if chosen not in NATIVE:
         vectors = (weight, bias) if options.layer else (weight,)
         centered = options.zero_centered_gamma
@@ -161,7 +173,7 @@ def _norm(
     if not needs_grad(x, residual, weight, bias):
         y, h, _ = kernels.forward(x, residual, weight, bias, options, False)
         return y if residual is None else (y, h)
-    return _apply(x, residual, weight, bias, options, not memory_efficient)
+    return _apply(x, residual, weight, bias, options, not memory_efficient, return_input or residual is not None)
 
 
 def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: NormOptions) -> Any:
@@ -172,22 +184,32 @@ def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[False] = ..., out: None = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[True], out: None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: bool = ..., out: None = ...,
+    backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[False] = ..., out: FP8Target | str,
+    backend: str | None = ...,
 ) -> FP8Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: bool = ..., out: FP8Target | str,
+    backend: str | None = ...,
 ) -> tuple[FP8Tensor, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
@@ -197,6 +219,7 @@ def rms_norm(
     residual: Tensor | None = None,
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
+    return_input: bool = False,
     out: FP8Output = None,
     backend: str | None = None,
 ) -> Any:
@@ -210,44 +233,57 @@ def rms_norm(
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
         memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
             for it); the gradients are the same.
+        return_input: return h without a residual too. It is x itself, and what uses it in the place of x has its gradient added
+            by the norm's backward, not by autograd in another pass.
         out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
             can't be differentiated: no input may require grad, but under `torch.no_grad`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+        With `return_input` (y, h) always, where h without a residual is x.
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
     if has_dtensor(x, weight):
         return run_on_shards(
             "rms_norm", x=x, weight=weight, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
-            memory_efficient=memory_efficient, out=out, backend=backend,
+            memory_efficient=memory_efficient, return_input=return_input, out=out, backend=backend,
         )  # fmt: skip
     _check(x, residual, weight, None, eps, zero_centered_gamma)
     options = NormOptions(False, float(eps), zero_centered_gamma)
-    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, out, backend)
+    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, return_input, out, backend)
 
 
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[False] = ..., out: None = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[True], out: None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: None = ..., backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: bool = ..., out: None = ...,
+    backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[False] = ..., out: FP8Target | str,
+    backend: str | None = ...,
 ) -> FP8Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor,
-    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., out: FP8Target | str, backend: str | None = ...,
+    zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: bool = ..., out: FP8Target | str,
+    backend: str | None = ...,
 ) -> tuple[FP8Tensor, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
@@ -258,6 +294,7 @@ def layer_norm(
     residual: Tensor | None = None,
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
+    return_input: bool = False,
     out: FP8Output = None,
     backend: str | None = None,
 ) -> Any:
@@ -271,23 +308,26 @@ def layer_norm(
         zero_centered_gamma: weight is kept as its distance from 1; the sum is fp32.
         memory_efficient: keep no statistics for backward, which computes them again (rows of over 4096 or so are read once more
             for it); the gradients are the same.
+        return_input: return h without a residual too. It is x itself, and what uses it in the place of x has its gradient added
+            by the norm's backward, not by autograd in another pass.
         out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
             can't be differentiated: no input may require grad, but under `torch.no_grad`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
         y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+        With `return_input` (y, h) always, where h without a residual is x.
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
     if has_dtensor(x, weight):
         return run_on_shards(
             "layer_norm", x=x, weight=weight, bias=bias, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
-            memory_efficient=memory_efficient, out=out, backend=backend,
+            memory_efficient=memory_efficient, return_input=return_input, out=out, backend=backend,
         )  # fmt: skip
     _check(x, residual, weight, bias, eps, zero_centered_gamma)
     options = NormOptions(True, float(eps), zero_centered_gamma)
-    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, out, backend)
+    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, return_input, out, backend)
 
 
 def _check_call(call: Call, bias: Tensor | None = None) -> None:

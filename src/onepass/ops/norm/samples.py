@@ -76,6 +76,7 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
         tensors["residual"] = RandomTensor((*lead, width), draw.beside(dtype))
     options: dict[str, Any] = {"eps": draw.choose((1e-5, _least_eps(width), 0.1))}
     options["zero_centered_gamma"] = "weight" in tensors and draw.flag(0.3)
+    options["return_input"] = draw.flag(0.2)
     reference: Callable[..., Any] = layer_norm_reference if layer else rms_norm_reference
     formula = partial(reference, stored=dtype, **options)
     return RandomCall(tensors, {**options, "memory_efficient": draw.flag(0.2)}, formula)

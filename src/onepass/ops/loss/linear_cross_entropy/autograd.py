@@ -55,12 +55,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if options.grad_scale is not None and under_checkpoint():
             raise RuntimeError("grad_scale can't be used under activation checkpointing, which runs forward twice: leave it away")
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
-        by_kernel = options.use_triton and not needs_dispatcher(hidden, weight, bias)
+        direct = not needs_dispatcher(hidden, weight, bias, lora_a, lora_b)
+        by_kernel = options.use_triton and direct
         selection = None if kept is None else kept.selection(0 if group is None else group.rank(), hidden.device)
         rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
+        # without gradients a chunk's rows are gathered when its turn comes: less memory
+        own = selection.own if selection is not None and direct and not any(needs) else None
         *found, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
-            _selected(hidden, selection), weight, bias, lora_a, lora_b, *rows, options, needs, accumulates_elsewhere(weight),
-            accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE),
+            _selected(hidden, selection) if own is None else hidden, weight, bias, lora_a, lora_b, *rows, options, needs,
+            accumulates_elsewhere(weight), accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
         )  # fmt: skip
         losses, lse = found[:2]
         stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics}

@@ -56,6 +56,7 @@ class Head:
     shard: VocabShard | None = None
     bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
     lora: LoRA | None = None  # in the same type, b of this rank's columns
+    own: Tensor | None = None  # numbers of hidden's rows that are computed, gathered chunk by chunk; None for all
 
     def __post_init__(self) -> None:
         options = self.options
@@ -75,6 +76,14 @@ class Head:
     @property
     def tokens(self) -> int:
         return self.labels.shape[0]
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of this rank's part."""
+        return (self.hidden if self.own is None else self.own).shape[0]
+
+    def own_hidden(self, chunk: slice) -> Tensor:
+        return self.hidden[chunk] if self.own is None else self.hidden.index_select(0, self.own[chunk])
 
     def low(self, hidden: Tensor) -> Tensor:
         """Return `scale * hidden @ a.T`, an operand of two products: it is rounded once."""
@@ -141,7 +150,7 @@ class Chunks:
 
     def __init__(self, head: Head, rows: int) -> None:
         self.head, self.ranks = head, head.ranks
-        own = head.hidden.shape[0]
+        own = head.own_tokens
         step = max(1, ceil_div(rows, self.ranks))
         self.slices = [slice(first, min(first + step, own)) for first in range(0, own, step)] or [slice(0, 0)]
         self.most = min(step, own) * self.ranks
@@ -156,14 +165,14 @@ class Chunks:
     def hidden(self, chunk: slice, following: slice | None = None) -> Tensor:
         """Return the chunk's hidden states, and start gathering those of `following`."""
         if self.ranks == 1:
-            return self.head.hidden[chunk]
+            return self.head.own_hidden(chunk)
         coming = self._coming[1] if self._coming is not None and self._coming[0] is chunk else self.start(chunk)
         whole = coming.wait()
         self._coming = None if following is None else (following, self.start(following))
         return whole
 
     def start(self, chunk: slice) -> Pending:
-        hidden = self.head.hidden[chunk]
+        hidden = self.head.own_hidden(chunk)
         return Pending(hidden) if self.ranks == 1 else start_all_gather(hidden, self.head.shard.group)  # type: ignore[union-attr]
 
     def take(self, chunk: slice, values: Tensor) -> Tensor:

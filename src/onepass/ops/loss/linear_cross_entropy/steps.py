@@ -94,16 +94,19 @@ def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
 
 def head_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, options: LossOptions,
+    place: Tensor | None, bits: Tensor | None, options: LossOptions, own: Tensor | None = None,
 ) -> Head:  # fmt: skip
-    """Cast the operands to the products' type."""
+    """Cast the operands to the products' type. own: as `Head` has it."""
     product = options.product
     group: Any = options.group  # to type checkers a name is of a type of its own
-    tokens = cast(hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), product)
+    tokens = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    if own is not None and tokens.dtype != product:  # rather a copy of these than of all
+        tokens, own = tokens.index_select(0, own), None
+    tokens = cast(tokens, product)
     shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
     bias = None if bias is None else cast(bias, product)
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
-    return Head(tokens, cast(weight, product), bias, labels, options, shard, bits, cast_lora(lora, product))
+    return Head(tokens, cast(weight, product), bias, labels, options, shard, bits, cast_lora(lora, product), own)
 
 
 def _rank_of(lora_a: Tensor | None) -> int:
@@ -125,7 +128,7 @@ def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
     token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
     needs: Needs, separate_sum: bool, *,
-    accumulate: Accumulate | None = None, mode: str | None = None,
+    accumulate: Accumulate | None = None, mode: str | None = None, own: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the `RowLosses`, the `Gradients` that are made already, and logits that wait.
 
@@ -133,10 +136,11 @@ def _forward(
         separate_sum: the weight's gradient goes to main_grad, and is rounded there only.
         accumulate: finished gradients of the weight are added to main_grad at once, and dweight is None.
         mode: the only one that will do, or None.
+        own: numbers of hidden's rows that are computed, where no gradient is needed; None for all.
     """
     main_grad = None if accumulate is None else accumulate[1]
     plan = plan_call(hidden, weight, labels.shape[0], options, needs, main_grad, mode, _rank_of(lora_a))
-    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
+    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options, own)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
         keep = plan.mode == "keep_logits"
         found, logits = losses(head, *_forward_pieces(head, keep), keep)
