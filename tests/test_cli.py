@@ -169,7 +169,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 
 
 # The files of messages, whose command they belong to, and flags of other programs that they name.
-_MESSAGES = {"bench": "bench", "doctor.py": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
+_MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
 _OTHERS["testing/sanitize.py"] = {"--print-limit", "--report-api-errors"}
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onepass import doctor
+from onepass.doctor import diagnosis as doctor
+from onepass.doctor import environment
 from onepass.kernels import language as lang
 from onepass.ops.activation import samples as activation_samples
 from onepass.ops.activation.bias_activation import bias_activation_reference
+from onepass.ops.attention import by_cudnn
 from onepass.runtime import op as op_records
 from onepass.runtime.samples import Sample
 
@@ -131,7 +133,7 @@ def test_interpreter_on_a_gpu_machine(monkeypatch, gpu):
 def test_numpy_and_the_interpreter(numpy, interpreted, verdict, monkeypatch):
     monkeypatch.setattr(doctor, "triton", _triton("3.6.0"))
     monkeypatch.setattr(lang, "INTERPRETED", interpreted)
-    monkeypatch.setattr(doctor, "_version", lambda package: numpy)
+    monkeypatch.setattr(doctor, "version_of", lambda package: numpy)
     assert _only(doctor._numpy).verdict == verdict
 
 
@@ -197,12 +199,92 @@ def test_addmm_without_out_dtype():
     assert "newer PyTorch" in check.advice
 
 
+# ---- what turns fast paths off ----
+
+
+@pytest.mark.parametrize("variable", environment._VARIABLES, ids=lambda variable: variable.name)
+@pytest.mark.parametrize("gpus", (0, 1))
+def test_a_variable_that_makes_programs_slower(variable, gpus, monkeypatch):
+    for each in environment._VARIABLES:
+        monkeypatch.delenv(each.name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert not list(environment._variables())
+    monkeypatch.setenv(variable.name, "1" if variable.value == "0" else "0")
+    assert not list(environment._variables())
+    monkeypatch.setenv(variable.name, variable.value)
+    if gpus or not variable.on_gpu:
+        check = _only(environment._variables)
+        assert check.verdict == doctor.WARNING and check.found.startswith(f"{variable.name}={variable.value} is set")
+        assert f"unset {variable.name}" in check.advice
+    else:
+        assert not list(environment._variables())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "threads", "cores", "warns"), [(0, 1, 8, True), (0, 2, 8, False), (0, 1, 1, False), (1, 1, 8, False)]
+)
+def test_one_thread_of_many(gpus, threads, cores, warns, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    checks = list(environment._threads())
+    assert bool(checks) is warns
+    assert not warns or f"set OMP_NUM_THREADS={cores}" in checks[0].advice
+
+
+@pytest.mark.parametrize("taken", (True, False))
+def test_kernels_that_transformers_refuses(taken, monkeypatch):
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    monkeypatch.setattr(environment, "version_of", {"kernels": "0.1.0", "transformers": "5.24.0"}.get)
+    monkeypatch.setattr(utils, "is_kernels_available", lambda: taken)
+    monkeypatch.setattr(utils, "KERNELS_MIN_VERSION", "0.18.2", raising=False)
+    monkeypatch.setattr(utils, "KERNELS_MAX_VERSION", "0.19.0", raising=False)
+    check = _only(environment._kernels_of_the_hub)
+    assert check.verdict == (doctor.OK if taken else doctor.WARNING) and "kernels 0.1.0" in check.found
+    assert taken or "pip install 'kernels>=0.18.2,<0.19.0'" in check.advice
+
+
+@pytest.mark.parametrize("missing", ("kernels", "transformers"))
+def test_without_kernels_there_is_nothing_to_say(missing, monkeypatch):
+    monkeypatch.setattr(environment, "version_of", lambda package: None if package == missing else "5.24.0")
+    assert not list(environment._kernels_of_the_hub())
+
+
+@pytest.mark.parametrize("drops", (True, False))
+def test_a_softcap_that_sdpa_drops(drops, monkeypatch):
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    monkeypatch.setattr(gemma.Gemma2PreTrainedModel, "_supports_sdpa", drops)
+    checks = list(environment._softcap_by_sdpa())
+    assert bool(checks) is drops
+    assert not drops or "attn_implementation='eager'" in checks[0].advice
+    monkeypatch.setattr(environment, "version_of", lambda package: "4.57.1")
+    assert not list(environment._softcap_by_sdpa())
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "installed", "warns"),
+    [((9, 0), 91900, False, True), ((9, 0), 91900, True, False), ((9, 0), 91899, False, False), ((8, 0), 91900, False, False),
+     ((10, 0), 91900, False, False)],
+)  # fmt: skip
+def test_a_frontend_that_is_missing(capability, cudnn, installed, warns, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(by_cudnn, "_CUDNN", cudnn)
+    monkeypatch.setattr(by_cudnn, "has_frontend", lambda: installed)
+    checks = list(environment._cudnn_frontend(GPU))
+    assert bool(checks) is warns
+    assert not warns or "[cudnn]" in checks[0].advice
+
+
+def test_all_of_these_are_asked():
+    assert set(environment.SLOWERS) < set(doctor._TRAPS) and set(environment.GPU_SLOWERS) < set(doctor._GPU_TRAPS)
+
+
 # ---- huggingface.apply ----
 
 
 @pytest.mark.parametrize(("version", "verdict"), [(None, "ok"), ("4.57.1", "warning")])
 def test_where_apply_has_nothing_to_see(version, verdict, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: version)
+    monkeypatch.setattr(doctor, "version_of", lambda package: version)
     check = _only(doctor._huggingface_apply)
     assert check.verdict == verdict
     assert (version or "transformers is not installed") in check.found

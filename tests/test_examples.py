@@ -23,6 +23,8 @@ NEEDS = {
     "policy_verl": ("verl", "transformers"),
     "pretrain_megatron": ("megatron.core",),
     "pretrain_torchtitan": ("torchtitan", "datasets"),
+    "train_accelerate": ("transformers", "accelerate"),
+    "train_lightning": ("transformers", "lightning"),
     "train_trl": ("trl", "datasets"),
 }
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*/scripts/puzzlers*.json"))

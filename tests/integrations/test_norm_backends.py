@@ -12,6 +12,9 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import onepass
 from onepass.integrations import norm_backends
@@ -336,6 +339,27 @@ def test_use_backend_chooses_them_too(given):
         with pytest.raises(RuntimeError, match="takes no residual"):
             onepass.layer_norm(x, weight, bias, residual=residual)
     assert len(given) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtensors_reach_them_as_plain_parts(given, name, one_rank):
+    def shared(t):
+        return DTensor.from_local(t.clone().requires_grad_(), one_rank, [Replicate()], run_check=False)
+
+    assert onepass.explain("rms_norm", shared(x), shared(weight), backend=name).reasons[name] is None
+    y = onepass.rms_norm(shared(x), shared(weight), backend=name)
+    assert isinstance(y, DTensor) and len(given) == 1
+    assert not any(isinstance(argument, DTensor) for argument in given[0])
+    torch.testing.assert_close(y.to_local(), onepass.rms_norm(x, weight, backend="torch"))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_registering_loads_nothing_and_takes_no_time():

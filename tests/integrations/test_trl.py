@@ -120,6 +120,34 @@ def test_with_huggingface_apply(name, bf16, lora, when, tmp_path):
     assert len(train(trainer)) >= 3  # TRL's wrapper is still there
 
 
+@every_trainer
+@pytest.mark.parametrize("bf16", (False, True))
+@pytest.mark.parametrize("lora", (False, True))
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_the_report_says_whose_head_runs(bf16, lora, when, tmp_path):
+    peft = pytest.importorskip("peft").LoraConfig(**LORA) if lora else None
+    model = new_model()
+    applied = huggingface.apply(model) if when == "before" else None
+    trainer = new_trainer("SFT", model, tmp_path, peft=peft, bf16=bf16)
+    applied = applied or huggingface.apply(trainer.model)
+    train(trainer)  # accelerate wraps the forward once more
+    assert "trl.install() replaces" in reason(applied)
+    assert [row.name.rpartition(".")[2] for row in applied.left if row.part == "loss"] == ["lm_head"]
+    with installed():
+        assert reason(applied) == "TRL's trainers run its fused head, by linear_cross_entropy too"
+    assert "trl.install() replaces" in reason(applied)
+
+
+def reason(applied):
+    (row,) = [row for row in applied.rows if row.part == "loss"]
+    return row.why
+
+
+def test_the_report_of_a_model_that_trl_has_not(tmp_path):
+    with installed():
+        assert reason(huggingface.apply(new_model())) is None
+
+
 # ---- the function ----
 
 

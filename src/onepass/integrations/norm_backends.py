@@ -1,7 +1,8 @@
 """Backends of rms_norm and layer_norm that run kernels of Liger, Apex and Transformer Engine, if those are installed.
 
 Written for Liger 0.8, Apex's master of 2025 and Transformer Engine 2. A backend refuses, with the reason, calls that its kernels
-can't compute as onepass defines them. A backend runs only if a caller names it. Remaining differences:
+can't compute as onepass defines them. A backend runs only if a caller names it. For DTensors it gets each rank's part, by the
+op's own rule. Remaining differences:
 
     Liger               runs in fp32 arithmetic (its "gemma"), and doesn't overwrite the incoming gradient, as its default does;
                         silently loses a derivative of its gradients
@@ -84,8 +85,6 @@ def _unsupported(package: NormPackage, make: Callable[..., NormCall], *args: Any
         return f"{package.title} is not installed: there is no module {missing} ({package.install})"
     if call.x.dtype not in _TYPES:
         return f"x is {call.x.dtype}"
-    if type(call.x) is not Tensor and type(call.x).__name__ == "DTensor":
-        return "x is a DTensor, for which these kernels have no sharding rule"
     if call.x.numel() == 0:
         return "x has no rows"
     if call.memory_efficient:

@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from onepass.integrations.seams import SeamError, Seams
+from onepass.integrations.tested import TESTED
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.runtime.autocast import under_autocast
 
-_TESTED = "1.16.0"
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _ARGUMENTS = ("weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale")
 _OUTPUTS = {  # TRL's names, in their order, and those of linear_cross_entropy's statistics
@@ -77,7 +77,7 @@ def install() -> Seams:
         SeamError: TRL is not installed, its function is not where it was or takes other arguments, or onepass is installed
             already. TRL is as it was.
     """
-    seams = Seams("trl", _TESTED)
+    seams = Seams("trl", TESTED["trl"][-1])
     stock = getattr(importlib.import_module(_MODULE), _NAME, None)
     if isinstance(stock, LogProbFunction):
         raise SeamError(f"{_NAME} of trl {seams.version} is onepass's already: undo() that install first")
@@ -91,6 +91,12 @@ def install() -> Seams:
     return seams
 
 
+def runs_onepass(forward: Any) -> bool | None:
+    """Whether a model's forward with TRL's fused head runs onepass's function. None for other forwards."""
+    names = getattr(forward, "__globals__", {})
+    return isinstance(names.get(_NAME), LogProbFunction) if names.get("__name__") == _MODULE else None
+
+
 def _parameters(stock: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(stock.forward).parameters)
 
@@ -100,5 +106,5 @@ def _check(stock: Any, version: str) -> None:
     if taken not in (_ARGUMENTS, (*_ARGUMENTS, "outputs")):
         raise SeamError(
             f"{_NAME} of trl {version} takes ({', '.join(taken)}) after the hidden states, and onepass knows "
-            f"({', '.join(_ARGUMENTS)}) and outputs, as in 1.14 to {_TESTED}: nothing was changed"
+            f"({', '.join(_ARGUMENTS)}) and outputs, as in {TESTED['trl'][0]} to {TESTED['trl'][-1]}: nothing was changed"
         )

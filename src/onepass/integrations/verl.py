@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.integrations.seams import Seams
+from onepass.integrations.tested import TESTED
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 
-_TESTED = "0.9.1"
 _FUNCTION = "verl.utils.kernel.linear_cross_entropy"
 _MODULE = "verl.utils.experimental.torch_functional"
 _MEGATRON = "verl.models.mcore.model_forward_fused"
@@ -99,7 +99,7 @@ def install() -> Seams:
     Raises:
         SeamError: verl is not installed, a name is not where it was, or onepass is installed already. verl is as it was.
     """
-    seams = Seams("verl", _TESTED)
+    seams = Seams("verl", TESTED["verl"][-1])
     with seams.all_or_nothing():
         stock = getattr(importlib.import_module(_FUNCTION), "linear_cross_entropy", None)
         seams.rebind(_FUNCTION, "linear_cross_entropy", LogProbsAndEntropy(stock))

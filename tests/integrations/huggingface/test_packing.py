@@ -241,6 +241,17 @@ def test_mutants(mutant, monkeypatch):
 # ---- what stays transformers' own ----
 
 
+def test_an_sdpa_that_drops_the_softcap_is_named(monkeypatch):
+    """As in transformers 5.17. Newer ones refuse Gemma 2 by SDPA."""
+    interfaces = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    sdpa = interfaces["sdpa"]
+    monkeypatch.setitem(interfaces, "sdpa", lambda *args, softcap=None, **options: sdpa(*args, **options))
+    model = made("Gemma2")
+    model.config._attn_implementation = "sdpa"
+    (row,) = [row for row in huggingface.apply(model).left if row.name == "model"]
+    assert row.why == "SDPA drops its softcap: load it with attn_implementation='eager', or by a newer transformers"
+
+
 def causal(*, windowed=False):
     mask = torch.ones(12, 12, dtype=torch.bool).tril()
     return (mask.triu(-2) if windowed else mask)[None, None].expand(2, -1, -1, -1)

@@ -8,6 +8,15 @@ print(applied)                      # what was replaced, what was not, and why
 applied.undo()
 """
 
+import importlib
+from typing import Any
+
 from onepass.integrations.huggingface.applied import Applied, apply
 
-__all__ = ["Applied", "apply"]
+__all__ = ["Applied", "OnepassKernels", "apply", "kernel_mapping"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("OnepassKernels", "kernel_mapping"):  # they import transformers
+        return getattr(importlib.import_module(f"{__name__}.local_kernels"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.lora import is_lora, lora_of
-from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.patches import AppliedRow, Patches, wrapped_by
 from onepass.integrations.huggingface.probe import FP64, own_forward, parameters_of, thread
-from onepass.integrations.huggingface.snapshot import FSDP, Reads, RecordingConfig, Snapshot, hooked
+from onepass.integrations.huggingface.snapshot import FSDP, UNREAD, Reads, RecordingConfig, Snapshot, hooked
+from onepass.integrations.trl import runs_onepass
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
@@ -34,6 +35,8 @@ from onepass.ops.loss.lora import LoRA
 from onepass.runtime.autocast import under_autocast
 
 _LEAVE = "leave this model's loss as it is (loss=False)"
+_TRLS = "TRL's trainers run TRL's fused head, which onepass.integrations.trl.install() replaces"
+_OURS_IN_TRL = "TRL's trainers run its fused head, by linear_cross_entropy too"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "cache", "position_ids"}  # without a cache models check position_ids for packing
 _CHUNK = 4096  # tokens
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
@@ -90,14 +93,25 @@ class _HeadState:
 
 @dataclass(frozen=True)
 class LossMatch:
-    """A model whose head computes the loss, for `apply`'s report."""
+    """A model whose head computes the loss, or whose forward TRL has taken, for `apply`'s report."""
 
     module: nn.Module  # the head
     model: nn.Module
-    snapshot: Snapshot
+    snapshot: Snapshot = UNREAD
 
     def change(self) -> str | None:
-        return self.snapshot.change(self.model)
+        return self.snapshot.change(self.model) or (_TRLS if _runs_onepass_in_trl(self.model) is False else None)
+
+    def left(self) -> str | None:
+        """What TRL's trainers run, where TRL has taken the model's forward."""
+        by_onepass = _runs_onepass_in_trl(self.model)
+        return None if by_onepass is None else _OURS_IN_TRL if by_onepass else _TRLS
+
+
+def _runs_onepass_in_trl(model: nn.Module) -> bool | None:
+    """Whether TRL's fused head is onepass's, where TRL has put it around the model's forward; None elsewhere."""
+    found = map(runs_onepass, wrapped_by(vars(model).get("forward")))
+    return next((each for each in found if each is not None), None)
 
 
 def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
@@ -106,6 +120,9 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     head: Any = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     name = next((name for name, part in model.named_modules() if part is head), "")
     kind = type(head if name else causal).__name__
+    if head is not None and _runs_onepass_in_trl(causal) is not None:
+        match = LossMatch(head, causal)
+        return [AppliedRow(name, kind, "loss", why=match.left(), match=match)]
     why = _unlike(causal, head)
     if why is not None:
         return [AppliedRow(name, kind, "loss", why=why)]

@@ -216,6 +216,8 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
     windows = [stack.config.sliding_window if seen is narrow else None for seen in hidden]
     plain_only = any(path.attention.interface is None for path in paths)
     if plain_only and (by != "sdpa" or any(windows)):
+        if by == "sdpa" and getattr(stack.config, "attn_logit_softcapping", None):  # Gemma 2; newer transformers refuse that
+            return None, "SDPA drops its softcap: load it with attn_implementation='eager', or by a newer transformers"
         return None, "its layers call attention in a way that onepass doesn't know"
     for path, window in zip(paths, windows, strict=True):
         path.attention.window = window

@@ -29,12 +29,14 @@ class AppliedRow:
     part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv", "precision"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
-    match: Any = field(default=None, compare=False, repr=False)  # says its `module`, `change`, and maybe `made_by` and `left`
+    match: Any = field(default=None, compare=False, repr=False)  # has `module`, says `change` and maybe `made_by`, and `left`
 
     def now(self, model: nn.Module) -> AppliedRow:
         """Return the row as it is by now: what has changed since `apply` runs its own code."""
-        if self.by is None or self.match is None:
+        if self.match is None:
             return self
+        if self.by is None:
+            return replace(self, why=self.match.left())
         there = module_at(model, self.name)
         if there is self.match.module or (hasattr(self.match, "stands_in") and self.match.stands_in(there)):
             changed = self.match.change()
@@ -93,13 +95,19 @@ def _origin_of(value: Any) -> str:
 
 
 def _reaches(value: Any, target: Any, depth: int = 8) -> bool:
-    """Whether this function is `target`, or a wrapper around it: those keep what they call in a closure or as __wrapped__."""
-    if value == target:
-        return True
+    """Whether this function is `target`, or a wrapper around it."""
+    return any(each == target for each in wrapped_by(value, depth))
+
+
+def wrapped_by(value: Any, depth: int = 8) -> Iterator[Any]:
+    """Yield this function and those that it wraps: wrappers keep what they call in a closure or as __wrapped__."""
+    yield value
     cells = getattr(value, "__closure__", None) or ()
     inner = [cell.cell_contents for cell in cells if cell != CellType()]
     inner += [getattr(value, name, None) for name in ("__wrapped__", "__func__", "func")]
-    return depth > 0 and any(_reaches(each, target, depth - 1) for each in inner if callable(each))
+    for each in inner if depth > 0 else ():
+        if callable(each):
+            yield from wrapped_by(each, depth - 1)
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module | None:

@@ -14,8 +14,8 @@ from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_
 from onepass.integrations.megatron.specs import spec_provider
 from onepass.integrations.megatron.wgrad import MODULE, drain_embedding_wgrad_compute, wgrad_module
 from onepass.integrations.seams import Seams
+from onepass.integrations.tested import TESTED
 
-TESTED = "0.19.2"  # the newest version tested
 _CORE = "megatron.core."
 
 
@@ -41,7 +41,7 @@ def install(
     Raises:
         SeamError: a name has moved in this version, or is onepass's already. Megatron is then as it was.
     """
-    seams = Seams("megatron-core", TESTED, "megatron.core")
+    seams = Seams("megatron-core", TESTED["megatron-core"][-1], "megatron.core")
     with seams.all_or_nothing():
         for wanted, rebind in (
             (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (norms, _rebind_norms), (dropout, _rebind_dropout),

@@ -97,6 +97,11 @@ def backward_by_cudnn(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
     return fits and _CUDNN >= _DETERMINISTIC_FROM and has_cudnn(qkv, newest=9) and has_frontend()
 
 
+def lacks_frontend(device: torch.device) -> bool:
+    """Whether nvidia-cudnn-frontend is missing on a machine where `backward_by_cudnn` would take it."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and _CUDNN >= _DETERMINISTIC_FROM and not has_frontend()
+
+
 def attend_backward_by_cudnn(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
     """Write the gradients dq, dk and dv, whose last strides are 1."""
     q, k, v, y, dy = call.q, call.k, call.v, call.y, call.dy

@@ -1,8 +1,4 @@
-"""`onepass doctor`: report this machine's hardware and versions, which backends it can use, and known problems.
-
-Exit status: 1 if something is broken, else 0. Broken means that calls raise, results are wrong, or a GPU's kernels can't run for
-a reason that can be fixed on this machine. What works, but slower or with fewer features, is a warning.
-"""
+"""What `onepass doctor` looks at, and how it is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import argparse
 import contextlib
 import copy
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -26,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onepass.doctor.check import BROKEN, OK, OLDEST_TRANSFORMERS, WARNING, Check, version_of
+from onepass.doctor.environment import GPU_SLOWERS, SLOWERS
 from onepass.kernels import language
 from onepass.kernels.language import triton
 from onepass.runtime import backend
@@ -33,18 +30,7 @@ from onepass.runtime.install_hint import install_hint
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, weights_of
 
-OK, WARNING, BROKEN = "ok", "warning", "broken"
 T = TypeVar("T")
-
-
-@dataclass
-class Check:
-    """The result of one check for a known problem, or of one self-test, with advice if it is not ok."""
-
-    name: str
-    verdict: str
-    found: str
-    advice: str = ""
 
 
 @dataclass
@@ -96,18 +82,11 @@ def _title(trap: Callable[..., Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"onepass": _version("onepass") or "not installed", "python": platform.python_version(), "torch": torch.__version__}
+    found = {"onepass": version_of("onepass") or "not installed", "python": platform.python_version(), "torch": torch.__version__}
     found["triton"] = triton.__version__ if triton else "none"
-    found["numpy"] = _version("numpy") or "none"
+    found["numpy"] = version_of("numpy") or "none"
     found["cuda"] = torch.version.cuda or "none (a CPU build of PyTorch)"
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> list[torch.device]:
@@ -192,7 +171,7 @@ def _interpreter() -> Iterator[Check]:
 def _numpy() -> Iterator[Check]:
     if triton is None:
         return
-    name, version = "numpy and the interpreter", _version("numpy")
+    name, version = "numpy and the interpreter", version_of("numpy")
     repair = "import onepass.testing.interpreter before running kernels, as our tests do"
     if version is None:
         verdict = BROKEN if language.INTERPRETED else OK
@@ -290,7 +269,6 @@ def _addmm(device: torch.device) -> Iterator[Check]:
 
 # ---- huggingface.apply, on tiny models of the installed transformers ----
 
-_OLDEST_TRANSFORMERS = 5
 _TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32,
     "bos_token_id": 1, "eos_token_id": 2,
@@ -314,11 +292,11 @@ _FAMILIES = {
 
 def _huggingface_apply() -> Iterator[Check]:
     """Whether apply sees the parts of tiny models, leaves their numbers as they are, and notices a change."""
-    version = _version("transformers")
+    version = version_of("transformers")
     if version is None:
         yield Check("huggingface.apply", OK, "transformers is not installed: there is nothing to apply to")
-    elif int(version.split(".")[0]) < _OLDEST_TRANSFORMERS:
-        advice = f"install transformers {_OLDEST_TRANSFORMERS} or later to use huggingface.apply"
+    elif int(version.split(".")[0]) < OLDEST_TRANSFORMERS:
+        advice = f"install transformers {OLDEST_TRANSFORMERS} or later to use huggingface.apply"
         yield Check("huggingface.apply", WARNING, f"transformers {version} was never tried", advice)
     else:
         for family in _FAMILIES:
@@ -372,9 +350,9 @@ def _apart(model: Any, before: Any) -> float:
 
 
 _TRAPS = (
-    _triton_version, _driver, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache, _huggingface_apply,
+    _triton_version, _driver, _interpreter, _numpy, _chosen_backend, _compiler, _triton_cache, *SLOWERS, _huggingface_apply,
 )  # fmt: skip
-_GPU_TRAPS = (_capability, _addmm)
+_GPU_TRAPS = (_capability, _addmm, *GPU_SLOWERS)
 
 
 # ---- self-test: forward and backward on each device, by each native backend that supports it, against fp64 ----
@@ -382,7 +360,7 @@ _GPU_TRAPS = (_capability, _addmm)
 
 def _self_test(op: str, device: torch.device, name: str) -> Iterator[Check]:
     if name == "triton":
-        if language.INTERPRETED and _version("numpy"):
+        if language.INTERPRETED and version_of("numpy"):
             import onepass.testing.interpreter  # noqa: F401
         if any(reason is not None for _, reason in _reason(op, device, name)):
             return

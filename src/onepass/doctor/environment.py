@@ -1,0 +1,88 @@
+"""What in the environment turns fast paths off without a word: variables, and packages that another package refuses or misses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onepass.doctor.check import OK, OLDEST_TRANSFORMERS, WARNING, Check, version_of
+from onepass.ops.attention.by_cudnn import lacks_frontend
+from onepass.runtime.install_hint import install_hint
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """An environment variable, its value that makes programs slower, and how."""
+
+    name: str
+    value: str
+    slower: str
+    on_gpu: bool = True  # only there
+
+
+_VARIABLES = (
+    _Variable("CUDA_LAUNCH_BLOCKING", "1", "the CPU waits for each kernel before it launches the next"),
+    _Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "each tensor's memory is asked of the driver, which waits for the GPU"),
+    _Variable("NVIDIA_TF32_OVERRIDE", "0", "fp32 products never take TF32, whatever the program sets"),
+    _Variable("TRITON_ALWAYS_COMPILE", "1", "each process compiles its kernels anew"),
+    _Variable("TORCH_COMPILE_DISABLE", "1", "torch.compile compiles nothing", on_gpu=False),
+    _Variable("TORCHDYNAMO_DISABLE", "1", "torch.compile compiles nothing", on_gpu=False),
+)
+
+
+def _variables() -> Iterator[Check]:
+    there = torch.cuda.device_count() > 0
+    for variable in _VARIABLES:
+        if os.environ.get(variable.name) == variable.value and (there or not variable.on_gpu):
+            found = f"{variable.name}={variable.value} is set: {variable.slower}"
+            yield Check("environment", WARNING, found, f"unset {variable.name}; it is for finding faults")
+
+
+def _threads() -> Iterator[Check]:
+    cores = len(os.sched_getaffinity(0))
+    if torch.cuda.device_count() == 0 and torch.get_num_threads() == 1 and cores > 1:
+        found = f"PyTorch computes with one thread of {cores} cores (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')})"
+        yield Check("threads", WARNING, found, f"set OMP_NUM_THREADS={cores}; torchrun sets 1, for each of its processes")
+
+
+def _kernels_of_the_hub() -> Iterator[Check]:
+    """Whether transformers takes the `kernels` that is installed. Else its decorators do nothing, and the slow code runs."""
+    version, transformers = version_of("kernels"), version_of("transformers")
+    if version is None or transformers is None:
+        return
+    utils: Any = importlib.import_module("transformers.utils.import_utils")
+    low, high = (getattr(utils, f"KERNELS_{end}_VERSION", None) for end in ("MIN", "MAX"))
+    if low is None or high is None:  # before 5.14
+        return
+    if utils.is_kernels_available():
+        yield Check("kernels", OK, f"transformers {transformers} takes kernels {version}")
+    else:
+        found = f"transformers {transformers} does without kernels {version}: it takes {low} or newer, before {high}"
+        advice = f"pip install 'kernels>={low},<{high}', or leave it out: huggingface.apply needs none"
+        yield Check("kernels", WARNING, found, advice)
+
+
+def _softcap_by_sdpa() -> Iterator[Check]:
+    """Whether transformers runs Gemma 2 by SDPA, which has no softcap, as 5.17 does. Newer ones refuse it."""
+    version = version_of("transformers")
+    if version is None or int(version.split(".")[0]) < OLDEST_TRANSFORMERS:
+        return
+    gemma: Any = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
+    if gemma.Gemma2PreTrainedModel._supports_sdpa:
+        found = f"transformers {version} runs Gemma 2 by SDPA, which drops its softcap"
+        yield Check("softcap", WARNING, found, "load it with attn_implementation='eager', or by a newer transformers")
+
+
+def _cudnn_frontend(device: torch.device) -> Iterator[Check]:
+    if lacks_frontend(device):
+        found = "nvidia-cudnn-frontend is not installed: attention's backward of 128-wide heads takes longer"
+        yield Check("cudnn frontend", WARNING, found, install_hint("cudnn"))
+
+
+SLOWERS = _variables, _threads, _kernels_of_the_hub, _softcap_by_sdpa
+GPU_SLOWERS = (_cudnn_frontend,)

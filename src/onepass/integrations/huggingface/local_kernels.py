@@ -1,0 +1,143 @@
+"""onepass's layers for transformers' `use_kernels`. They are local: nothing is downloaded.
+
+from onepass.integrations import huggingface
+
+model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=huggingface.OnepassKernels())
+print(model.kernel_config)  # what was replaced, what was not, and why
+...                         # train, evaluate, generate, save: as before
+model.kernel_config.undo(model)
+
+transformers gives names to layers ("RMSNorm"), and the `kernels` package gives modules of such a name another forward.
+`huggingface.apply` replaces more, fuses what lies side by side, and needs no such package: use one or the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import KernelConfig
+
+from onepass.integrations.huggingface.rotation import Rotation, tables_are_doubled
+from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.norm.norm import rms_norm
+
+_ROTATION = "rotary_pos_emb"
+_HALVES = Rotation(interleaved=False)
+_DEVICES = ("cuda", "cpu")
+
+
+# `kernels` binds these forwards to modules of other classes. It wants no constructor and no other members here.
+
+
+class _Layer(nn.Module):
+    can_torch_compile, has_backward = True, True
+
+
+class OnepassRMSNorm(_Layer):
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class OnepassRMSNormZeroCentered(_Layer):
+    weight: Tensor
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered_gamma=True)
+
+
+class OnepassRotaryPosEmb(_Layer):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, S, D]; other tables, and tensors of other than four dimensions, are left to the model's function."""
+        if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or unsqueeze_dim not in (1, 2):
+            stock: tuple[Tensor, Tensor] = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+            return stock
+        return _HALVES.function(q, k, cos, sin, unsqueeze_dim)
+
+
+class OnepassTanhGELU(_Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return bias_activation(input, None, "gelu")
+
+
+class OnepassQuickGELU(_Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return bias_activation(input, None, "quick_gelu")
+
+
+_LAYERS: dict[str, type[nn.Module]] = {  # transformers' names. SiLU, GeLU and GeluTanh are one kernel of PyTorch's already
+    "RMSNorm": OnepassRMSNorm, "RMSNormZeroCentered": OnepassRMSNormZeroCentered, _ROTATION: OnepassRotaryPosEmb,
+    "NewGELU": OnepassTanhGELU, "FastGELU": OnepassTanhGELU, "QuickGELU": OnepassQuickGELU,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalLayer:
+    """A layer in the form that the `kernels` package wants: a repository, which `load` returns the layer of."""
+
+    layer: type[nn.Module]
+
+    def load(self) -> type[nn.Module]:
+        return self.layer
+
+    def __str__(self) -> str:
+        return f"onepass, layer `{self.layer.__name__}`"
+
+
+def kernel_mapping() -> dict[str, dict[str, LocalLayer]]:
+    """Return a mapping for `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`, for every mode."""
+    return {name: {device: LocalLayer(layer) for device in _DEVICES} for name, layer in _LAYERS.items()}
+
+
+class OnepassKernels(KernelConfig):
+    """A `kernel_config` for `from_pretrained` and `set_use_kernels`. `str` says what was replaced, and what was not and why."""
+
+    def __init__(self) -> None:
+        super().__init__(use_local_kernel=True)  # type: ignore[no-untyped-call]  # transformers' own mapping downloads
+        self._left: dict[str, str] = {}
+
+    def sanitize_kernel_mapping(self, model: Any) -> None:
+        """Map the model's layers. transformers calls this when it has the model, and again when training starts or ends."""
+        self.registered_layer_names.clear()
+        self.store_registered_layer_names(model)  # type: ignore[no-untyped-call]
+        names = set(self.registered_layer_names.values())
+        ours = {name: devices for name, devices in kernel_mapping().items() if name in names}
+        self._left = dict.fromkeys(sorted(names - ours.keys()), "onepass has no such layer, or none that is faster")
+        if _ROTATION in ours and not tables_are_doubled(model, _HALVES):
+            del ours[_ROTATION]
+            self._left[_ROTATION] = "the model's tables of positions are none that onepass can read"
+        if not ours:
+            raise ValueError(f"there is nothing to replace in this {type(model).__name__}: it has none of {', '.join(_LAYERS)}")
+        others: dict[str, Any] = {name: {} for name in names}  # without a device a layer keeps its forward, without a warning
+        self.kernel_mapping = others | ours
+
+    def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
+        """The mapping is in the package's form already."""
+
+    def undo(self, model: Any) -> None:
+        """Give a model's layers their own forwards back. Its rotation is a function, which all models of its family share."""
+        if getattr(model, "kernel_config", None) is not self:
+            raise ValueError(f"this kernel_config must be the model's, but that has {getattr(model, 'kernel_config', None)}")
+        for module in model.modules():
+            for layer in (module, *getattr(module, "_kernel_funcs", {}).values()):
+                if hasattr(type(layer), "kernel_layer_name"):
+                    vars(layer).pop("forward", None)
+        model.set_use_kernels(False)
+        model.kernel_config = None
+
+    def __str__(self) -> str:
+        layers = Counter(self.registered_layer_names.values())
+        lines = [f"onepass by transformers' use_kernels{'' if layers else ': no model has it yet'}"]
+        lines += [f"  {name}: {self._by(name)} ({count})" for name, count in sorted(layers.items()) if name not in self._left]
+        lines += [f"  left: {name}: {why}" for name, why in self._left.items()]
+        return "\n".join(lines)
+
+    def _by(self, name: str) -> str:
+        layer = _LAYERS[name]
+        return f"{layer.__module__}.{layer.__name__}"

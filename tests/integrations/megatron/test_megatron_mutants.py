@@ -1,0 +1,94 @@
+"""Each mutant is a small, plausible slip in what takes the places of Megatron-core's functions, and a test there must fail on it."""
+
+import importlib
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("triton")
+from integrations.bindings import bindings_kept
+from integrations.megatron import test_fusions, test_megatron
+
+from onepass.integrations import megatron, seams
+from onepass.testing.mutants import copy_package, mutate
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
+FUSIONS, HEAD, INSTALL, NORMS, SPECS, WGRAD = (
+    importlib.import_module(f"{megatron.__name__}.{name}") for name in ("fusions", "head", "install", "norms", "specs", "wgrad")
+)
+GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
+UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
+HEADS = (test_megatron.test_apply_twice_undo_and_logits,)
+
+
+def as_stock(name):
+    return test_fusions.test_as_stock, name
+
+
+MUTANTS = {  # name: module, function, what is there, what stands there instead, the test that must fail
+    "the clamp forgotten": (FUSIONS, "bias_swiglu_impl", "clamp=clamp_value", "clamp=None", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
+    "fp8 and offload both": (FUSIONS, "_save", "if fp8 and offload", "if not fp8 and offload", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
+    "tokens of one weight": (FUSIONS, "weighted_bias_swiglu_impl", "token_weight=weights", "token_weight=None", as_stock("weighted_bias_swiglu_impl")),
+    "the linear offset forgotten": (FUSIONS, "weighted_bias_quick_geglu_impl", "float(linear_offset)", "0.0", as_stock("quick_geglu")),
+    "gelu by erf": (FUSIONS, "bias_gelu_impl", '"gelu"', '"gelu_exact"', as_stock("bias_gelu_impl")),
+    "geglu without its bias": (FUSIONS, "bias_geglu_impl", "input, bias,", "input, None,", as_stock("bias_geglu_impl")),
+    "relu not squared": (FUSIONS, "weighted_squared_relu_impl", '"squared_relu"', '"relu"', as_stock("squared_relu")),
+    "halves for neighbours": (FUSIONS, "fused_apply_rotary_pos_emb", "interleaved=interleaved)", "interleaved=False)", (test_fusions.test_rope, True, 8)),
+    "cosines for sines": (FUSIONS, "_tables", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", (test_fusions.test_rope, False, 8)),
+    "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=cu_seqlens.to(torch.int32)", "cu_seqlens=None", (test_fusions.test_rope, False, 8)),
+    "start_positions ignored": (FUSIONS, "fused_apply_rotary_pos_emb", "start_positions is not None or ", "", (test_fusions.test_what_rope_refuses, "start_positions")),
+    "dropout without the bias": (FUSIONS, "bias_dropout_add", "bias=bias, training", "bias=None, training", (test_fusions.test_bias_dropout_add, True, True)),
+    "no bias without gradients": (FUSIONS, "bias_dropout_add", "x.add_(bias)", "x.add_(0)", (test_fusions.test_bias_dropout_add, False, True)),
+    "operands of the weight's gradient swapped": (WGRAD, "_accumulate", "dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])", (test_megatron.test_drain, 1)),
+    "the first microbatch not drained": (WGRAD, "drain_embedding_wgrad_compute", "in zip(inputs, grads,", "in zip(inputs[1:], grads[1:],", (test_megatron.test_drain, 3)),
+    "drained buffers keep": (WGRAD, "drain_embedding_wgrad_compute", "inputs.clear()", "pass", (test_megatron.test_drain, 3)),
+    "the head's own gradients not drained": (WGRAD, "drain_embedding_wgrad_compute", "deferred.flush()", "pass", (test_megatron.test_deferred_head,)),
+    "weights of 16 bits only": (WGRAD, "wgrad_gemm_accum_fp32", "is not torch.float32", "is torch.float32", (test_megatron.test_gradient_accumulation_fusion,)),
+    "labels as they lie": (HEAD, "head_loss", "labels.transpose(0, 1)", "labels.reshape(labels.shape[::-1])", GPT),
+    "a tied head's weight not taken": (HEAD, "head_loss", "layer.weight if weight is None else weight", "layer.weight", GPT),
+    "no logits without labels": (HEAD, "apply", "labels is not None and", "labels is None and", HEADS),
+    "the output layer keeps ours": (HEAD, "AppliedHead.undo", 'del vars(self.model.output_layer)["forward"]', "pass", HEADS),
+    "multi-token prediction ignored": (HEAD, "_refuse", "if config.mtp_num_layers", "if not config", (test_megatron.test_multi_token_prediction_is_refused,)),
+    "deferral without our drain": (HEAD, "_deferred", "is not drain_embedding_wgrad_compute", "is None", (test_megatron.test_deferred_head,)),
+    "an epsilon of its own": (NORMS, "MegatronNorm.__new__", "hidden_size, eps, device", "hidden_size, 1e-2, device", GPT),
+    "every norm a LayerNorm": (NORMS, "MegatronNorm.__new__", "_KINDS[config.normalization](", '_KINDS["LayerNorm"](', GPT),
+    "scores not scaled": (SPECS, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', GPT),
+    "the product's norm has an epsilon of its own": (SPECS, "norm_column_parallel_linear", "eps=self.config.layernorm_epsilon", "eps=1e-2", GPT),
+    "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "moe_grouped_gemm")),
+    "activations left": (INSTALL, "_rebind_fusions", "seams.rebind(module, function.__name__, function)", "pass", UNDO),
+    "gradient accumulation still off": (INSTALL, "_rebind_wgrad", '"_grad_accum_fusion_available", True', '"_grad_accum_fusion_available", False', (test_megatron.test_gradient_accumulation_fusion,)),
+    "the drain left": (INSTALL, "_rebind_wgrad", '"drain_embedding_wgrad_compute", drain', '"drain_embedding_wgrad", drain', (test_megatron.test_drain, 1)),
+    "copies left": (seams, "Seams._bind", "copies and isinstance", "False and isinstance", UNDO),
+    "undo leaves copies": (seams, "Seams._restore", "setattr(copy, name, binding.before)", "pass", UNDO),
+    "undo leaves modules": (seams, "Binding.assign", "self.owner.pop(self.name, None)", "pass", (test_megatron.test_gradient_accumulation_fusion,)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """Runs a test with another package in the place of onepass's, and binds Megatron's names again."""
+    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
+
+    def run(package, test, *given):
+        model = importlib.import_module("megatron.core.models.gpt").GPTModel  # its __init__ is bound too
+        with bindings_kept("megatron.core", model), monkeypatch.context() as patch:
+            patch.setattr(test_megatron, "megatron", package)
+            patch.setattr(test_megatron, "SeamError", package.install.__globals__["Seams"].undo.__globals__["SeamError"])
+            patch.setattr(test_fusions, "ours", package.install.__globals__["ours"])
+            test(*given)
+
+    return run
+
+
+def test_the_package_passes(judge):
+    copy = copy_package(megatron)
+    for call in {repr(call): call for *_, call in MUTANTS.values()}.values():
+        judge(copy, *call)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, judge):
+    module, function, old, new, call = MUTANTS[name]
+    mutant = mutate(module, function, old, new, entry=megatron)
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        judge(mutant, *call)
