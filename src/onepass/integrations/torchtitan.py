@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from onepass.integrations.seams import SeamError, Seams
+from onepass.integrations.tested import TESTED
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm.norm import rms_norm
 
-_TESTED = "0.3.0"
+_TESTED = TESTED["torchtitan"][-1]
 _VERSION = Seams("torchtitan", _TESTED).version  # warns of a newer one
 
 try:
