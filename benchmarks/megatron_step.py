@@ -122,7 +122,10 @@ def main() -> None:
         found.append(json.loads(lines[-1]) if done.returncode == 0 else {"way": way, "batch": args.batch, "failed": True})
         print(found[-1], flush=True)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        from onepass.bench.record import commit, device_name, versions
+
+        facts = {"commit": commit(), "gpu": device_name(torch.device("cuda", 0)), "versions": versions()}
+        args.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported
+from onepass.bench.peers import compiled, imported, on_copies
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
@@ -129,7 +129,7 @@ def _liger(case: BenchCase) -> Call:
     }[_activation(case)]
     function: Call = imported(module, name).apply
     if case.variant in _PAIRS:
-        return function
+        return on_copies(function, 2)  # it writes gradients over its arguments
 
     def call(x: Tensor, bias: Tensor) -> Result:
         gate, linear = (x + bias).chunk(2, -1)

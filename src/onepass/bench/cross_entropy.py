@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported
+from onepass.bench.peers import compiled, imported, on_copies
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.runtime.backend import explain
 
@@ -74,7 +73,7 @@ def _formula(case: BenchCase) -> Call:
 
 def _ours(case: BenchCase) -> Call:
     loss = partial(cross_entropy, label_smoothing=_SMOOTHING[case.variant])
-    return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
+    return _called(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
 
 
 def _eager_loss(case: BenchCase) -> Loss:
@@ -90,42 +89,17 @@ def _compiled(case: BenchCase) -> Call:
     return _called(compiled(_eager_loss(case)))
 
 
-# ---- in place ----
-
-
-class _ReplacedLogits(torch.autograd.Function):
-    """Substitute another tensor for the logits. The logits get its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, other: list[Tensor]) -> Tensor:
-        return other[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor, None]:
-        return dlogits, None
-
-
-def _on_a_copy(loss: Loss) -> Call:
-    copies: dict[int, list[Tensor]] = {}  # by the address of the logits that they copy; only the last is kept
-
-    def on_a_copy(logits: Tensor, labels: Tensor) -> Tensor:
-        if logits.data_ptr() not in copies:
-            copies.clear()
-            copies[logits.data_ptr()] = [logits.detach().clone()]
-        given: Tensor = _ReplacedLogits.apply(logits, copies[logits.data_ptr()])  # type: ignore[no-untyped-call]
-        return loss(given, labels)
-
-    return _called(on_a_copy)
+# ---- peers that write over the logits ----
 
 
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.transformers.functional", "liger_cross_entropy")
-    return _on_a_copy(partial(function, label_smoothing=_SMOOTHING[case.variant]))
+    return _called(on_copies(partial(function, label_smoothing=_SMOOTHING[case.variant]), 1))
 
 
 def _quack(case: BenchCase) -> Call:
     loss = partial(imported("quack.cross_entropy", "cross_entropy"), reduction="mean")
-    return _on_a_copy(partial(loss, inplace_backward=True)) if case.variant == "over" else _called(loss)
+    return _called(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
 
 
 def _contenders(case: BenchCase) -> list[Contender]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported
+from onepass.bench.peers import compiled, imported, on_copies
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.ops.norm.norm import rms_norm
 from onepass.runtime.backend import explain
@@ -203,30 +203,6 @@ def _compiled(case: BenchCase) -> Call:
 # ---- peers that write over q and k ----
 
 
-class _ReplacedInputs(torch.autograd.Function):
-    """Substitute other tensors for q and k. q and k get the gradients of those."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, others: list[Tensor]) -> Any:
-        return tuple(other.detach() for other in others)
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dq, dk, None
-
-
-def _on_copies(call: Call) -> Call:
-    copies: dict[int, list[Tensor]] = {}  # by the address of the q that they copy; only the last is kept
-
-    def on_copies(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
-        if q.data_ptr() not in copies:
-            copies.clear()
-            copies[q.data_ptr()] = [x.detach().clone() for x in (q, k)]
-        return call(*_ReplacedInputs.apply(q, k, copies[q.data_ptr()]), cos, sin)  # type: ignore[no-untyped-call]
-
-    return on_copies
-
-
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.rope", "LigerRopeFunction").apply
 
@@ -237,7 +213,7 @@ def _liger(case: BenchCase) -> Call:
         norm = imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply
         how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
         return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, _EPS, *how))
-    return _on_copies(_as_models_do(case, turned))
+    return on_copies(_as_models_do(case, turned), 2)
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
