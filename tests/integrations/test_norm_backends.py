@@ -342,6 +342,16 @@ def test_use_backend_chooses_them_too(given):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_the_input_is_returned_beside_what_they_return(given, name, op):
+    arguments = (weight,) if op == "rms_norm" else (weight, bias)
+    assert onepass.explain(op, x, *arguments, return_input=True, backend=name).backend == name
+    y, returned = getattr(onepass, op)(x, *arguments, return_input=True, backend=name)
+    assert returned is x and len(given) == 1
+    torch.testing.assert_close(y, getattr(onepass, op)(x, *arguments, backend="torch"))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_dtensors_reach_them_as_plain_parts(given, name, one_rank):
     def shared(t):
         return DTensor.from_local(t.clone().requires_grad_(), one_rank, [Replicate()], run_check=False)

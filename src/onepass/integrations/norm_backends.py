@@ -59,9 +59,13 @@ class NormPackage:
     run: Callable[[NormCall], Any]
 
 
+# The op itself returns its input where a caller asks for that, beside what a package returns.
+
+
 def _rms_call(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
+    return_input: bool = False,
 ) -> NormCall:  # fmt: skip
     return NormCall(False, x, weight, None, float(eps), residual, zero_centered_gamma, memory_efficient, out)
 
@@ -69,6 +73,7 @@ def _rms_call(
 def _layer_call(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
+    return_input: bool = False,
 ) -> NormCall:  # fmt: skip
     return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient, out)
 

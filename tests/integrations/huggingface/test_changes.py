@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from types import MethodType
 
 import pytest
 import torch
@@ -260,6 +261,25 @@ def test_the_report_says_what_has_changed():
     assert (mlp.by, mlp.why) == ("bias_activation, swiglu", LINEARS_CHANGED)
     assert "changed since" in str(applied) and "changed since" not in before
     applied.undo()
+
+
+@pytest.mark.parametrize("place", ("model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"))
+def test_the_report_names_a_forward_that_other_code_has_put_there(place):
+    model, _, applied = both()
+    module = model.get_submodule(place)
+    ours = module.forward
+
+    def wrapper(*args, **options):
+        return ours(*args, **options)
+
+    module.forward = wrapper
+    assert place not in [row.name for row in applied.left]
+    module.forward = MethodType(type(module).forward, module)
+    whys = [row.why for row in applied.left if row.name == place]
+    assert len(whys) == (2 if "attn" in place else 1)  # and its rotation
+    assert all(why.startswith("changed since: its forward is transformers.") for why in whys)
+    del module.forward
+    assert {row.why for row in applied.left if row.name == place} == {"changed since: its forward is its class's"}
 
 
 def test_what_is_put_back_is_replaced_again():

@@ -39,7 +39,7 @@ class AppliedRow:
             return replace(self, why=self.match.left())
         there = module_at(model, self.name)
         if there is self.match.module or (hasattr(self.match, "stands_in") and self.match.stands_in(there)):
-            changed = self.match.change()
+            changed = self.match.change() or _forward_change(self.match)
         else:
             changed = "it is gone" if there is None else f"{type(there).__name__} has its place"
         if changed is not None:
@@ -83,6 +83,15 @@ class Patch:
             f"{type(self.owner).__name__}.{self.name}{f' of {place}' if place else ''} is {_origin_of(self.foreign())} by now. "
             f"Take that back first, as by `{line}`"
         )
+
+
+def _forward_change(match: Any) -> str | None:
+    """Return that other code has replaced the forward that `set_forward` has set with this match; wrappers call it still."""
+    match, own = getattr(match, "attention", match), vars(match.module)  # a rotation's attention
+    ours = any(getattr(each, "args", None) == (match.module,) for each in wrapped_by(own.get("forward")))
+    if ours or own.get("_onepass") is not match:
+        return None
+    return f"its forward is {_origin_of(own['forward'])}" if "forward" in own else "its forward is its class's"
 
 
 def _origin_of(value: Any) -> str:
