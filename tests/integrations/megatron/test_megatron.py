@@ -330,3 +330,52 @@ def test_hybrid_stack():
         assert step(model) == pytest.approx(logits, rel=2e-6)
     finally:
         installed.undo()
+
+
+def test_packed_documents_are_alone():
+    """A packed row through a model gives each document the losses that it has by itself, and the same gradients."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    config = config_of(**KINDS["RMSNorm, swiglu"], num_query_groups=2)
+    lengths = (5, 1, 7)
+    tokens = torch.randint(64, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(1))
+    given, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+
+    def gradients(parts):
+        model = model_of(config, megatron.gpt_layer_spec(config))
+        losses = torch.cat([model(ids, at, None, labels=wanted, **options) for ids, at, wanted, options in parts], 1)
+        losses.sum().backward()
+        return losses.detach(), [p.grad for p in model.parameters()]
+
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+    )
+    found, grads = gradients([(given, places, labels, {"packed_seq_params": packed})])
+    alone = [(t.split(lengths, 1)) for t in (given, places, labels)]
+    expected, wanted = gradients([(*part, {}) for part in zip(*alone, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ],
+)
+def test_recomputed(recompute, monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    state = {"get": lambda *_, **__: torch.get_rng_state(), "set": lambda new, *_, **__: torch.set_rng_state(new)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", state["get"])
+    monkeypatch.setattr(random, "_get_cuda_rng_state", state["get"])
+    monkeypatch.setattr(random, "_set_cuda_rng_state", state["set"])
+    stock = step(model_of(config := config_of(**KINDS["RMSNorm, swiglu"]), local_spec(config)))
+    config = config_of(**KINDS["RMSNorm, swiglu"], **recompute)
+    model, called = model_of(config, megatron.gpt_layer_spec(config)), []
+    model.decoder.layers[0].mlp.linear_fc2.register_forward_hook(lambda *_: called.append(1))
+    assert step(model) == pytest.approx(stock, rel=2e-6) and len(called) == 2
