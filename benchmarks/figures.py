@@ -154,13 +154,15 @@ NOTES = {
 
 
 def by_reference(op, cases):
-    name = own(cases[0])["reference"]
-    both = f"both, over {name}"
-    sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
-    titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", both, "best peer", *sides)
-    calls = f"*{name}* are the onepass and PyTorch calls that the op replaces, one after another."
-    said = f"{FLOORS.get(op, calls)} {NOTES.get(op, '')}".rstrip()
-    return [said, "", *titles, *(reference_line(rows) for rows in cases)]
+    """Return a table for each reference."""
+    names = list(dict.fromkeys(own(rows)["reference"] for rows in cases))
+    calls = f"*{'*, *'.join(names)}* are the onepass and PyTorch calls that the op replaces, one after another."
+    lines = [f"{FLOORS.get(op, calls)} {NOTES.get(op, '')}".rstrip()]
+    for name in names:
+        sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
+        titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", f"both, over {name}", "best peer", *sides)
+        lines += ["", *titles, *(reference_line(rows) for rows in cases if own(rows)["reference"] == name)]
+    return lines
 
 
 # ---- small cases, and the CPU ----
@@ -612,7 +614,7 @@ def headline(folder, others=()):
 OPS_ROWS = [
     (
         "[`bias_activation`](docs/guide.md#bias_activation)",
-        "bias and activation, gated or not; dropout and token weights included; the bias gradient in the same pass",
+        "bias and activation, gated (of one tensor or two) or not; dropout, token weights and the bias gradient in the same pass",
         "bias_activation",
     ),
     (

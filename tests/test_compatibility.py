@@ -15,7 +15,7 @@ ROWS = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in re.findall
 INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
 } - {"__init__", "__pycache__", "norm_backends", "seams", "tested"}
-PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "trl": "trl", "verl": "verl"}
+PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
 
 
 @pytest.mark.parametrize("package", tested.TESTED)

@@ -13,7 +13,9 @@ from onepass.ops.activation import activations
 from onepass.runtime import op as op_records
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"megatron.md": "megatron.core", "trl.md": "trl", "verl.md": "verl"}  # what a page begins with installing
+NEEDS = {  # what a page begins with installing
+    "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl", "verl.md": "verl",
+}  # fmt: skip
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in page.read_text()]
 
 

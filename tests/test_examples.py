@@ -22,6 +22,7 @@ NEEDS = {
     "finetune_huggingface": ("transformers", "accelerate"),
     "policy_verl": ("verl", "transformers"),
     "pretrain_megatron": ("megatron.core",),
+    "pretrain_torchtitan": ("torchtitan", "datasets"),
     "train_accelerate": ("transformers", "accelerate"),
     "train_lightning": ("transformers", "lightning"),
     "train_trl": ("trl", "datasets"),

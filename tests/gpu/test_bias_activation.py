@@ -205,6 +205,100 @@ def test_every_width_and_alignment():
             assert equal(grads(activation, x, bias, dy), grads(activation, shifted.requires_grad_(), bias, dy)), (activation, H)
 
 
+# ---- a gate and a linear part in two tensors ----
+
+
+def pair(M, H, how="apart", dtype=torch.bfloat16, seed=0):
+    """Return a gate, a linear part and dy: each by itself, the halves of one tensor, or from an address that no load likes."""
+    x, _, dy = inputs(M, H, True, dtype, seed)
+    halves = x.detach().split(H, -1)
+    if how == "apart":
+        halves = [t.contiguous() for t in halves]
+    elif how == "unaligned":
+        halves = [torch.empty(M * H + 1, device="cuda", dtype=dtype)[1:].view(M, H).copy_(t) for t in halves]
+    return *(t.requires_grad_() for t in halves), dy
+
+
+def pair_grads(gate, linear, dy, activation="swiglu", **options):
+    gate, linear = (t.detach().requires_grad_() for t in (gate, linear))
+    y = onepass.bias_activation(gate, None, activation, linear=linear, **options)
+    return (y, *torch.autograd.grad(y, (gate, linear), dy))
+
+
+def pair_close_to_formula(given, activation="swiglu", **options):
+    found = pair_grads(*given, activation, backend="triton", **options)
+    exact = pair_grads(*(t.double() for t in given), activation, **options)
+    return all((ours.double() - right).norm() <= 4e-3 * right.norm() for ours, right in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("how", ("apart", "halves", "unaligned"))
+def test_two_tensors_of_every_width(how):
+    for H in (1, 2, 3, 8, 24, 63, 64, 65, 100, 511, 512, 520, 1000, 1408, 5000):
+        given = pair(131, H, how)
+        assert pair_close_to_formula(given), H
+        assert equal(pair_grads(*given), pair_grads(*pair(131, H))), H
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("activation", ("swiglu", "geglu", "quick_geglu", "reglu"))
+def test_two_tensors_of_every_activation(activation, dtype):
+    for how, H in (("apart", 65), ("halves", 512)):
+        given = pair(131, H, how, dtype)
+        assert pair_close_to_formula(given, activation)
+        assert pair_close_to_formula(given, activation, clamp=1.0, linear_offset=1.0)
+
+
+def test_two_tensors_repeat_wait_for_nobody_and_allocate_their_results():
+    given = pair(4096, 4096, "halves")
+    first = pair_grads(*given)
+    with nobody_waits():
+        pair_grads(*given)
+    assert all(equal(first, pair_grads(*given)) for _ in range(100))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = pair_grads(*given)
+    assert torch.cuda.max_memory_allocated() - before <= sum(t.numel() * t.element_size() for t in results) + 4096
+
+
+def test_two_tensors_compile_nothing_for_a_new_number_of_rows():
+    pair_grads(*pair(64, 1152))
+    before = compiled()
+    for M in (1, 2, 3, 16, 33, 4096, 70000):
+        pair_grads(*pair(M, 1152))
+    assert compiled() == before > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_two_tensors_compiled_and_captured():
+    given = pair(64, 256, "halves")
+    expected = pair_grads(*given)
+    fused = torch.compile(lambda gate, linear: onepass.bias_activation(gate * 1, None, "swiglu", linear=linear), fullgraph=True)
+    gate, linear = (t.detach().requires_grad_() for t in given[:2])
+    y = fused(gate, linear)
+    assert equal((y, *torch.autograd.grad(y, (gate, linear), given[2])), expected)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        pair_grads(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = pair_grads(*given)
+    for t in captured:
+        t.detach().fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal(captured, expected)
+
+
+def test_two_tensors_with_offsets_past_31_bits():
+    wide = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16)
+    gate, linear = wide[:, 128:256].normal_(), wide[:, -128:].normal_()
+    dy = torch.randn(70000, 128, device="cuda", dtype=torch.bfloat16)
+    assert pair_close_to_formula((gate, linear, dy))
+
+
 # ---- memory ----
 
 

@@ -105,6 +105,54 @@ def test_less_memory():
     assert peaks[0] < 0.6 * peaks[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers' and PEFT's own
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("family", ("Llama", "Gemma2", "GPT2"))
+def test_lora_on_all_layers_as_near_as_eager(family):
+    """The layers stay as they are, and the activation between them is one op of two tensors."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    exact = peft.get_peft_model(made(family, **(LARGER if family == "Llama" else {})), config).cuda()
+    model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
+    applied = huggingface.apply(model)
+    (by,) = {row.by for row in applied.rows if row.part == "mlp"}
+    assert by == "bias_activation, " + {"Llama": "swiglu", "Gemma2": "geglu", "GPT2": "gelu"}[family]
+    given = {name: value.cuda() for name, value in batch(tokens=48).items()}
+    found, eager, expected = (step(each, **given) for each in (model, plain, exact))
+    assert error(found, expected) < 1.25 * error(eager, expected)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")  # bitsandbytes' own: it casts to fp16
+@pytest.mark.parametrize("four", (True, False), ids=("4 bits", "8 bits"))
+def test_quantised_layers_as_near_as_eager(four):
+    """As near to the model that bitsandbytes runs in fp32."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def quantised(dtype):
+        torch.manual_seed(0)
+        model = made(**LARGER, attention_bias=False, mlp_bias=False, tie_word_embeddings=False).to(dtype)
+        for module in model.requires_grad_(False).model.layers.modules():
+            for name, layer in module.named_children():
+                if type(layer) is torch.nn.Linear and four:
+                    new = bnb.nn.Linear4bit(layer.in_features, layer.out_features, False, dtype, quant_type="nf4")
+                    new.weight = bnb.nn.Params4bit(layer.weight.data.float(), requires_grad=False, quant_type="nf4")
+                elif type(layer) is torch.nn.Linear:
+                    new = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, False, has_fp16_weights=False)
+                    new.weight = bnb.nn.Int8Params(layer.weight.data.half(), requires_grad=False, has_fp16_weights=False)
+                else:
+                    continue
+                setattr(module, name, new.cuda())  # which quantises it
+        model.model.embed_tokens.weight.requires_grad_()
+        return model.cuda()
+
+    model, plain, exact = quantised(torch.bfloat16), quantised(torch.bfloat16), quantised(torch.float32)
+    applied = huggingface.apply(model)
+    assert {row.by for row in applied.rows if row.part == "mlp"} == {"bias_activation, swiglu"}
+    given = {name: value.cuda() for name, value in batch(tokens=48).items()}
+    found, eager, expected = (step(each, **given) for each in (model, plain, exact))
+    assert error(found, expected) < 1.25 * error(eager, expected)
+
+
 def documents_given(kind):
     """Two rows of 48 tokens: documents of 7 to 29, by positions or by boundaries of one row; or padding on the left."""
     given = batch(tokens=48)

@@ -36,6 +36,7 @@ class Case:
     save: str = "input"
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
+    linear_layout: str | None = None  # of the linear part as a tensor of its own
 
     @property
     def gated(self) -> bool:
@@ -55,6 +56,7 @@ class Case:
         parts += [f"clamp={self.clamp}"] if self.clamp else []
         parts += [f"offset={self.offset}"] if self.offset else []
         parts += [self.save, self.layout, f"dy={self.dy_layout}"]
+        parts += [f"linear={self.linear_layout}"] if self.linear_layout else []
         return "-".join(part.replace("torch.", "") for part in parts)
 
 
@@ -85,7 +87,7 @@ def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def draw(case: Case, seed: int = 0):
-    """Return x, bias, token_weight and dy. They are drawn on the CPU, so every machine gets the same values."""
+    """Return x, bias, token_weight, linear or not, and dy. They are drawn on the CPU, so every machine gets the same values."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -108,11 +110,16 @@ def draw(case: Case, seed: int = 0):
         weight = (0.5 + torch.rand(case.lead, generator=generator)).to(case.weight)
         weight = weight[..., None] if case.weight_column else weight
     dy = randn(*case.lead, case.H).to(case.dtype)
+    linear = None
+    if case.linear_layout is not None:
+        linear = laid_out(x[..., case.H :].to(DEVICE), case.linear_layout)
+        x = x[..., : case.H]
     x, dy = (laid_out(t.to(DEVICE), layout) for t, layout in ((x, case.layout), (dy, case.dy_layout)))
     return {
         "x": x,
         "bias": bias if bias is None else bias.to(DEVICE),
         "token_weight": weight if weight is None else weight.to(DEVICE),
+        "linear": linear,
     }, dy
 
 
@@ -160,16 +167,16 @@ def small_tiles(module):
 
 
 def call(module, case: Case, backend: str = "triton"):
-    def op(x, bias, token_weight):
-        options = {**case.options, "token_weight": token_weight, "save": case.save, "backend": backend}
+    def op(x, bias, token_weight, linear):
+        options = {**case.options, "token_weight": token_weight, "linear": linear, "save": case.save, "backend": backend}
         return module.bias_activation(x, bias, case.activation, **options)
 
     return op
 
 
 def formula(case: Case):
-    def reference(x, bias, token_weight):
-        return real.bias_activation_reference(x, bias, token_weight, activation=case.activation, **case.options)
+    def reference(x, bias, token_weight, linear):
+        return real.bias_activation_reference(x, bias, token_weight, activation=case.activation, linear=linear, **case.options)
 
     return reference
 
@@ -208,6 +215,17 @@ LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded
 CLAMPS = ((None, 0.0), (1.0, 0.0), (None, 1.0), (0.75, 0.5))
 
 
+def two_tensor_cases() -> list[Case]:
+    """Return every gated activation in every dtype, its gate and its linear part in two tensors that lie differently."""
+    found = []
+    for i, (dtype, activation) in enumerate(itertools.product((FP32, BF16, FP16), GATED)):
+        lead, H = SHAPES[i % len(SHAPES)]
+        layouts = LAYOUTS[i % 7], LAYOUTS[(i // 2) % 7], LAYOUTS[(i + 2) % 7]
+        weight = (None, FP32, dtype)[i % 3]
+        found.append(Case(activation, lead, H, dtype, None, weight, i % 2 == 1, *CLAMPS[i % 4], "input", *layouts))
+    return found
+
+
 def main_cases() -> list[Case]:
     """Return every activation in every dtype, with the other features in turn: for the mutants and for a GPU."""
     cases, turn = [], itertools.count()
@@ -228,5 +246,6 @@ def main_cases() -> list[Case]:
         replace(base, save="fp8"),
         replace(base, activation="geglu", save="fp8", dtype=FP32),
     ]
+    cases += two_tensor_cases()
     cases += [Case("gelu_exact", (37,), 200, save="fp8"), Case("relu", (41,), 72, BF16, FP32, BF16), Case("gelu", (300,), 40)]
     return [Case("geglu", (3,), 33, FP32, FP32, FP32, False, None, 1.0), *cases]  # first: a gate near 4, a large linear half

@@ -165,8 +165,8 @@ def test_backward_rebuilds_what_forward_wrote(activation, fp8, dtype):
     kept, exponents = fp8_quantise(x, 2 if activation in GATED else 1) if fp8 else (x, None)
     seen = as_kept(x, "fp8" if fp8 else "input", activation)
     dy = torch.randn(21, 72, device=DEVICE).to(dtype)
-    expected = kernels.activation_forward(seen, bias, token_weight, None, options, dtype)
-    rest = kept, exponents, bias, token_weight, None, options, True, True, True, dtype
+    expected = kernels.activation_forward(seen, bias, token_weight, None, None, options, dtype)
+    rest = kept, exponents, bias, token_weight, None, None, options, True, True, True, False, dtype
     grads = kernels.activation_backward(dy, *rest, None)
     assert grads[3] is None
     for into_dy in (False, True):
@@ -185,7 +185,7 @@ def test_backward_rebuilds_what_forward_wrote(activation, fp8, dtype):
 @needs_triton
 def test_y_takes_no_place_of_which_two_threads_read():
     dy, x = torch.randn(6, 1, device=DEVICE), torch.randn(6, 1, device=DEVICE)
-    given = dy, x, None, None, None, None, ActivationOptions("silu", None, None), True, False, False, FP32, FP32
+    given = dy, x, None, None, None, None, None, ActivationOptions("silu", None, None), True, False, False, False, FP32, FP32
     y = kernels.activation_backward(*given, into_dy=True)[3]
     assert y.data_ptr() != dy.data_ptr()  # a block of 4 numbers and 128 threads
     torch.testing.assert_close(y, F.silu(x))
@@ -198,7 +198,7 @@ def test_registered_backward_that_rebuilds_is_what_it_says():
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for needs in ((True, True, True), (False, True, False), (False, False, False)):
         for dx_type, y_type in ((FP32, FP32), (BF16, FP32)):
-            given = dy, x, None, bias, token_weight, None, *options, *needs, dx_type, y_type
+            given = dy, x, None, bias, token_weight, None, None, *options, *needs, False, dx_type, y_type
             torch.library.opcheck(kernels.backward.op, given, test_utils=tests)
 
 

@@ -320,15 +320,21 @@ def test_registered_ops_are_what_they_say(lead, H, layout):
     tests = ("test_schema", "test_faketensor")  # the contract has the rest
     seed = torch.tensor([7], device=DEVICE)
     for options, drawn in ((ActivationOptions("swiglu", 1.0, 0.5), None), (ActivationOptions("swiglu", 1.0, 0.5, 2000), seed)):
-        torch.library.opcheck(kernels.forward.op, (x, bias, weight, drawn, *options, FP32), test_utils=tests)
+        torch.library.opcheck(kernels.forward.op, (x, bias, weight, drawn, None, *options, FP32), test_utils=tests)
         torch.library.opcheck(kernels.forward_fp8.op, (x, bias, None, drawn, *options, BF16), test_utils=tests)
         _, codes, exponents = kernels.forward_fp8(x, bias, weight, drawn, options, FP32)
         for needs in ((True, True, True), (False, True, False), (True, False, True)):
-            given = dy, x, None, bias, weight, drawn, *options, *needs, FP32, None
+            given = dy, x, None, bias, weight, drawn, None, *options, *needs, False, FP32, None
             torch.library.opcheck(kernels.backward.op, given, test_utils=tests)
-        given = dy, codes, exponents, bias, weight, drawn, *options, True, True, True, FP32, None
+        given = dy, codes, exponents, bias, weight, drawn, None, *options, True, True, True, False, FP32, None
         torch.library.opcheck(kernels.backward.op, given, test_utils=tests)
-    torch.library.opcheck(kernels.forward.op, (x, None, None, None, "gelu", None, None, 0, None, FP32), test_utils=tests)
+        pair = laid_out(x[..., :H], layout), laid_out(x[..., H:], "sliced")
+        torch.library.opcheck(kernels.forward.op, (pair[0], None, weight, drawn, pair[1], *options, FP32), test_utils=tests)
+        for need_gate, need_linear in ((True, True), (True, False), (False, True)):
+            needs = need_gate, False, True, need_linear
+            given = dy, pair[0], None, None, weight, drawn, pair[1], *options, *needs, FP32, None
+            torch.library.opcheck(kernels.backward.op, given, test_utils=tests)
+    torch.library.opcheck(kernels.forward.op, (x, None, None, None, None, "gelu", None, None, 0, None, FP32), test_utils=tests)
 
 
 @backends

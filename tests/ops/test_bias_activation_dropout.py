@@ -50,8 +50,8 @@ def formula(case):
     rows = case.W and torch.Size(case.lead).numel()
     kept = (halves(SEED, 0, rows, case.H) >= THRESHOLD).view(*case.lead, case.H).to(DEVICE)
 
-    def reference(x, bias, token_weight):
-        y = module.bias_activation_reference(x, bias, token_weight, activation=case.activation, **case.options)
+    def reference(x, bias, token_weight, linear):
+        y = module.bias_activation_reference(x, bias, token_weight, activation=case.activation, linear=linear, **case.options)
         return torch.where(kept, y * (65536 / (65536 - THRESHOLD)), 0.0)
 
     return reference
@@ -71,8 +71,8 @@ def judged(module, drops, backend="triton"):
     case, trials = drops.case, []
     seed = torch.tensor([SEED], device=DEVICE) if drops.in_memory else SEED
 
-    def call(x, bias, token_weight):
-        options = {**case.options, "token_weight": token_weight, "save": case.save, "backend": backend}
+    def call(x, bias, token_weight, linear):
+        options = {**case.options, "token_weight": token_weight, "linear": linear, "save": case.save, "backend": backend}
         return module.bias_activation(x, bias, case.activation, dropout=P, **options)
 
     with small_tiles(module) as counters, replaced(vars(module), {"draw_seed": lambda *_: seed}):
@@ -100,6 +100,8 @@ def main_cases():
     for H in (1, 2, 5, 8):
         found.append(Drops(ActivationCase("silu", (37,), H, save="input", weight=FP32), H == 1))
         found.append(Drops(ActivationCase("swiglu", (37,), H, save="fp8"), H == 1))
+    for H, layout in ((130, "sliced"), (5, "contiguous")):
+        found.append(Drops(ActivationCase("geglu", (37,), H, BF16, None, FP32, linear_layout=layout), H == 5))
     return found
 
 

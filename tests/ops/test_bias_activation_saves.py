@@ -66,7 +66,7 @@ def test_kernel_and_formula_read_the_same_values(activation):
     codes, exponents = saved.fp8_quantise(x, parts)
     kept = saved.fp8_dequantise(codes, exponents, FP32, parts)
     dy = torch.ones(20, 200 // parts, device=DEVICE)
-    rest = None, None, None, ActivationOptions(activation, None, None), True, False, False, FP32, None
+    rest = None, None, None, None, ActivationOptions(activation, None, None), True, False, False, False, FP32, None
     from_codes = kernels.activation_backward(dy, codes, exponents, *rest)[0]
     from_values = kernels.activation_backward(dy, kept, None, *rest)[0]
     assert torch.equal(from_codes.isnan(), from_values.isnan())

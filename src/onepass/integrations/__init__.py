@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-_PACKAGES = ("axolotl", "huggingface", "megatron", "trl", "verl")  # submodules that are imported at their first use
+_PACKAGES = ("axolotl", "huggingface", "megatron", "torchtitan", "trl", "verl")  # submodules that are imported at their first use
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -8,6 +8,7 @@ TESTED: dict[str, tuple[str, ...]] = {  # by their names in pip, the newest last
     "megatron-core": ("0.17.0", "0.18.0", "0.19.2"),
     "peft": ("0.21.2",),
     "torch": ("2.11", "2.13"),  # the other versions from 2.9 on are expected to work
+    "torchtitan": ("0.3.0",),
     "transformers": ("5.17.0", "5.22.0", "5.24.0"),
     "trl": ("1.14", "1.15", "1.16.0"),
     "verl": ("0.7.1", "0.8.0", "0.9.1"),

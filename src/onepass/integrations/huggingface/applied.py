@@ -160,7 +160,8 @@ def apply(
         norm: RMSNorm and LayerNorm. With `qkv` or `mlp`, norms are also fused into the linear layers after them, and residual
             additions into the norms.
         mlp: one product up, then activation and product down as one op. Backward saves neither the norm's output nor the
-            activation's. Mixtures of experts become grouped GEMMs, with the router's weights in the activation's pass.
+            activation's. Between layers that LoRA wraps, and quantised ones, the activation is one op. Mixtures of experts become
+            grouped GEMMs, with the router's weights in the activation's pass.
         rope: rotation of q and k in one launch.
         loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
             `logits` are empty. Without labels, in evaluation and in generation they are unchanged.

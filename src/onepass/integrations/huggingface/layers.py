@@ -71,6 +71,12 @@ class LayerMatch:
     before_mlp: NormMatch
     snapshot: Snapshot = UNREAD
 
+    @property
+    def made_by(self) -> str:
+        folds = self.attention.ready() or (self.mlp is not None and self.mlp.ready())
+        norm = self.before_mlp.name.partition(",")[0]
+        return f"{'norm_linear' if folds else norm}, with the residual's sums"
+
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
 
@@ -247,7 +253,7 @@ def replace_layers(
             found.snapshot = reads.snapshot()
         if found is not None and not found.snapshot.reads_tensors:
             patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "norm", by="norm_linear, with the residual's sums", match=found))
+            rows.append(AppliedRow(name, type(module).__name__, "norm", by=found.made_by, match=found))
         elif any(child in attentions for child in module._modules.values()):
             why = "its norms stay apart: what it makes of its children is not known"
             rows.append(AppliedRow(name, type(module).__name__, "norm", why=why))

@@ -19,6 +19,7 @@ from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.runtime.sharding import has_dtensor
 
 LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have other biases"
 
@@ -35,8 +36,16 @@ class FoldedNorm:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed."""
-    return module is not None and Patches.own(module) and (type(module) is nn.Linear or is_conv1d(module))
+    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed, with a plain weight."""
+    if module is None or not Patches.own(module) or not (type(module) is nn.Linear or is_conv1d(module)):
+        return False
+    weight: Any = module.weight
+    return not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight)  # torchao's quantised ones have it
+
+
+def is_like_linear(module: nn.Module | None) -> bool:
+    """Whether the module says the sizes of a linear layer: PEFT's around one, bitsandbytes' or torchao's, and the like."""
+    return isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int)
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -56,6 +65,8 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Return (inputs, outputs)."""
+    if not is_linear(module):
+        return module.in_features, module.out_features  # type: ignore[return-value]
     outputs, inputs = weight_of(module).shape
     return inputs, outputs
 
@@ -244,7 +255,7 @@ def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, met
 
 def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:
     """Return a small random nn.Linear in fp64, with a bias if the module has one."""
-    made = nn.Linear(inputs, outputs, bias=bias_of(module) is not None, dtype=torch.float64, device="cpu")
+    made = nn.Linear(inputs, outputs, bias=getattr(module, "bias", None) is not None, dtype=torch.float64, device="cpu")
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():

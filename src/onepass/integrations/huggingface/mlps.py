@@ -1,8 +1,11 @@
-"""MLPs: recognised by what they compute, and replaced by one product up, then activation and product down as one op."""
+"""MLPs: recognised by what they compute, and replaced by one product up, then activation and product down as one op.
+
+Layers that LoRA wraps, and those with quantised weights, run by themselves. Between them the activation is one op.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -10,14 +13,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import LINEARS_CHANGED, FoldedNorm, LinearsMatch, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.linears import (
+    LINEARS_CHANGED,
+    FoldedNorm,
+    LinearsMatch,
+    is_like_linear,
+    is_linear,
+    sizes_of,
+    tiny,
+)
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import ACTIVATIONS
+from onepass.ops.activation.bias_activation import bias_activation
 
 _HIDDEN, _INNER = 6, 10
+
+
+@dataclass
+class ActivationMatch:
+    """A module that computes down(activation(up(x))), whose layers are called as they are. `up` names one layer or two."""
+
+    module: nn.Module
+    up: tuple[str, ...]
+    down: str
+    activation: str
+    dropout: str | None  # applied to the output
+    snapshot: Snapshot = UNREAD
+
+    @property
+    def made_by(self) -> str:
+        return f"bias_activation, {self.activation}"
+
+    def unchanged(self) -> bool:
+        return self.snapshot.unchanged(self.module)
+
+    def change(self) -> str | None:
+        return self.snapshot.change(self.module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layers: dict[str, Any] = self.module._modules
+        first, *second = (layers[name](x) for name in self.up)
+        linear = second[0] if second else None
+        if linear is not None and linear.dtype != first.dtype:  # to what PyTorch makes of their product
+            wide = torch.promote_types(first.dtype, linear.dtype)
+            first, linear = first.to(wide), linear.to(wide)
+        y: Tensor = layers[self.down](bias_activation(first, None, self.activation, linear=linear))
+        return y if self.dropout is None else layers[self.dropout](y)
 
 
 @dataclass
@@ -30,15 +74,26 @@ class MLPMatch:
     activation: str
     dropout: str | None  # applied to the output
     snapshot: Snapshot = UNREAD
+    between: ActivationMatch | None = None  # what runs once the layers are wrapped, if the module's code calls them
 
     def unchanged(self) -> bool:
-        return self.up.intact() and self.down.intact() and self.snapshot.unchanged(self.module)
+        return self._intact() and self.snapshot.unchanged(self.module)
 
     def ready(self) -> bool:
         return self.unchanged() and Patches.untouched(self.module, self)
 
     def change(self) -> str | None:
-        return self.snapshot.change(self.module) or (None if self.unchanged() else LINEARS_CHANGED)
+        return self.snapshot.change(self.module) or (None if self._intact() or self.between is not None else LINEARS_CHANGED)
+
+    @property
+    def made_by(self) -> str:
+        return f"activation_linear, {self.activation}" if self.between is None or self._intact() else self.between.made_by
+
+    def left(self) -> str | None:
+        return None if self._intact() else LINEARS_CHANGED
+
+    def _intact(self) -> bool:
+        return self.up.intact() and self.down.intact()
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
         """Return the MLP of x, or of x's norm if one is folded in."""
@@ -50,9 +105,9 @@ class MLPMatch:
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
 
 
-def find_mlp(module: nn.Module) -> MLPMatch | str | None:
+def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:
     """Return a match, or why a module that looks like an MLP can't be replaced, or None."""
-    linears = [name for name, child in module._modules.items() if is_linear(child)]
+    linears = [name for name, child in module._modules.items() if is_linear(child) or is_like_linear(child)]
     if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
         return None
     if not _goes_up_and_down([sizes_of(module._modules[name]) for name in linears]):  # type: ignore[arg-type]
@@ -64,12 +119,18 @@ def find_mlp(module: nn.Module) -> MLPMatch | str | None:
     for name in set(others) - set(dropouts):
         if is_watched(module._modules[name]):  # type: ignore[arg-type]
             return f"its {name} has hooks or a forward of its own"
+    dropout = dropouts[0] if dropouts else None
     for up_names, down_name in _roles(linears):
+        activation = _activation_of(module, up_names, down_name, dropouts, Function)
+        between = None if activation is None else ActivationMatch(module, up_names, down_name, activation, dropout)
         up, down = LinearsMatch.found(module, up_names), LinearsMatch.found(module, (down_name,))
-        if up is not None and down is not None:
-            activation = _activation_of(module, up, down, dropouts)
-            if activation is not None:
-                return MLPMatch(module, up, down, activation, dropouts[0] if dropouts else None)
+        if up is None or down is None:
+            if between is not None:
+                return between
+            continue
+        activation = activation or _activation_of(module, up_names, down_name, dropouts)
+        if activation is not None:
+            return MLPMatch(module, up, down, activation, dropout, between=between)
     return "it computes something else, or by an activation that onepass doesn't have"
 
 
@@ -83,18 +144,26 @@ def _roles(names: list[str]) -> Iterator[tuple[tuple[str, ...], str]]:
         yield tuple(up), down
 
 
-def _activation_of(module: nn.Module, up: LinearsMatch, down: LinearsMatch, dropouts: list[str]) -> str | None:
-    """Return the onepass activation with which small layers in these roles give the result of the module's code."""
-    gated = len(up.names) == 2 or up.sizes[0] == 2 * sizes_of(down.linears[0])[0]
-    if sum(up.sizes) != (2 if gated else 1) * sizes_of(down.linears[0])[0]:
+def _activation_of(
+    module: nn.Module, up: tuple[str, ...], down: str, dropouts: list[str], wrap: Callable[[nn.Module], nn.Module] | None = None
+) -> str | None:
+    """Return the onepass activation with which small layers in these roles give the result of the module's code.
+
+    With `wrap` the code gets layers that it can call, and nothing else.
+    """
+    sizes = {name: sizes_of(module.get_submodule(name)) for name in (*up, down)}
+    width, width_up = sizes[down][0], sum(sizes[name][1] for name in up)
+    gated = len(up) == 2 or width_up == 2 * width
+    if width_up != (2 if gated else 1) * width:
         return None
-    each = 2 * _INNER if gated and len(up.names) == 1 else _INNER
-    layers = {name: tiny(layer, _HIDDEN, each, 10 + i) for i, (name, layer) in enumerate(zip(up.names, up.linears, strict=True))}
-    layers[down.names[0]] = last = tiny(down.linears[0], _INNER, _HIDDEN, 20)
-    children: dict[str, nn.Module] = {**layers, **{name: Function(lambda y: 3 * y + 1) for name in dropouts}}
+    each = 2 * _INNER if gated and len(up) == 1 else _INNER
+    layers = {name: tiny(module.get_submodule(name), _HIDDEN, each, 10 + i) for i, name in enumerate(up)}
+    layers[down] = last = tiny(module.get_submodule(down), _INNER, _HIDDEN, 20)
+    children: dict[str, nn.Module] = {name: layer if wrap is None else wrap(layer) for name, layer in layers.items()}
+    children |= {name: Function(lambda y: 3 * y + 1) for name in dropouts}
     x = 3 * randn(7, _HIDDEN)
     found = [probe_forward(probe(module, children, training=training), x) for training in (False, True)]
-    first = torch.cat([layers[name](x) for name in up.names], -1).detach()
+    first = torch.cat([layers[name](x) for name in up], -1).detach()
     for name, act in ACTIVATIONS.items():
         if act.gated == gated:
             inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
@@ -110,14 +179,17 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
     for name, module in model.named_modules():
         with reads_of(module) as reads:
             found = find_mlp(module)
-        if isinstance(found, MLPMatch):
+        if isinstance(found, MLPMatch | ActivationMatch):
             found.snapshot = reads.snapshot()
             found = "it has parameters or buffers beside its layers'" if found.snapshot.reads_tensors else found
         if isinstance(found, MLPMatch):
             found.up.replace(patches)
-            patches.set_forward(module, _forward, found)
+            if found.between is not None:
+                found.between.snapshot = found.snapshot
             made[module] = found
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"activation_linear, {found.activation}", match=found))
+        if isinstance(found, MLPMatch | ActivationMatch):
+            patches.set_forward(module, _forward, found)
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=found.made_by, match=found))
         elif found is not None or _looks_like_an_mlp(module):
             rows.append(AppliedRow(name, type(module).__name__, "mlp", why=found or _why(module)))
     return made, rows
@@ -131,12 +203,18 @@ def _why(module: nn.Module) -> str:
     if own_forward(module):
         return "it has a forward of its own already"
     layers = [child for child in module._modules.values() if child is not None and list(child.parameters())]
-    kinds = {f"{type(child).__module__.partition('.')[0]}'s {type(child).__name__}" for child in layers if not is_linear(child)}
+    known = [child for child in layers if is_linear(child) or is_like_linear(child)]
+    kinds = {f"{type(child).__module__.partition('.')[0]}'s {type(child).__name__}" for child in layers if child not in known}
     return "its layers are " + ", ".join(sorted(kinds)) if kinds else "it computes something else"
 
 
 def _forward(self: Any, *args: Tensor, onepass_folded: FoldedNorm | None = None, **named: Tensor) -> Any:
     (x,), mlp = args or named.values(), self._onepass
-    if onepass_folded is None and not mlp.unchanged():  # wrapped since, for example by PEFT
-        return type(self).forward(self, x)
-    return mlp(x, onepass_folded)
+    if onepass_folded is not None:
+        return mlp(x, onepass_folded)
+    if mlp.unchanged():
+        return mlp(x)
+    between = getattr(mlp, "between", None)
+    if between is not None and between.unchanged():  # the layers are wrapped since, for example by PEFT
+        return between(x)
+    return type(self).forward(self, x)

@@ -29,7 +29,7 @@ class AppliedRow:
     part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv", "precision"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
-    match: Any = field(default=None, compare=False, repr=False)  # has the `module`, says its `change` since, and what is `left`
+    match: Any = field(default=None, compare=False, repr=False)  # has `module`, says `change` and maybe `made_by`, and `left`
 
     def now(self, model: nn.Module) -> AppliedRow:
         """Return the row as it is by now: what has changed since `apply` runs its own code."""
@@ -44,7 +44,8 @@ class AppliedRow:
             changed = "it is gone" if there is None else f"{type(there).__name__} has its place"
         if changed is not None:
             return replace(self, by=None, why=f"changed since: {changed}")
-        return replace(self, why=self.match.left()) if hasattr(self.match, "left") else self
+        made = replace(self, by=self.match.made_by) if hasattr(self.match, "made_by") else self
+        return replace(made, why=self.match.left()) if hasattr(self.match, "left") else made
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _activation(
 ) -> Tensor:  # fmt: skip
     """Return the activation in the product's type."""
     if use_triton:
-        return kernels.forward(x, bias, token_weight, None, options, product)  # type: ignore[no-any-return]
+        return kernels.forward(x, bias, token_weight, None, None, options, product)  # type: ignore[no-any-return]
     return activation_by_formula(x, bias, token_weight, options, product)
 
 
@@ -145,9 +145,10 @@ def backward_by_kernels(
     if dy is None:
         assert product is not None
         return None, None, None, None, kernels.rebuild_activation(x, exponents, bias, token_weight, options, product)
-    return kernels.backward_into(
-        grads, dy, x, exponents, bias, token_weight, None, options, *needs, stored.dtype, product, into_dy=True
+    into, found = kernels.backward_into(
+        grads, dy, x, exponents, bias, token_weight, None, None, options, *needs, False, stored.dtype, product, into_dy=True
     )
+    return into, *found[:4]
 
 
 def backward_by_formula(

@@ -20,16 +20,23 @@ class ActivationOptions(NamedTuple):
     seed_number: int | None = None  # dropout's seed where it is no tensor: in plain eager mode on a GPU
 
 
-def activation_formula(x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions) -> Tensor:
-    """Return y without dropout, in the wider of x's type and fp32: the caller rounds it."""
+def activation_formula(
+    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, linear: Tensor | None = None
+) -> Tensor:
+    """Return y without dropout, in the wider of x's type and fp32: the caller rounds it.
+
+    With `linear`, x is the gate alone.
+    """
     act = activation_of(options.activation)
     wide = torch.promote_types(x.dtype, torch.float32)
     z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     if act.gated:
-        gate, linear = z.chunk(2, -1)
+        gate, linear = z.chunk(2, -1) if linear is None else (z, linear.to(wide))
         if options.clamp is not None:
             gate, linear = gate.clamp(max=options.clamp), linear.clamp(-options.clamp, options.clamp)
-        y = act.formula(gate) * (linear + (options.linear_offset or 0.0))
+        if options.linear_offset:  # -0.0 + 0.0 would be 0.0
+            linear = linear + options.linear_offset
+        y = act.formula(gate) * linear
     else:
         y = act.formula(z)
     return y if token_weight is None else y * token_weight.to(wide).reshape(*x.shape[:-1], 1)

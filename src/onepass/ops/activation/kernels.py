@@ -1,7 +1,7 @@
 """The kernels of a bias and an activation, and the registered ops that launch them.
 
 They compute ops/activation/formula.py's formula and dropout. Backward can also write y again, in dy's place: activation_linear
-keeps x only.
+keeps x only. A gated activation's linear half is the second of x, or a tensor of its own, `linear`, beside the gate x.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 from onepass.runtime.validation import validating
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dx, dbias, dweight, y, dlinear
+
 # ---- kernels: load, go to fp32 at once, store in the storage type ----
 
 
@@ -40,7 +42,8 @@ def clamp_halves(gate, linear, clamp):
 
 @kernel
 def _forward_kernel(
-    x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, seed_ptr, M, SEED, H, X_ROW, clamp, offset, threshold, scale,
+    x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, seed_ptr, linear_ptr, M, SEED, H, X_ROW, LINEAR_ROW,
+    clamp, offset, threshold, scale,
     ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +59,10 @@ def _forward_kernel(
     if codes_ptr is not None:
         store_fp8_rows(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
     if GATED:
-        x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
+        if linear_ptr is not None:
+            x2 = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), inside, 0, 1, RUN)
+        else:
+            x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
         linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
             store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
@@ -77,7 +83,7 @@ def _forward_kernel(
 @kernel
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
-    seed_ptr, M, ROWS, SEED, H, DY_ROW, X_ROW, clamp, offset, threshold, scale,
+    seed_ptr, linear_ptr, dlinear_ptr, M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, clamp, offset, threshold, scale,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +109,10 @@ def _backward_kernel(
         if threshold is not None:
             dy = apply_dropout(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)
         if GATED:
-            linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
+            if linear_ptr is not None:
+                linear = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), within, 0, 1, RUN) + bias2
+            else:
+                linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
                 passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
                 z, linear = clamp_halves(z, linear, clamp)
@@ -129,11 +138,14 @@ def _backward_kernel(
             dz2 = dy * ACT(z)
             if clamp is not None:
                 dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)
-            if dx_ptr is not None:
+            if dlinear_ptr is not None:
+                tl.store(dlinear_ptr + rows[:, None] * H + columns[None, :], dz2, mask=inside)
+            if dx_ptr is not None and linear_ptr is None:
                 tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
             dbias2 += tl.where(inside, dz2, 0.0)
         if dx_ptr is not None:
-            tl.store(dx_ptr + rows[:, None] * (PARTS * H) + columns[None, :], dz, mask=inside)
+            DX_ROW = H if linear_ptr is not None else PARTS * H
+            tl.store(dx_ptr + rows[:, None] * DX_ROW + columns[None, :], dz, mask=inside)
         if y_ptr is not None:  # after dx, which had to wait for all of dy: y may take its place
             tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
         dbias += tl.where(inside, dz, 0.0)  # past the end dy is 0, but 0 times an infinite derivative is NaN
@@ -188,68 +200,75 @@ def _widen_to_groups(t: ColumnTiles, threshold: int) -> ColumnTiles:
 
 @lru_cache(1024)
 def _bind_forward(
-    act: Activation, H: int, x_row: int, clamp: float | None, offset: float | None, threshold: int,
+    act: Activation, H: int, x_row: int, linear_row: int | None, clamp: float | None, offset: float | None, threshold: int,
     block_m: int, block_h: int, num_warps: int,
 ) -> Bound:  # fmt: skip
     options = clamp, offset, *probability(threshold)
-    fixed = H, x_row, *options, act.forward, act.gated, FP8_RUN, known_align(H, x_row), block_m, block_h
+    align = known_align(H, x_row, linear_row or 0)
+    fixed = H, x_row, linear_row, *options, act.forward, act.gated, FP8_RUN, align, block_m, block_h
     bound: Bound = _forward_kernel.bind(*fixed, num_warps=num_warps)
     return bound
 
 
 @lru_cache(4096)
 def _forward_plan(
-    act: Activation, M: int, H: int, x_row: int, fp8: bool, clamp: float | None, offset: float | None, threshold: int
-) -> tuple[Grid, Bound]:
+    act: Activation, M: int, H: int, x_row: int, linear_row: int | None, fp8: bool,
+    clamp: float | None, offset: float | None, threshold: int,
+) -> tuple[Grid, Bound]:  # fmt: skip
     tiles = _widen_to_groups(_forward_tiles(M, H, fp8), threshold)
     if threshold and not fp8 and tiles.block_h == 512 and not H % 1024:  # a thread's two rows share their columns' random work
         tiles = tiles._replace(block_h=1024, across=H // 1024)
-    bound = _bind_forward(act, H, x_row, clamp, offset, threshold, tiles.block_m, tiles.block_h, tiles.num_warps)
+    given = act, H, x_row, linear_row, clamp, offset, threshold
+    bound = _bind_forward(*given, tiles.block_m, tiles.block_h, tiles.num_warps)
     return grid_of(tiles.across, ceil_div(M, tiles.block_m)), bound
 
 
 @lru_cache(1024)
 def _bind_backward(
-    act: Activation, H: int, dy_row: int, x_row: int, clamp: float | None, offset: float | None, threshold: int, add: bool,
-    block_m: int, block_h: int, num_warps: int, stages: int,
+    act: Activation, H: int, dy_row: int, x_row: int, linear_row: int | None, clamp: float | None, offset: float | None,
+    threshold: int, add: bool, block_m: int, block_h: int, num_warps: int, stages: int,
 ) -> Bound:  # fmt: skip
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks, act.gated, FP8_RUN,
-        known_align(H, dy_row, x_row), add, block_m, block_h, block_s, stages, num_warps=num_warps,
+        H, dy_row, x_row, linear_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks, act.gated,
+        FP8_RUN, known_align(H, dy_row, x_row, linear_row or 0), add, block_m, block_h, block_s, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
 
 
 @lru_cache(4096)
 def _backward_plan(
-    act: Activation, M: int, H: int, dy_row: int, x_row: int, fp8: bool, threshold: int,
+    act: Activation, M: int, H: int, dy_row: int, x_row: int, linear_row: int | None, fp8: bool, threshold: int,
     clamp: float | None, offset: float | None, add: bool, device: torch.device,
 ) -> tuple[ColumnTiles, Bound]:  # fmt: skip
     t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
-    return t, _bind_backward(act, H, dy_row, x_row, clamp, offset, threshold, add, t.block_m, t.block_h, t.num_warps, t.stages)
+    given = act, H, dy_row, x_row, linear_row, clamp, offset, threshold, add
+    return t, _bind_backward(*given, t.block_m, t.block_h, t.num_warps, t.stages)
 
 
 # ---- launches ----
 
 
 def activation_forward(
-    x: Tensor, bias: Tensor | None, weight: Tensor | None, seed: Tensor | None, options: ActivationOptions, y_type: torch.dtype,
-    codes: Tensor | None = None, exponents: Tensor | None = None,
+    x: Tensor, bias: Tensor | None, weight: Tensor | None, seed: Tensor | None, linear: Tensor | None,
+    options: ActivationOptions, y_type: torch.dtype, codes: Tensor | None = None, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y, and write x's fp8 codes and exponents into `codes` and `exponents`."""
     activation, clamp, offset, threshold, number = options
     act = activation_of(activation)
     W = x.shape[-1]
     M = x.numel() // W
-    H = W // act.parts
-    if x.is_contiguous() and not act.gated:
+    H = W // act.parts if linear is None else W
+    linear_row = None
+    if linear is not None:
+        linear, linear_row = as_rows(linear)
+    if x.is_contiguous() and H == W:
         x_row, y = W, torch.empty_like(x, dtype=y_type)
     else:
         x, x_row = as_rows(x)
         y = x.new_empty((M, H) if x.dim() == 2 else (*x.shape[:-1], H), dtype=y_type)
-    grid, launch = _forward_plan(act, M, H, x_row, codes is not None, clamp, offset, threshold)
-    launch(grid, x, bias, weight, y, codes, exponents, seed, M, number)
+    grid, launch = _forward_plan(act, M, H, x_row, linear_row, codes is not None, clamp, offset, threshold)
+    launch(grid, x, bias, weight, y, codes, exponents, seed, linear, M, number)
     return y
 
 
@@ -258,16 +277,16 @@ def activation_forward_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, and x as fp8 codes and their exponents."""
     codes, exponents = fp8_empty(x, activation_of(options.activation).parts)
-    return activation_forward(x, bias, weight, seed, options, y_type, codes, exponents), codes, exponents
+    return activation_forward(x, bias, weight, seed, None, options, y_type, codes, exponents), codes, exponents
 
 
 def activation_backward(
     dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None, seed: Tensor | None,
-    options: ActivationOptions, need_dx: bool, need_dbias: bool, need_dweight: bool,
+    linear: Tensor | None, options: ActivationOptions, need_dx: bool, need_dbias: bool, need_dweight: bool, need_dlinear: bool,
     dx_type: torch.dtype, y_type: torch.dtype | None,
     *, into_dy: bool = False, into: Tensor | None = None, keep_scratch: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx, dbias, dweight, and y where `y_type` asks for it. x may be fp8 codes: y is then that of what they hold.
+) -> Gradients:  # fmt: skip
+    """Return dx, dbias, dweight, y where `y_type` asks for it, and dlinear. x may be fp8 codes: y is then that of what they hold.
 
     Args:
         into_dy: dy is the caller's own, contiguous and of type `y_type`: y may be written over it.
@@ -277,31 +296,36 @@ def activation_backward(
     act = activation_of(activation)
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
-    W = x.shape[-1]
-    H = W // act.parts
-    M = x.numel() // W
+    H = dy.shape[-1]
+    M = dy.numel() // H
     device = x.device
-    shape = act, M, H, dy_row, x_row, exponents is not None, threshold
+    linear_row = None
+    if linear is not None:
+        linear, linear_row = as_rows(linear)
+    shape = act, M, H, dy_row, x_row, linear_row, exponents is not None, threshold
     tiles, launch = _backward_plan(*shape, clamp, offset, into is not None, device)
-    dx = y = dbias = partials = arrived = dweight = row_sums = None
+    dx = y = dbias = partials = arrived = dweight = row_sums = dlinear = None
     if need_dx:
         dx = torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
+    if need_dlinear:
+        dlinear = torch.empty_like(dy, dtype=dx_type, memory_format=torch.contiguous_format)
     if y_type is not None:
         y = dy if into_dy and need_dx and _has_thread_per_value(tiles) else dy.new_empty(dy.shape, dtype=y_type)
     if need_dbias:
         assert bias is not None
         dbias = torch.empty_like(bias) if into is None else into
-        partials, arrived = (stream_scratch if keep_scratch else new_scratch)(tiles.down * W, tiles.across, device)
+        partials, arrived = (stream_scratch if keep_scratch else new_scratch)(tiles.down * H * act.parts, tiles.across, device)
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight)
         one = tiles.across == 1  # it sees whole rows
         row_sums = dweight if one else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     grid = tiles.across, tiles.down, 1
-    launch(grid, dy, x, exponents, bias, weight, dx, y, dbias, partials, arrived, row_sums, seed, M, tiles.rows, number)
+    given = dy, x, exponents, bias, weight, dx, y, dbias, partials, arrived, row_sums, seed, linear, dlinear
+    launch(grid, *given, M, tiles.rows, number)
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
-    return dx, dbias, dweight, y
+    return dx, dbias, dweight, y, dlinear
 
 
 def _has_thread_per_value(tiles: ColumnTiles) -> bool:
@@ -312,38 +336,51 @@ def _has_thread_per_value(tiles: ColumnTiles) -> bool:
 # ---- registered ops ----
 
 
-def _forward_fake(x: Tensor, bias: Any, weight: Any, seed: Any, options: ActivationOptions, y_type: torch.dtype) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // activation_of(options.activation).parts), dtype=y_type)
+def _forward_fake(
+    x: Tensor, bias: Any, weight: Any, seed: Any, linear: Any, options: ActivationOptions, y_type: torch.dtype
+) -> Tensor:
+    parts = activation_of(options.activation).parts if linear is None else 1
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // parts), dtype=y_type)
 
 
 def _forward_fp8_fake(
     x: Tensor, bias: Any, weight: Any, seed: Any, options: ActivationOptions, y_type: torch.dtype
 ) -> tuple[Tensor, ...]:
-    y = _forward_fake(x, bias, weight, seed, options, y_type)
+    y = _forward_fake(x, bias, weight, seed, None, options, y_type)
     return y, *fp8_empty(x, activation_of(options.activation).parts)
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, seed: Any, options: ActivationOptions,
-    need_dx: bool, need_dbias: bool, need_dweight: bool, dx_type: torch.dtype, y_type: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, seed: Any, linear: Any, options: ActivationOptions,
+    need_dx: bool, need_dbias: bool, need_dweight: bool, need_dlinear: bool, dx_type: torch.dtype, y_type: torch.dtype | None,
+) -> Gradients:  # fmt: skip
     return (
         dy.new_empty(x.shape, dtype=dx_type) if need_dx else None,
         bias.new_empty(bias.shape) if need_dbias else None,
         weight.new_empty(weight.shape) if need_dweight else None,
         None if y_type is None else dy.new_empty(dy.shape, dtype=y_type),
+        dy.new_empty(dy.shape, dtype=dx_type) if need_dlinear else None,
     )
 
 
-_FORWARD = "(Tensor x, Tensor? bias, Tensor? token_weight, Tensor? seed, ActivationOptions options, ScalarType y_type)"
-forward = Registered(f"bias_activation{_FORWARD} -> Tensor", activation_forward, _forward_fake, ActivationOptions)
+forward = Registered(
+    "bias_activation(Tensor x, Tensor? bias, Tensor? token_weight, Tensor? seed, Tensor? linear, ActivationOptions options, "
+    "ScalarType y_type) -> Tensor",
+    activation_forward,
+    _forward_fake,
+    ActivationOptions,
+)
 forward_fp8 = Registered(
-    f"bias_activation_fp8{_FORWARD} -> (Tensor, Tensor, Tensor)", activation_forward_fp8, _forward_fp8_fake, ActivationOptions
+    "bias_activation_fp8(Tensor x, Tensor? bias, Tensor? token_weight, Tensor? seed, ActivationOptions options, "
+    "ScalarType y_type) -> (Tensor, Tensor, Tensor)",
+    activation_forward_fp8,
+    _forward_fp8_fake,
+    ActivationOptions,
 )
 backward = Registered(
     "bias_activation_backward(Tensor dy, Tensor x, Tensor? exponents, Tensor? bias, Tensor? token_weight, Tensor? seed, "
-    "ActivationOptions options, bool need_dx, bool need_dbias, bool need_dweight, ScalarType dx_type, ScalarType? y_type) "
-    "-> (Tensor?, Tensor?, Tensor?, Tensor?)",
+    "Tensor? linear, ActivationOptions options, bool need_dx, bool need_dbias, bool need_dweight, bool need_dlinear, "
+    "ScalarType dx_type, ScalarType? y_type) -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)",
     activation_backward,
     _backward_fake,
     ActivationOptions,
@@ -353,16 +390,16 @@ backward = Registered(
 
 def backward_into(
     grads: VectorGrads | None, dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
-    seed: Tensor | None, *rest: Any, into_dy: bool = False,
-) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    seed: Tensor | None, linear: Tensor | None, *rest: Any, into_dy: bool = False,
+) -> tuple[KernelTargets | None, Gradients]:  # fmt: skip
     """`backward`, with dbias added to its main_grad where `grads` can: to what comes first."""
     if grads is None:
-        return None, *backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy)
-    into = grads.into(dy, x, exponents, bias, weight, seed)
+        return None, backward(dy, x, exponents, bias, weight, seed, linear, *rest, into_dy=into_dy)
+    into = grads.into(dy, x, exponents, bias, weight, seed, linear)
     if into is None:
         (bias,) = grads.wide(bias)
     target = None if into is None else into.tensors[0]
-    return into, *backward(dy, x, exponents, bias, weight, seed, *rest, into_dy=into_dy, into=target)
+    return into, backward(dy, x, exponents, bias, weight, seed, linear, *rest, into_dy=into_dy, into=target)
 
 
 def rebuild_activation(
@@ -371,9 +408,10 @@ def rebuild_activation(
 ) -> Tensor:  # fmt: skip
     """Return y of the x that was kept, without a gradient."""
     if exponents is None:
-        return forward(x, bias, weight, None, options, y_type)  # type: ignore[no-any-return]
+        return forward(x, bias, weight, None, None, options, y_type)  # type: ignore[no-any-return]
     dy = x.new_zeros((*x.shape[:-1], x.shape[-1] // activation_of(options.activation).parts), dtype=y_type)
-    y: Tensor = backward(dy, x, exponents, bias, weight, None, options, False, False, False, y_type, y_type)[3]
+    no_gradients = False, False, False, False
+    y: Tensor = backward(dy, x, exponents, bias, weight, None, None, options, *no_gradients, y_type, y_type)[3]
     return y
 
 
@@ -391,9 +429,9 @@ def activation_unsupported(x: Tensor, act: Activation) -> str | None:
     return triton_unsupported(x)
 
 
-def activation_variant(x: Tensor, act: Activation, save: str) -> str:
+def activation_variant(x: Tensor, act: Activation, save: str, linear: Tensor | None = None) -> str:
     """Describe the kernels of a call and their tiles."""
-    H = x.shape[-1] // act.parts
+    H = x.shape[-1] // (act.parts if linear is None else 1)
     M = x.numel() // max(x.shape[-1], 1)
     if not M * H:
         return "the PyTorch formula, as there is nothing to do"
@@ -409,13 +447,14 @@ def activation_variant(x: Tensor, act: Activation, save: str) -> str:
 def check_activation(
     x: Tensor, bias: Tensor | None = None, activation: str = "gelu", token_weight: Tensor | None = None,
     clamp: float | None = None, linear_offset: float = 0.0, save: str = "input", bias_name: str = "bias",
+    linear: Tensor | None = None,
 ) -> Activation:  # fmt: skip
     """Raise where an argument is wrong, else return the activation."""
     act = find_activation(activation)
     check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
-    if act.gated and x.shape[-1] % 2:
+    if act.gated and x.shape[-1] % 2 and linear is None:
         raise ValueError(f"x must have an even last dimension for {act.name!r}, but has {x.shape[-1]}")
     if bias is not None:
         check_vector(bias_name, bias, x)

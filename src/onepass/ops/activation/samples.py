@@ -44,13 +44,16 @@ SAMPLES = {
         partial(random_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}
     ),
     "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}),
+    "bias_activation: linear": Sample(
+        partial(random_tensors, ((37, 203), (37, 203))), bias_activation_reference, {"activation": "swiglu"}, ("linear",)
+    ),
 }
 
 
 # `onepass explain`: shapes of optional tensors that are not vectors along x's last dimension, from x and the tensors given.
 SHAPES_OF = {
     "activation_linear": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]},
-    "bias_activation": {"token_weight": lambda x, given: x.shape[:-1]},
+    "bias_activation": {"token_weight": lambda x, given: x.shape[:-1], "linear": lambda x, given: x.shape},
 }
 
 
@@ -77,13 +80,19 @@ def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], 
 
 
 def _random_bias_activation(draw: Draw) -> RandomCall:
-    tensors, options, _, _ = _random_activation("bias", draw)
+    tensors, options, dtype, width = _random_activation("bias", draw)
     save, dropout = draw.choose(_SAVES, (8, 2, 1)), draw.dropout()
     threshold = threshold_of("dropout", dropout)
+    if save == "input" and "bias" not in tensors and ACTIVATIONS[options["activation"]].gated and draw.flag():
+        shape = (*tensors["x"].shape[:-1], width)
+        tensors |= {"x": RandomTensor(shape, dtype), "linear": RandomTensor(shape, dtype)}
 
-    def formula(x: Tensor, bias: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
+    def formula(
+        x: Tensor, bias: Tensor | None = None, token_weight: Tensor | None = None, linear: Tensor | None = None
+    ) -> Tensor:
         rows, seed = (row_numbers(x), draw_seed(x)) if threshold else (None, 0)
-        return bias_activation_reference(x, bias, token_weight, rows, seed=seed, threshold=threshold, **options)
+        more = {"linear": linear, "seed": seed, "threshold": threshold, **options}
+        return bias_activation_reference(x, bias, token_weight, rows, **more)
 
     more = {"save": save, "dropout": dropout}
     return RandomCall(tensors, options | more, formula, gradients=_FP8_ERROR * (save == "fp8"))
@@ -127,6 +136,15 @@ def _bias_activation_calls() -> Iterator[CoveringCall]:
     for option in ("fp32 bias", "clamp", "everything"):
         yield _bias_activation_call("swiglu", LARGE, option=option)
     yield _bias_activation_call("swiglu", (600_000, 64), option="everything")
+    for activation, act in ACTIVATIONS.items():
+        if act.gated:
+            yield _two_tensors_call(activation, LARGE)
+    for shape in (*SHAPES, *NARROW):
+        yield _two_tensors_call("swiglu", shape)
+    for dtype in (torch.float16, torch.float32):
+        yield _two_tensors_call("swiglu", LARGE, dtype)
+    for shape in (LARGE, *NARROW):
+        yield _two_tensors_call("swiglu", shape, everything=True)
     for activation in ACTIVATIONS:
         yield _activation_dropout_call(activation, LARGE)
     for activation in ("gelu", "swiglu"):
@@ -161,6 +179,21 @@ def _bias_activation_call(
     return CoveringCall(" ".join(filter(None, (activation, f"{rows}x{width}", option))), dtype, run)
 
 
+def _two_tensors_call(
+    activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, everything: bool = False
+) -> CoveringCall:
+    def run() -> Tensor:
+        gate, linear = meta(*shape, dtype=dtype), meta(*shape, dtype=dtype)
+        weight = meta(shape[0], dtype=torch.float32) if everything else None
+        return bias_activation(
+            gate, None, activation, linear=linear, token_weight=weight, clamp=7.0 if everything else None,
+            linear_offset=1.0 if everything else 0.0, dropout=0.1 if everything else 0.0, backend="triton",
+        )  # fmt: skip
+
+    label = f"{activation} {shape[0]}x{shape[1]} two tensors{' everything' if everything else ''}"
+    return CoveringCall(label, dtype, run)
+
+
 def _activation_dropout_call(activation: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> CoveringCall:
     rows, width = shape
     options = ActivationOptions(activation, None, None, THRESHOLD, SEED)
@@ -168,8 +201,8 @@ def _activation_dropout_call(activation: str, shape: tuple[int, int], dtype: tor
     def run() -> Tensor:
         x = meta(rows, width * ACTIVATIONS[activation].parts, dtype=dtype)
         bias, dy = meta(x.shape[-1], dtype=dtype), meta(rows, width, dtype=dtype)
-        kernels.activation_forward(x, bias, None, None, options, dtype)
-        kernels.activation_backward(dy, x, None, bias, None, None, options, True, True, False, dtype, None)
+        kernels.activation_forward(x, bias, None, None, None, options, dtype)
+        kernels.activation_backward(dy, x, None, bias, None, None, None, options, True, True, False, False, dtype, None)
         return x
 
     return CoveringCall(f"{activation} {rows}x{width} dropout", dtype, run)

@@ -13,6 +13,7 @@ from onepass.runtime.sharding import (
     Split,
     add_bias_once,
     all_as,
+    first_split,
     leading_split,
     refuse,
     refuse_split,
@@ -22,16 +23,19 @@ from onepass.runtime.sharding import (
 
 
 def shard_bias_activation(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
-    """Rows are divided; so are columns, unless the activation is gated: each number has its gate in the other half of a row."""
+    """Rows are divided; so are columns, unless a row of x is gate and linear part: each number has its gate in the other half."""
     refuse(given, "out")
-    x = given["x"]
+    x, linear = given["x"], given["linear"]
     last = x.dim() - 1
+    split = at["x"] if linear is None else first_split(at["x"], at["linear"])
     if given["dropout"]:
         raise ValueError("dropout must be 0 where tensors are DTensors, as ranks would draw alike: `dropout_add` draws for all")
-    if at["x"] == last and not find_activation(given["activation"]).gated:
-        return Layout({"x": last, "bias": 0, "token_weight": WHOLE}, {"token_weight": PARTIAL}, (last, x.shape[last]))
-    rows = leading_split(at["x"], x)
-    return Layout({"x": rows, "bias": WHOLE, "token_weight": rows}, {"bias": sum_over(rows)}, split_output(rows, x))
+    if split == last and (linear is not None or not find_activation(given["activation"]).gated):
+        inputs = all_as(last, "x", "linear") | {"bias": 0, "token_weight": WHOLE}
+        return Layout(inputs, {"token_weight": PARTIAL}, (last, x.shape[last]))
+    rows = leading_split(split, x)
+    inputs = all_as(rows, "x", "linear", "token_weight") | {"bias": WHOLE}
+    return Layout(inputs, {"bias": sum_over(rows)}, split_output(rows, x))
 
 
 def shard_activation_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:

@@ -1,0 +1,360 @@
+"""torchtitan's Trainer with onepass's overrides, beside torchtitan as it is."""
+
+import importlib
+import importlib.metadata
+import sys
+import warnings
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("torchtitan", reason="needs torchtitan")
+pytest.importorskip("spmd_types", reason="needs torchtitan's spmd_types")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its dependencies' own
+    from integrations import torchtitan_ranks, torchtitan_runs
+    from integrations.torchtitan_runs import NAMES, OURS, VOCABULARY, new_config, train
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.distributed import utils as distributed
+    from torchtitan.models.common import attention, feed_forward, linear, nn_modules, rope
+    from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward
+
+    from onepass.integrations import torchtitan as onepass_titan
+from parallel.worlds import found_by
+
+import onepass
+from onepass.integrations import seams
+from onepass.integrations.seams import SeamError
+
+pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank(tmp_path_factory):
+    with patch.dict("os.environ", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo"):
+        meeting = tmp_path_factory.mktemp("gloo") / "meeting"
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _by_pytorch():
+    with onepass.use_backend("torch"):
+        yield
+    distributed.set_spmd_backend("spmd_types")
+
+
+_stock = {}
+
+
+def stock(kind, folder):
+    """torchtitan's own steps, made once."""
+    if kind not in _stock:
+        _stock[kind] = train(new_config(folder, kind=kind))[0]
+    return _stock[kind]
+
+
+def assert_alike(found, expected, steps=torchtitan_runs.STEPS):
+    assert len(found) == len(expected) == steps
+    for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(stock_loss, rel=2e-6) and norm == pytest.approx(stock_norm, rel=1e-6)
+
+
+# ---- training ----
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES], ids=",".join)
+@pytest.mark.parametrize("kind", ("sdpa", "varlen"))
+def test_three_steps(names, kind, tmp_path):
+    if kind == "varlen" and "attention" not in names:
+        pytest.skip("VarlenAttention needs a GPU")
+    found, model = train(new_config(tmp_path, names, kind))
+    assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path))
+    made = {cls.__name__ for module in model.modules() for cls in type(module).__mro__ if cls.__module__ == OURS}
+    whole = "DocumentAttention" if kind == "varlen" else "WholeAttention"
+    classes = ("Norm", "GatedFeedForward", "InterleavedRoPE", whole)
+    of_name = dict(zip(NAMES, classes, strict=False))
+    assert made - {"ActivationLinear"} == {of_name[name] for name in names if name in of_name}
+
+
+def test_flex_as_documents(tmp_path):
+    config = new_config(tmp_path)
+    config.override.imports = [(f"{OURS}.attention", {"flex_as_documents": True})]
+    assert_alike(train(config)[0], stock("flex", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ("sdpa", "varlen"))
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compiled(kind, backend, tmp_path):
+    config = new_config(tmp_path, NAMES, kind)
+    config.compile.enable, config.compile.backend = True, backend
+    assert_alike(train(config)[0], stock("flex" if kind == "varlen" else kind, tmp_path))
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("policy", ("FullAC", "SelectiveAC"))
+def test_activation_checkpointing(policy, compiled, tmp_path):
+    config = new_config(tmp_path, NAMES, "varlen")
+    config.activation_checkpoint = getattr(activation_checkpoint, policy).Config()
+    config.compile.enable, config.compile.backend = compiled, "aot_eager"
+    assert_alike(train(config)[0], stock("flex", tmp_path))
+
+
+def test_accumulation(tmp_path):
+    """Two microbatches a step."""
+    found = []
+    for names in ((), NAMES):
+        config = new_config(tmp_path, names, "sdpa")
+        config.training.local_batch_size, config.training.global_batch_size = 2, 4
+        found.append(train(config)[0])
+    assert_alike(*reversed(found))
+
+
+def test_tied_weights(tmp_path):
+    found = []
+    for names in ((), NAMES):
+        config = new_config(tmp_path, names, "sdpa")
+        config.model_spec.model.enable_weight_tying = True
+        config.model_spec.model.tok_embeddings.param_init = {"weight": lambda weight: None}
+        found.append(train(config)[0])
+    assert_alike(*reversed(found))
+
+
+def test_bf16(tmp_path):
+    found = []
+    for names in ((), NAMES):
+        config = new_config(tmp_path, names, "sdpa")
+        config.training.mixed_precision_param = "bfloat16"
+        found.append(torch.tensor(train(config)[0]))
+    torch.testing.assert_close(*found, rtol=2e-3, atol=0)
+
+
+def test_a_loss_that_is_not_chunked(tmp_path):
+    config = new_config(tmp_path, NAMES, "sdpa")
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    assert_alike(train(config)[0], stock("sdpa", tmp_path))
+
+
+@pytest.mark.parametrize("first", (False, True))
+def test_checkpoints(first, tmp_path):
+    """Two steps, then two from their checkpoint, of which one pair is onepass's."""
+    found = []
+    for ours, last in ((first, 2), (not first, 4)):
+        config = new_config(tmp_path / "pair", NAMES if ours else (), "sdpa")
+        config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
+        config.training.steps, config.lr_scheduler.total_steps = last, 4
+        found += train(config)[0]
+    config = new_config(tmp_path, (), "sdpa")
+    config.training.steps = config.lr_scheduler.total_steps = 4
+    assert_alike(found, train(config)[0], steps=4)
+
+
+def test_state_dicts(tmp_path):
+    keys = [list(train(new_config(tmp_path, names, "sdpa"))[1].state_dict()) for names in ((), NAMES)]
+    assert keys[0] == keys[1]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    return found_by(torchtitan_ranks.run, ("gloo", 2), tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", torchtitan_ranks.CASES)
+def test_two_ranks(case, of_two_ranks):
+    for found in of_two_ranks:
+        assert_alike(found[case, True], found[case, False])
+
+
+# ---- modules ----
+
+
+@pytest.mark.parametrize("positions", [None, (1, 9), (2, 9)], ids=str)
+@pytest.mark.parametrize(("name", "kind"), [("complex_rope", rope.ComplexRoPE), ("cos_sin_rope", rope.CosSinRoPE)])
+def test_rope(name, kind, positions):
+    config = kind.Config(dim=16, max_seq_len=32, scaling="yarn", rope_factor=4.0, original_seq_len=8)
+    theirs, ours = config.build(), getattr(onepass_titan, name)(config).build()
+    positions = None if positions is None else torch.randint(32, positions)
+    given = [(torch.randn(2, 9, heads, 16), torch.randn(2, 9, heads, 16)) for heads in (4, 2)]
+    found = []
+    for module in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x, _ in given]
+        turned = module(*leaves, positions)
+        torch.autograd.backward(turned, [grad for _, grad in given])
+        found.append([*turned, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (0, 0), (-1, -1), (2, 1), (-1, 2), (2, -1)], ids=str)
+def test_windows(window):
+    """As varlen_attn has them: the keys before and after a query's own that it sees."""
+    q, k, v = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 5, 12, 19, 24], dtype=torch.int32)
+    masks = attention.VarlenMetadata(starts, starts, 7, 7)
+    module = onepass_titan.attention(attention.VarlenAttention.Config(window_size=window)).build()
+    found = module(q, k, v, attention_masks=masks, scale=0.3, enable_gqa=True)
+    document = torch.bucketize(torch.arange(24), starts, right=True)
+    apart = torch.arange(24)[:, None] - torch.arange(24)
+    seen = document[:, None] == document
+    if window[0] >= 0:
+        seen &= apart <= window[0]
+    if window[1] >= 0:
+        seen &= -apart <= window[1]
+    rows = [x.flatten(0, 1).double().repeat_interleave(4 // x.shape[2], 1) for x in (q, k, v)]
+    scores = torch.einsum("qhd,khd->hqk", rows[0], rows[1]).mul(0.3).masked_fill(~seen, -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), rows[2])
+    torch.testing.assert_close(found.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_that_is_not_causal():
+    q, k, v = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2))
+    config = attention.ScaledDotProductAttention.Config()
+    for causal in (True, False):
+        found = onepass_titan.attention(config).build()(q, k, v, is_causal=causal, enable_gqa=True)
+        torch.testing.assert_close(found, config.build()(q, k, v, is_causal=causal, enable_gqa=True))
+
+
+def test_a_loss_without_gradients(tmp_path):
+    """As the validator has it; and logits are as before where no labels are given."""
+    head = linear.Linear.Config(in_features=8, out_features=50).build()
+    hidden, labels = torch.randn(2, 12, 8), torch.randint(50, (2, 12))
+    config = ChunkedLossWrapper.Config(num_chunks=3)
+    found = []
+    for loss in (config.build(), onepass_titan.loss(config).build(compile_config=None)):
+        loss.set_lm_head(head)
+        with torch.no_grad():
+            found.append(loss(hidden, labels, torch.tensor(24), positions=labels)[0])
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(head(hidden), hidden @ head.weight.T)
+
+
+# ---- what is refused ----
+
+
+def new_linear(**options):
+    return linear.Linear.Config(in_features=8, out_features=8, **options)
+
+
+class Scaled(nn_modules.RMSNorm):
+    @dataclass(kw_only=True, slots=True)
+    class Config(nn_modules.RMSNorm.Config):
+        pass
+
+
+class Squared(linear.Linear):
+    @dataclass(kw_only=True, slots=True)
+    class Config(linear.Linear.Config):
+        pass
+
+    def forward(self, x):
+        return super().forward(x) ** 2
+
+
+SQUARED = Squared.Config(in_features=8, out_features=8)
+FEED_FORWARD = {"w1": new_linear(), "w3": new_linear()}
+REFUSED = [
+    ("norm", Scaled.Config(normalized_shape=8), r"Scaled\.Config .*RMSNorm\.Config alone"),
+    ("feed_forward", AllGatherFusedFeedForward.Config(**FEED_FORWARD, w2=new_linear()), r"AllGatherFusedFeedForward\.Config"),
+    ("feed_forward", feed_forward.FeedForward.Config(**FEED_FORWARD, w2=new_linear(bias=True)), r"without a bias"),
+    (
+        "feed_forward",
+        feed_forward.FeedForward.Config(**FEED_FORWARD, w2=Squared.Config(in_features=8, out_features=8)),
+        "Squared",
+    ),
+    ("attention", attention.FlexAttention.Config(), r"FlexAttention\.Config .*attn_backend='varlen'.*flex_as_documents"),
+    ("loss", MSELoss.Config(), r"MSELoss\.Config"),
+    ("loss", ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), r"MSELoss\.Config .*CrossEntropyLoss\.Config alone"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "said"), REFUSED)
+def test_configs_that_are_refused(name, config, said):
+    with pytest.raises(NotImplementedError, match=rf"{name}.* can't replace .*{said}"):
+        getattr(onepass_titan, name)(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_dtensor_is_refused(name, tmp_path):
+    """By the trainer, before it builds a model."""
+    config = new_config(tmp_path, (name,), "sdpa", spmd_backend="full_dtensor")
+    with pytest.raises(NotImplementedError, match=rf"{name} can't replace .*spmd_backend must be"):
+        train(config)
+
+
+def test_a_subclass_is_not_passed_over(tmp_path):
+    config = new_config(tmp_path, ("norm",), "sdpa")
+    config.model_spec.model.norm = Scaled.Config(normalized_shape=256)
+    with pytest.raises(NotImplementedError, match=r"norm can't replace test_torchtitan\.Scaled|norm can't replace .*Scaled"):
+        apply_overrides(config.override, config)
+
+
+def test_calls_that_are_refused():
+    q = torch.randn(2, 4, 2, 16)
+    whole = onepass_titan.attention(attention.ScaledDotProductAttention.Config()).build()
+    documents = onepass_titan.attention(attention.VarlenAttention.Config()).build()
+    with pytest.raises(NotImplementedError, match="knows no out_transform"):
+        whole(q, q, q, out_transform=len)
+    with pytest.raises(NotImplementedError, match="knows no attention_masks"):
+        whole(q, q, q, attention_masks=q)
+    with pytest.raises(NotImplementedError, match="q's have 16 and v's 8"):
+        whole(q, q, q[..., :8])
+    with pytest.raises(NotImplementedError, match="no context parallelism"):
+        whole(q[:, :2], q, q)
+    with pytest.raises(TypeError, match="must be VarlenMetadata, but is NoneType"):
+        documents(q, q, q, attention_masks=None)
+    loss = onepass_titan.loss(CrossEntropyLoss.Config()).build(compile_config=None)
+    with pytest.raises(NotImplementedError, match=r"lm_head that is a Linear, but it is .*Squared"):
+        loss.set_lm_head(SQUARED.build())
+
+
+# ---- versions ----
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """Import the integration as if for the first time."""
+    monkeypatch.setattr(seams, "_warned", set())
+    monkeypatch.setattr(override_registry(), "_REGISTRY", {})
+    monkeypatch.delitem(sys.modules, OURS)
+    yield lambda: importlib.import_module(OURS)
+    onepass.integrations.torchtitan = onepass_titan
+
+
+def override_registry():
+    return sys.modules[apply_overrides.__module__]
+
+
+def test_a_newer_version_warns_once_and_works(anew, monkeypatch):
+    found = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.1.0" if name == "torchtitan" else found(name))
+    with pytest.warns(UserWarning, match=r"torchtitan 9\.1\.0 is newer than 0\.3\.0"):
+        module = anew()
+    sys.modules.pop(OURS)
+    override_registry()._REGISTRY.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        anew()
+    assert type(module.norm(nn_modules.RMSNorm.Config(normalized_shape=8)).build()(torch.ones(8))) is torch.Tensor
+
+
+def test_a_class_that_moved(anew, monkeypatch, tmp_path):
+    monkeypatch.delattr(rope, "CosSinRoPE")
+    with pytest.raises(SeamError, match=r"torchtitan 0\.3\.0 lacks .*CosSinRoPE.*torchtitan\.models\.common\.rope"):
+        anew()
+    with pytest.raises(SeamError, match=r"lacks .*CosSinRoPE"):  # as torchtitan's command line says it
+        apply_overrides(new_config(tmp_path, ("norm",)).override, new_config(tmp_path))
+
+
+@pytest.mark.parametrize("now", [None, lambda query, key, rope_cache, scale: None], ids=("renamed", "changed"))
+def test_a_method_that_changed(now, anew, monkeypatch):
+    monkeypatch.delattr(rope.RoPE, "apply_rotary_emb")
+    if now is not None:
+        monkeypatch.setattr(rope.RoPE, "apply_rotary_emb", staticmethod(now), raising=False)
+    with pytest.raises(SeamError, match=r"rope\.RoPE\.apply_rotary_emb of torchtitan 0\.3\.0 (is not there|takes \(.*scale\)), "):
+        anew()

@@ -1,0 +1,47 @@
+"""Ranks of tests/integrations/test_torchtitan.py: stock, then onepass, under FSDP2 and tensor parallelism."""
+
+import contextlib
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from parallel.meeting import join
+
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
+    import onepass.testing.interpreter
+
+import onepass
+
+TP = {"tensor_parallel_degree": 2}
+PLAIN = {"enable_sequence_parallel": False}
+CASES = {  # how the ranks share, and whether they compile
+    "fsdp": ({"spmd_backend": "partial_dtensor"}, False),
+    "fsdp, compiled": ({"spmd_backend": "partial_dtensor"}, True),
+    "tp, sp": ({"spmd_backend": "partial_dtensor", **TP}, False),
+    "tp, sp, compiled": ({"spmd_backend": "partial_dtensor", **TP}, True),
+    "tp": ({"spmd_backend": "partial_dtensor", **TP, **PLAIN}, False),
+    "spmd_types: tp, sp": ({"spmd_backend": "spmd_types", **TP}, False),
+    "spmd_types: tp, sp, compiled": ({"spmd_backend": "spmd_types", **TP}, True),
+    "spmd_types: tp": ({"spmd_backend": "spmd_types", **TP, **PLAIN}, False),
+}
+
+
+def run(rank, ranks, folder, backend):
+    os.environ |= {"LOCAL_RANK": str(rank)}
+    warnings.simplefilter("ignore")
+    join(rank, ranks, folder, backend)
+    from integrations import torchtitan_runs as runs
+
+    found = {}
+    for case, (parallelism, compiled) in CASES.items():
+        plain = parallelism["spmd_backend"] == "spmd_types"
+        for ours in (False, True):
+            names, kind = (runs.NAMES, "varlen") if ours else ((), "flex")
+            shared = 1 if "tensor_parallel_degree" in parallelism else ranks
+            config = runs.new_config(folder, names, kind, shared, **parallelism)
+            config.compile.enable, config.compile.backend = compiled, "aot_eager"
+            with onepass.use_backend("torch"), runs.without_fsdp() if plain else contextlib.nullcontext():
+                found[case, ours] = runs.train(config)[0]
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
