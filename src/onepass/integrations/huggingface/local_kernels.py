@@ -1,11 +1,11 @@
 """onepass's layers for transformers' `use_kernels`. They are local: nothing is downloaded.
 
-from onepass.integrations import huggingface
+    from onepass.integrations import huggingface
 
-model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=huggingface.OnepassKernels())
-print(model.kernel_config)  # what was replaced, what was not, and why
-...                         # train, evaluate, generate, save: as before
-model.kernel_config.undo(model)
+    model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=huggingface.OnepassKernels())
+    print(model.kernel_config)  # what was replaced, what was not, and why
+    ...                         # train, evaluate, generate, save: as before
+    model.kernel_config.undo(model)
 
 transformers gives names to layers ("RMSNorm"), and the `kernels` package gives modules of such a name another forward.
 `huggingface.apply` replaces more, fuses what lies side by side, and needs no such package: use one or the other.

@@ -34,7 +34,7 @@ def activation_row_parallel_linear() -> Any:
     """Return the class of a fc2 that takes fc1's output and bias, and applies the activation itself."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    class ActivationRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    class MegatronActivationLinear(RowParallelLinear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
             super().__init__(input_size, output_size, **options)
             fused, gated = self.config.bias_activation_fusion, self.config.gated_linear_unit
@@ -58,7 +58,7 @@ def activation_row_parallel_linear() -> Any:
             )
             return y, self.bias if self.skip_bias_add else None
 
-    return ActivationRowParallelLinear
+    return MegatronActivationLinear
 
 
 @cache
