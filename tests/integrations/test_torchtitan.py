@@ -84,6 +84,16 @@ def test_three_steps(names, kind, tmp_path):
     assert made - {"ActivationLinear"} == {of_name[name] for name in names if name in of_name}
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("qwen3", ("norm", "feed_forward", "cos_sin_rope", "attention", "loss")),  # norms of heads
+     ("deepseek_v3", ("norm", "feed_forward", "complex_rope", "loss"))],  # experts, of which some are shared
+)  # fmt: skip
+def test_other_models(model, names, tmp_path):
+    found = [train(new_config(tmp_path, chosen, "sdpa", model=model))[0] for chosen in (names, ())]
+    assert_alike(*found)
+
+
 def test_flex_as_documents(tmp_path):
     config = new_config(tmp_path)
     config.override.imports = [(f"{OURS}.attention", {"flex_as_documents": True})]
