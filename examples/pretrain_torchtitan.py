@@ -1,7 +1,7 @@
 """Llama 3 by torchtitan's trainer, as it is and with onepass's overrides: the same losses, and what a step takes.
 
     python examples/pretrain_torchtitan.py [--size small | 1B] [--steps N] [--attention sdpa | flex] [--loss chunked | whole]
-        [--out DIR] [--small]
+        [--names norm loss ...] [--out DIR] [--small]
 
 torchtitan comes by `pip install torchtitan`; nothing else is downloaded: tokens are random. The small size runs on a CPU in
 seconds. 1B wants a GPU of 80 GB: bf16 by FSDP2 on one rank, blocks compiled in both runs. --loss says which of torchtitan's own
@@ -42,7 +42,7 @@ from torchtitan.trainer import Trainer
 
 GPU = torch.cuda.is_available()
 OURS = "onepass.integrations.torchtitan"
-OVERRIDES = [f"{OURS}.{name}" for name in ("norm", "feed_forward", "complex_rope", "loss")]
+NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
 SAME = {"small": 1e-4, "1B": 0.05}  # how far apart losses and norms of a step may be: a step builds on those before it
 WARM = 4  # steps that also compile
 
@@ -172,6 +172,7 @@ def main() -> None:
     arguments.add_argument("--small", action="store_const", const="small", dest="size")
     arguments.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa")
     arguments.add_argument("--loss", choices=LOSSES, default="chunked")
+    arguments.add_argument("--names", nargs="+", choices=NAMES, default=NAMES, help="onepass's overrides; all by default")
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--out", type=Path, default=Path("pretrain_torchtitan"))
     args = arguments.parse_args()
@@ -183,8 +184,8 @@ def main() -> None:
     for way in ("as it is", "with onepass"):
         config = new_config(size, args.attention, args.loss, args.steps or size.steps, args.out)
         if way == "with onepass":
-            options = {"flex_as_documents": True} if args.attention == "flex" else {}
-            config.override.imports = [*OVERRIDES, (f"{OURS}.attention", options)]
+            options = {"attention": {"flex_as_documents": True}} if args.attention == "flex" else {}
+            config.override.imports = [(f"{OURS}.{name}", options.get(name, {})) for name in args.names]
         found[way] = train(config)
         torch._dynamo.reset()
         gc.collect()

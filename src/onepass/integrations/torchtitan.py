@@ -6,7 +6,7 @@
 config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding stay,
 so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
 
-Under spmd_types, torchtitan's default, modules see plain tensors; under its two other backends DTensors.
+Under spmd_types, torchtitan's default, modules see plain tensors; under partial_dtensor, where ranks share a weight, DTensors.
 """
 
 from __future__ import annotations
