@@ -1,9 +1,11 @@
 """Llama 3 by torchtitan's trainer, as it is and with onepass's overrides: the same losses, and what a step takes.
 
-    python examples/pretrain_torchtitan.py [--size small | 1B] [--steps N] [--attention sdpa | flex] [--out DIR] [--small]
+    python examples/pretrain_torchtitan.py [--size small | 1B] [--steps N] [--attention sdpa | flex] [--loss chunked | whole]
+        [--names norm loss ...] [--out DIR] [--small]
 
 torchtitan comes by `pip install torchtitan`; nothing else is downloaded: tokens are random. The small size runs on a CPU in
-seconds. 1B wants a GPU of 80 GB: bf16 by FSDP2 on one rank, blocks compiled in both runs. DIR gets results.json.
+seconds. 1B wants a GPU of 80 GB: bf16 by FSDP2 on one rank, blocks compiled in both runs. --loss says which of torchtitan's own
+onepass's is compared with. DIR gets results.json.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if not torch.cuda.is_available():  # before other modules copy them: without a G
     utils.device_type, utils.device_module = "cpu", torch.cpu
 
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -40,7 +42,7 @@ from torchtitan.trainer import Trainer
 
 GPU = torch.cuda.is_available()
 OURS = "onepass.integrations.torchtitan"
-OVERRIDES = [f"{OURS}.{name}" for name in ("norm", "feed_forward", "complex_rope", "loss")]
+NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
 SAME = {"small": 1e-4, "1B": 0.05}  # how far apart losses and norms of a step may be: a step builds on those before it
 WARM = 4  # steps that also compile
 
@@ -129,7 +131,10 @@ class NoTokenizer(BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def new_config(size: Size, attention: str, steps: int, out: Path) -> Any:
+LOSSES = {"chunked": ChunkedLossWrapper, "whole": CrossEntropyLoss}
+
+
+def new_config(size: Size, attention: str, loss: str, steps: int, out: Path) -> Any:
     spec = model_registry(size.model)
     if attention == "sdpa":  # whole rows, by cuDNN's kernel on a GPU
         for layer in spec.model.layers:
@@ -139,7 +144,7 @@ def new_config(size: Size, attention: str, steps: int, out: Path) -> Any:
         mixed_precision_param="bfloat16" if GPU else "float32",
     )  # fmt: skip
     config = Trainer.Config(
-        model_spec=spec, training=training, loss=ChunkedLossWrapper.Config(), optimizer=default_adamw(lr=1e-4),
+        model_spec=spec, training=training, loss=LOSSES[loss].Config(), optimizer=default_adamw(lr=1e-4),
         dataloader=Words.Config(vocabulary=spec.model.vocab_size), tokenizer=NoTokenizer.Config(), dump_folder=str(out),
         metrics=Watch.Config(log_freq=1),
     )  # fmt: skip
@@ -166,6 +171,8 @@ def main() -> None:
     arguments.add_argument("--size", choices=SIZES, default="small")
     arguments.add_argument("--small", action="store_const", const="small", dest="size")
     arguments.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa")
+    arguments.add_argument("--loss", choices=LOSSES, default="chunked")
+    arguments.add_argument("--names", nargs="+", choices=NAMES, default=NAMES, help="onepass's overrides; all by default")
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--out", type=Path, default=Path("pretrain_torchtitan"))
     args = arguments.parse_args()
@@ -175,10 +182,10 @@ def main() -> None:
     dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1, **device)
     found = {}
     for way in ("as it is", "with onepass"):
-        config = new_config(size, args.attention, args.steps or size.steps, args.out)
+        config = new_config(size, args.attention, args.loss, args.steps or size.steps, args.out)
         if way == "with onepass":
-            options = {"flex_as_documents": True} if args.attention == "flex" else {}
-            config.override.imports = [*OVERRIDES, (f"{OURS}.attention", options)]
+            options = {"attention": {"flex_as_documents": True}} if args.attention == "flex" else {}
+            config.override.imports = [(f"{OURS}.{name}", options.get(name, {})) for name in args.names]
         found[way] = train(config)
         torch._dynamo.reset()
         gc.collect()

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from integrations import torchtitan_ranks, torchtitan_runs
     from integrations.torchtitan_runs import NAMES, OURS, VOCABULARY, new_config, train
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
+    from torchtitan.config.manager import ConfigManager
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.distributed import utils as distributed
@@ -82,6 +83,16 @@ def test_three_steps(names, kind, tmp_path):
     classes = ("Norm", "GatedFeedForward", "InterleavedRoPE", whole)
     of_name = dict(zip(NAMES, classes, strict=False))
     assert made - {"ActivationLinear"} == {of_name[name] for name in names if name in of_name}
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("qwen3", ("norm", "feed_forward", "cos_sin_rope", "attention", "loss")),  # norms of heads
+     ("deepseek_v3", ("norm", "feed_forward", "complex_rope", "loss"))],  # experts, of which some are shared
+)  # fmt: skip
+def test_other_models(model, names, tmp_path):
+    found = [train(new_config(tmp_path, chosen, "sdpa", model=model))[0] for chosen in (names, ())]
+    assert_alike(*found)
 
 
 def test_flex_as_documents(tmp_path):
@@ -170,6 +181,14 @@ def of_two_ranks(tmp_path_factory):
 def test_two_ranks(case, of_two_ranks):
     for found in of_two_ranks:
         assert_alike(found[case, True], found[case, False])
+
+
+def test_the_command_line():
+    options = {"attention": '={"flex_as_documents": true}'}
+    words = [f"{OURS}.{name}{options.get(name, '')}" for name in NAMES]
+    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", "--override.imports", *words])
+    said = apply_overrides(config.override, config)
+    assert len(said) == 13 + 6 + 6 + 6 + 1  # norms, MLPs, ropes, attentions of six layers; a loss
 
 
 # ---- modules ----

@@ -1,6 +1,7 @@
-"""torchtitan's own Trainer, on a CPU: some steps of a small Llama 3. Imports torchtitan."""
+"""torchtitan's own Trainer, on a CPU: some steps of a small model. Imports torchtitan."""
 
 import gc
+import importlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention
-from torchtitan.models.llama3 import model_registry, parallelize
+from torchtitan.models.llama3 import parallelize
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
@@ -100,9 +101,11 @@ class NoTokenizer(BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def new_config(folder, names=(), kind="flex", ranks=1, **parallelism):
+def new_config(folder, names=(), kind="flex", ranks=1, model="llama3", **parallelism):
     """kind: of attention: "flex" and "varlen" see documents, "sdpa" whole sequences. ranks: that have data of their own."""
-    spec = model_registry("debugmodel", attn_backend="varlen" if kind == "varlen" else "flex")
+    registry = importlib.import_module(f"torchtitan.models.{model}").model_registry
+    spec = registry("debugmodel", attn_backend="varlen" if kind == "varlen" else "flex")
+    assert spec.model.vocab_size == VOCABULARY
     spec.model.layers = spec.model.layers[:2]
     if kind == "sdpa":
         for layer in spec.model.layers:

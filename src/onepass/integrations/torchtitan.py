@@ -6,7 +6,7 @@
 config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding stay,
 so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
 
-Under spmd_types, torchtitan's default, modules see plain tensors; under its two other backends DTensors.
+Under spmd_types, torchtitan's default, modules see plain tensors; under partial_dtensor, where ranks share a weight, DTensors.
 """
 
 from __future__ import annotations
@@ -292,8 +292,7 @@ def _head(head: Any, stock: Any, hidden: Tensor, labels: Tensor | None = None) -
     if spmd_mesh_size("tp") > 1:
         group = current_spmd_mesh().get_group("tp")
         hidden = spmd.redistribute(hidden, group, src=spmd.R, dst=spmd.I)  # what comes back is summed over the ranks already
-    loss = linear_cross_entropy(hidden, head.weight, labels, group, "sum", IGNORE_INDEX, bias=head.bias)
-    return loss.to_local() if isinstance(loss, DTensor) and not isinstance(labels, DTensor) else loss
+    return linear_cross_entropy(hidden, head.weight, labels, group, "sum", IGNORE_INDEX, bias=head.bias)  # type: ignore[no-any-return]
 
 
 @override(target=BaseLoss.Config, description="onepass.linear_cross_entropy")
