@@ -102,8 +102,8 @@ _check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_va
 class Norm(RMSNorm):
     Config = _config("Norm", RMSNorm)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, input: Tensor) -> Tensor:  # torchtitan's sharding names it so
+        return rms_norm(input, self.weight, self.eps)
 
 
 @override(target=RMSNorm.Config, description="onepass.rms_norm")
