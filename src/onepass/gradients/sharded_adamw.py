@@ -116,20 +116,29 @@ class ShardedAdamW(torch.optim.Optimizer):
     # ---- a step ----
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients over all ranks, on the device. Collective."""
+        return _norm([parameter.grad for parameter in self._shards if parameter.grad is not None])
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm: Tensor | None = None
+    ) -> Any:
         """Step the weights.
 
         Args:
             closure: computes the loss and gradients again; its loss is returned.
             max_norm: step by the gradient scaled to a norm of at most this, over all ranks. Gradients stay unscaled, and the norm
                 before is returned, a tensor on the device. Collective.
+            norm: what `norm()` has returned for these gradients; None computes it where max_norm asks for it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         given = [(parameter, shard) for parameter, shard in self._shards.items() if parameter.grad is not None]
-        norm = None if max_norm is None else _norm([parameter.grad for parameter, _ in given if parameter.grad is not None])
+        if norm is None and max_norm is not None:
+            norm = self.norm()
         self._lay([(shard, _grad_part(parameter)) for parameter, shard in given])
         for stepper in self._steppers.values():
             stepper.run(self.param_groups, norm, max_norm, False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from onepass.gradients.fp8_scales import share_notes
 from onepass.gradients.fp8_weight import fp8_weight
 from onepass.nn.precision import FP8Layer, fp8_layers
-from onepass.parallel import AdamW, MainGrads, reduce_sequence_parallel_grads
+from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, reduce_sequence_parallel_grads
 from onepass.train.layout import ParallelLayout
 from onepass.train.masters import drawn, narrow_type
 from onepass.train.options import Options
@@ -164,8 +164,14 @@ class PlainUpdate(Update):
         self.optimizer.zero_grad()
 
 
-class FsdpUpdate(PlainUpdate):
-    """PyTorch's fully_shard: each data-parallel rank has a shard of every block's weights, gradients and optimizer state."""
+class FsdpUpdate(Update):
+    """PyTorch's fully_shard: each data-parallel rank has a shard of every block's weights, gradients and optimizer state.
+
+    Microbatches' gradients add up in its buffers, in fp32 and inside of the products.
+    """
+
+    optimizer: ShardedAdamW
+    _norm: Tensor  # of this step's gradient
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -187,6 +193,8 @@ class FsdpUpdate(PlainUpdate):
             block.register_forward_pre_hook(partial(_carry_fp8, [(each, each.weight) for each in fp8_layers(block)]))
         fully_shard(model, mesh=mesh, mp_policy=policy)
         super().__init__(model, options, layout)
+        self.main_grads = FSDPMainGrads(model)
+        self.optimizer = ShardedAdamW(parameter_groups(model, options), **adamw_options(options))
 
     def begin(self) -> None:
         self._last(True)
@@ -200,8 +208,13 @@ class FsdpUpdate(PlainUpdate):
         model.set_is_last_backward(last)
 
     def finish(self) -> Tensor:
-        norm: Any = super().finish()
-        return norm.full_tensor()  # type: ignore[no-any-return]
+        self._norm = self.optimizer.norm()
+        return self._norm
+
+    def _step(self) -> None:
+        clip = self.options.clip_grad
+        self.optimizer.step(max_norm=clip, norm=self._norm) if clip else self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _carry_fp8(layers: list[tuple[FP8Layer, Tensor]], *_: Any) -> None:
