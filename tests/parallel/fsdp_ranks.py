@@ -191,7 +191,7 @@ def trained_steps(rank, model, optimizer, steps):
         loss(model, batch(rank, step)).backward()
         kept += [p.grad for p in model.parameters()]  # so that those of each step have other memory
         if isinstance(optimizer, ShardedAdamW):
-            norms.append(optimizer.step(max_norm=0.05))
+            norms.append(optimizer.step(max_norm=0.05, norm=optimizer.norm() if step % 2 else None))
         else:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).full_tensor())
             optimizer.step()

@@ -87,7 +87,7 @@ class Options(Settings):
         if self.release_main_grads and self.cuda_graphs:
             yield "release_main_grads must be false with cuda_graphs, which know one place of each gradient, but is true"
         if self.release_main_grads and self.use_fsdp:
-            yield "release_main_grads must be false with use_fsdp, whose gradients are not in main_grad, but is true"
+            yield "release_main_grads must be false with use_fsdp, which divides and frees gradients itself, but is true"
 
     @property
     def lowest_lr(self) -> float:
