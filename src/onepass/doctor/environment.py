@@ -44,7 +44,7 @@ def _variables() -> Iterator[Check]:
 
 
 def _threads() -> Iterator[Check]:
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if torch.cuda.device_count() == 0 and torch.get_num_threads() == 1 and cores > 1:
         found = f"PyTorch computes with one thread of {cores} cores (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')})"
         yield Check("threads", WARNING, found, f"set OMP_NUM_THREADS={cores}; torchrun sets 1, for each of its processes")
