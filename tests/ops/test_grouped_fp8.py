@@ -16,6 +16,7 @@ from onepass.kernels import grouped_product
 from onepass.ops.activation import grouped as activation_grouped
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.linear import grouped as linear_grouped
+from onepass.parallel import MainGrads
 from onepass.runtime.fp8 import E4M3, finite_amax, quantise, scale_for
 from onepass.testing.mutants import mutate
 
@@ -338,9 +339,11 @@ def test_autocast_and_masters():
     assert decibels(y.detach(), expected.detach()) > 20
 
 
+@pytest.mark.parametrize("elsewhere", (False, True), ids=("", "beside a model whose gradients are released"))
 @pytest.mark.parametrize("main_grad", (False, True))
-def test_compiled_as_one_graph(main_grad):
+def test_compiled_as_one_graph(main_grad, elsewhere):
     torch._dynamo.reset()
+    released = MainGrads(torch.nn.Linear(8, 8, device=DEVICE), release=True) if elsewhere else None
 
     def steps(call):
         tensors, dy = experts(SIZES[0])
@@ -361,6 +364,7 @@ def test_compiled_as_one_graph(main_grad):
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     for one, other in zip(steps(compiled), steps(chain), strict=True):
         assert decibels(one, other) > 35  # the compiled activation is the formula's
+    del released
 
 
 # ---- mutants ----

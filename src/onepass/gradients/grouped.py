@@ -21,6 +21,7 @@ from onepass.gradients.main_grad import (
     GradRequest,
     accumulation_target,
     add_gradient,
+    add_to_sum,
     grad_requests,
     main_grads_of,
     mark_added,
@@ -111,12 +112,13 @@ def grouped_weight_gradient(
     """Put dy[rows of e].T @ x[rows of e] where the pass wants it, and return what autograd gets. dy and x have the same type."""
     if dy.shape[0] and torch_can_group(dy, weight):  # PyTorch's refuses no rows
         return vector_gradient(F.grouped_mm(dy.mT, x, offs=ends), weight, main_grad, request)
-    place = accumulation_target(weight, main_grad, request)
-    into = torch.zeros_like(weight) if place is None else place
+    # a graph's sums are made first: whether main_grad was written in this step is not known when it is traced
+    place = None if torch.compiler.is_compiling() else accumulation_target(weight, main_grad, request)
+    into, add = (torch.zeros_like(weight), add_to_sum) if place is None else (place, add_gradient)
     grad = None if place is None else placeholder(weight, request)
     for expert, rows in enumerate(group_rows(ends)):
         with name_written(["weight"] if place is not None and expert else []):
-            add_gradient(into[expert], dy[rows], x[rows])
+            add(into[expert], dy[rows], x[rows], True)
     if place is not None:
         mark_added(weight)
         return grad

@@ -413,13 +413,14 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
     Apex's kernel. One rounding would take an fp32 buffer of the weight's size and half as long again.
     """
     if keep and is_first_write(main_grad):
-        _add_gradient(main_grad, first, second, keep=False)
+        add_to_sum(main_grad, first, second, keep=False)
         mark_written(main_grad)
     else:
-        _add_gradient(main_grad, first, second, keep)
+        add_to_sum(main_grad, first, second, keep)
 
 
-def _add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
+def add_to_sum(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
+    """Do what `add_gradient` does, to memory that is no step's main_grad: a compiler can trace it."""
     beta = float(keep)
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)
