@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
@@ -13,12 +14,20 @@ from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
-FUSIONS, HEAD, INSTALL, NORMS, SPECS, WGRAD = (
-    importlib.import_module(f"{megatron.__name__}.{name}") for name in ("fusions", "head", "install", "norms", "specs", "wgrad")
+FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
+    importlib.import_module(f"{megatron.__name__}.{name}")
+    for name in ("fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
 )
 GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
 UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
+ADAM = (test_megatron.test_adam_and_clipping_as_stock,)
+WITHIN = test_megatron.test_the_activation_lies_within_the_product
 HEADS = (test_megatron.test_apply_twice_undo_and_logits,)
+
+
+CLAMPED = {
+    "activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.3, "glu_linear_offset": 0.5,
+}  # fmt: skip
 
 
 def as_stock(name):
@@ -50,6 +59,17 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the output layer keeps ours": (HEAD, "AppliedHead.undo", 'del vars(self.model.output_layer)["forward"]', "pass", HEADS),
     "multi-token prediction ignored": (HEAD, "_refuse", "if config.mtp_num_layers", "if not config", (test_megatron.test_multi_token_prediction_is_refused,)),
     "deferral without our drain": (HEAD, "_deferred", "is not drain_embedding_wgrad_compute", "is None", (test_megatron.test_deferred_head,)),
+    "fc1's bias forgotten": (MLP, "activation_row_parallel_linear", "activation_bias=activation_bias", "activation_bias=None", (test_megatron.test_installed_and_by_spec_as_stock, "LayerNorm, gelu", True)),
+    "gelu that isn't fused by tanh": (MLP, "_tanh_gelu", "config.bias_activation_fusion and ", "", (WITHIN, test_megatron.KINDS["LayerNorm, gelu"], "gelu_exact")),
+    "a dense MLP's clamp forgotten": (MLP, "activation_row_parallel_linear", '"clamp": self.config.activation_func_clamp_value', '"clamp": None', (WITHIN, CLAMPED, "swiglu")),
+    "fc2 not called as a module": (MLP, "activation_mlp", "return self.linear_fc2(", "return self.linear_fc2.forward(", (WITHIN, test_megatron.KINDS["RMSNorm, swiglu"], "swiglu")),
+    "documents that see each other": (SPECS, "core_attention", "cu_seqlens=documents, ", "", (test_megatron.test_packed_documents_are_alone,)),
+    "no residual given back": (NORMS, "ResidualNorm.__new__", "has_residual=True", "has_residual=False", (test_megatron.test_a_norm_gives_back_the_residual,)),
+    "Adam as it was": (OPTIMIZER, "with_fused_adam", "fused=True", "fused=False", ADAM),
+    "the report names Megatron's": (OPTIMIZER, "with_fused_adam", ', assigned=("__doc__",)', "", ADAM),
+    "a norm of squares": (OPTIMIZER, "multi_tensor_l2_norm", ".norm().view(1)", ".sum().view(1)", ADAM),
+    "gradients not scaled in place": (OPTIMIZER, "multi_tensor_scale", "torch._foreach_mul_(target, scale)", "pass", ADAM),
+    "gradients not scaled elsewhere": (OPTIMIZER, "multi_tensor_scale", "a * scale if scale != 1.0 else a", "a", ADAM),
     "an epsilon of its own": (NORMS, "MegatronNorm.__new__", "hidden_size, eps, device", "hidden_size, 1e-2, device", GPT),
     "every norm a LayerNorm": (NORMS, "MegatronNorm.__new__", "_KINDS[config.normalization](", '_KINDS["LayerNorm"](', GPT),
     "scores not scaled": (SPECS, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', GPT),

@@ -37,6 +37,7 @@ def activation_row_parallel_linear() -> Any:
     class MegatronActivationLinear(RowParallelLinear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
             super().__init__(input_size, output_size, **options)
+            self.activation: Any = fused_activation(self.config)  # there is one, or Megatron's own fc2 would stand here
             fused, gated = self.config.bias_activation_fusion, self.config.gated_linear_unit
             self.options: dict[str, Any] = {"save": "fp8" if fused and self.config.activation_func_fp8_input_store else "input"}
             if gated and not fused:  # as stock: its fused functions take neither of a dense MLP
@@ -50,7 +51,7 @@ def activation_row_parallel_linear() -> Any:
                 input_,
                 self.weight,
                 None if self.skip_bias_add else self.bias,
-                fused_activation(self.config) or "",
+                self.activation,
                 activation_bias=activation_bias,
                 tp_group=self.tp_group if self.tp_group.size() > 1 else None,
                 sequence_parallel=self.sequence_parallel,

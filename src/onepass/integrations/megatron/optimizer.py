@@ -13,7 +13,7 @@ from torch import Tensor
 def with_fused_adam(get_megatron_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap get_megatron_optimizer: PyTorch's Adam and AdamW in it step by PyTorch's fused kernel."""
 
-    @wraps(get_megatron_optimizer)
+    @wraps(get_megatron_optimizer, assigned=("__doc__",))  # the report names it as ours
     def get(*args: Any, **options: Any) -> Any:
         made = get_megatron_optimizer(*args, **options)
         for each in getattr(made, "chained_optimizers", [made]):
