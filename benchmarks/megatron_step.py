@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from onepass.bench.record import commit, device_name, versions
+
 WAYS = ("stock", "install", "spec")
 LENGTH, VOCABULARY = 4096, 128256
 
@@ -122,8 +124,6 @@ def main() -> None:
         found.append(json.loads(lines[-1]) if done.returncode == 0 else {"way": way, "batch": args.batch, "failed": True})
         print(found[-1], flush=True)
     if args.json:
-        from onepass.bench.record import commit, device_name, versions
-
         facts = {"commit": commit(), "gpu": device_name(torch.device("cuda", 0)), "versions": versions()}
         args.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
 

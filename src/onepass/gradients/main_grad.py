@@ -420,7 +420,7 @@ def add_gradient(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: 
 
 
 def add_to_sum(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bool) -> None:
-    """Do what `add_gradient` does, to memory that is no step's main_grad: a compiler can trace it."""
+    """Add as `add_gradient` does, but don't ask whether this step has written here: a compiler can trace it."""
     beta = float(keep)
     if second is None:
         main_grad.add_(first) if keep else main_grad.copy_(first)

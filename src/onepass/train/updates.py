@@ -212,8 +212,7 @@ class FsdpUpdate(Update):
         return self._norm
 
     def _step(self) -> None:
-        clip = self.options.clip_grad
-        self.optimizer.step(max_norm=clip, norm=self._norm) if clip else self.optimizer.step()
+        self.optimizer.step(max_norm=self.options.clip_grad or None, norm=self._norm)
         self.optimizer.zero_grad()
 
 
