@@ -30,7 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onepass.integrations import huggingface
 
-SAME = 0.02  # how far apart the losses of a step may be: each run rounds in its own way, and a step builds on those before it
+# how far apart the losses of a step may be: each run rounds in its own way, and a step builds on those before it
+SAME = {"tiny": 0.02, "1B": 0.05}
 MICROBATCHES = 2  # of a step
 
 
@@ -116,8 +117,8 @@ def main() -> None:
     ours, our_times = train(size, steps, with_onepass=True)
 
     apart = max(abs(a - b) for a, b in zip(plain, ours, strict=True))
-    if not apart <= SAME:
-        raise SystemExit(f"the losses of both runs must be within {SAME} of each other at every step, but are {apart:.2g} apart")
+    if not apart <= (same := SAME[args.size]):
+        raise SystemExit(f"the losses of both runs must be within {same} of each other at every step, but are {apart:.2g} apart")
     if not Accelerator().is_main_process:
         return
     table = Table("step", "as it is", "with onepass", "apart")

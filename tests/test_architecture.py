@@ -251,7 +251,7 @@ def test_importing_loads_ops_and_what_is_below_them(imported):
     folders = {name.split(".")[1] for name in imported["ours"] if "." in name}
     assert folders == {"nn", "ops", "gradients", "parallel", "kernels", "runtime", "integrations"}
     integrations = [name for name in imported["ours"] if name.startswith("onepass.integrations.")]
-    assert integrations == ["onepass.integrations.norm_backends"]
+    assert integrations == ["onepass.integrations.attention_backends", "onepass.integrations.norm_backends"]
     assert not [name for name in imported["ours"] if name.endswith(".samples")]
 
 

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "compatibility.md").read_text()
 ROWS = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in re.findall(r"^\|(.+?)\|(.+?)\|(.*?)\|(.*?)\|$", PAGE, re.M)}
 INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
-} - {"__init__", "__pycache__", "norm_backends", "seams", "tested"}
+} - {"__init__", "__pycache__", "attention_backends", "norm_backends", "seams", "tested"}
 PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
 
 

@@ -16,7 +16,7 @@ from onepass.doctor import environment
 from onepass.kernels import language as lang
 from onepass.ops.activation import samples as activation_samples
 from onepass.ops.activation.bias_activation import bias_activation_reference
-from onepass.ops.attention import by_cudnn
+from onepass.ops.attention import by_flash
 from onepass.runtime import op as op_records
 from onepass.runtime.samples import Sample
 
@@ -269,17 +269,17 @@ def test_a_softcap_that_sdpa_drops(drops, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "cudnn", "installed", "warns"),
-    [((9, 0), 91900, False, True), ((9, 0), 91900, True, False), ((9, 0), 91899, False, False), ((8, 0), 91900, False, False),
-     ((10, 0), 91900, False, False)],
-)  # fmt: skip
-def test_a_frontend_that_is_missing(capability, cudnn, installed, warns, monkeypatch):
+    ("capability", "installed", "warns"), [((9, 0), False, True), ((9, 0), True, False), ((8, 0), False, False)]
+)
+def test_a_flash_attention_that_is_missing(capability, installed, warns, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(by_cudnn, "_CUDNN", cudnn)
-    monkeypatch.setattr(by_cudnn, "has_frontend", lambda: installed)
-    checks = list(environment._cudnn_frontend(GPU))
+    found = (None, None) if installed else f"flash-attn-4 is not installed ({by_flash.INSTALL})"
+    monkeypatch.setattr(environment, "flash_functions", lambda: found)
+    checks = list(environment._flash_attention(GPU))
     assert bool(checks) is warns
-    assert not warns or "[cudnn]" in checks[0].advice
+    if warns:
+        assert checks[0].found.startswith("flash-attn-4 is not installed: attention")
+        assert checks[0].advice == by_flash.INSTALL
 
 
 def test_all_of_these_are_asked():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from onepass import nn, parallel
 from onepass.gradients.graphs import graphed
+from onepass.integrations import attention_backends as _attention_backends
 from onepass.integrations import norm_backends as _norm_backends
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import register_activation
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from onepass.profiling.record import profile
 
 _moved.install()
-_norm_backends.register()  # selected by name only, never by "auto"; imports none of those packages
+_attention_backends.register()  # these import none of the packages that they are for
+_norm_backends.register()
 
 __version__ = _version("onepass")
 __all__ = [

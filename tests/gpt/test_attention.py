@@ -9,8 +9,9 @@ from gpt.test_model import GPT2, SHAPE, compare, found, given, started
 import onepass
 from onepass.gpt import Config, Model
 from onepass.ops.attention import by_cudnn
-from onepass.ops.attention.attention import attention, pytorch_is_faster
+from onepass.ops.attention.attention import attention
 from onepass.ops.attention.by_cudnn import backward_by_cudnn, forward_by_cudnn
+from onepass.ops.attention.choice import in_order, pytorch_is_faster
 from onepass.ops.attention.formula import AttentionOptions
 
 OFF = {"attention_fusion": False}
@@ -138,15 +139,26 @@ def refusals(monkeypatch, asks):
     return refused and not asks()
 
 
+ANY_ORDER = AttentionOptions(4, 4, False, 1.0, in_order=False)
+
+
 def test_pytorchs_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     kinds = [(S, D, major) for S in (2047, 2048) for D in (64, 128) for major in (8, 9, 10, 12)]
-    taken = [(S, D, major) for S, D, major in kinds if pytorch_is_faster(a_gpu(S, major), D)]
+    taken = [(S, D, major) for S, D, major in kinds if pytorch_is_faster(a_gpu(S, major), D, ANY_ORDER)]
     assert taken == [(2047, 128, 9), (2047, 128, 10), (2048, 64, 9), (2048, 64, 10), (2048, 128, 9), (2048, 128, 10)]
-    assert not pytorch_is_faster(a_gpu(2048, is_cuda=False), 128)
-    torch.use_deterministic_algorithms(True)
-    assert not pytorch_is_faster(a_gpu(2048), 128)
+    assert not pytorch_is_faster(a_gpu(2048, is_cuda=False), 128, ANY_ORDER)
+    assert not pytorch_is_faster(a_gpu(2048), 128, ANY_ORDER._replace(in_order=True))
+    assert refusals(monkeypatch, lambda: pytorch_is_faster(a_gpu(2048), 128, ANY_ORDER))
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "process", "expected"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_an_order_is_asked_for_by_the_call_or_the_process(deterministic, process, expected):
+    torch.use_deterministic_algorithms(process)
+    found = in_order(deterministic)
     torch.use_deterministic_algorithms(False)
-    assert refusals(monkeypatch, lambda: pytorch_is_faster(a_gpu(2048), 128))
+    assert found is expected
 
 
 def test_cudnns_forward_is_taken_where_it_is_faster(a_gpu, monkeypatch):

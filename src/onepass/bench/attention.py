@@ -11,7 +11,9 @@ Options   `documents` of 44 to 4096 tokens, `short documents` of 512, `window` o
           deterministic there. flex_attention has a block mask made before, varlen_attn takes the boundaries, and `dense SDPA`
           the documents of 512 as sequences.
 Peers     rope + SDPA, flash, cuDNN: onepass's rope before PyTorch's attention, with the kernel of its choice or a given one.
-          cuDNN's has no fixed order. torch.compile: eager rotation and PyTorch's attention.
+          cuDNN's has no fixed order. torch.compile: eager rotation and PyTorch's attention. flash-attn 4: its public functions
+          after onepass's rope, in the order of the case; where it is installed, onepass takes some of
+          its kernels by itself, as `explain` says.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.bench import attention_options as with_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
+from onepass.bench.peers import compiled, imported
 from onepass.ops.attention.attention import attention, attention_reference
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.rope import rope
@@ -152,6 +154,28 @@ def _by_kernel(case: BenchCase, kernel: SDPBackend) -> Call:
     return call
 
 
+def _flash_attn_4(case: BenchCase) -> Call:
+    names = "flash_attn_func", "flash_attn_varlen_func"
+    of_rows, of_documents = (imported("flash_attn.cute", name) for name in names)
+    given = with_options.options_of(case)
+    left = given["window"] - 1 if "window" in given else None
+    options = {"causal": True, "window_size": (left, None if left is None else 0), "softcap": given.get("softcap", 0.0)}
+    options["deterministic"] = case.variant in ("turned", "plain")
+
+    def call(qkv: Tensor, *tensors: Tensor) -> Result:
+        q, k, v = parts_of(qkv, *_heads(case))
+        if "documents" in case.variant:
+            at = {"cu_seqlens_q": tensors[0], "cu_seqlens_k": tensors[0]}
+            y = of_documents(q[0], k[0], v[0], **at, **options)[0][None]
+        else:
+            if tensors:
+                q, k = rope(q, k, *tensors)
+            y = of_rows(q, k, v, **options)[0]
+        return y.flatten(2)  # type: ignore[no-any-return]
+
+    return call
+
+
 def _compiled(case: BenchCase) -> Call:
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -168,14 +192,15 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
+    flash = [Contender("flash-attn 4", _flash_attn_4, package="flash-attn 4")] if torch.cuda.is_available() else []
     if case.variant in _OPTIONS:
-        return [Contender("onepass", _ours, ours=True), *with_options.peers(case)]
+        return [Contender("onepass", _ours, ours=True), *with_options.peers(case), *flash]
     found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
         if torch.cuda.is_available():
             found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))
-    return [*found, Contender("torch.compile", _compiled, compiles=True)]
+    return [*found, *flash, Contender("torch.compile", _compiled, compiles=True)]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from onepass.doctor.check import OK, OLDEST_TRANSFORMERS, WARNING, Check, version_of
-from onepass.ops.attention.by_cudnn import lacks_frontend
-from onepass.runtime.install_hint import install_hint
+from onepass.ops.attention.by_flash import flash_functions
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,12 @@ def _softcap_by_sdpa() -> Iterator[Check]:
         yield Check("softcap", WARNING, found, "load it with attn_implementation='eager', or by a newer transformers")
 
 
-def _cudnn_frontend(device: torch.device) -> Iterator[Check]:
-    if lacks_frontend(device):
-        found = "nvidia-cudnn-frontend is not installed: attention's backward of 128-wide heads takes longer"
-        yield Check("cudnn frontend", WARNING, found, install_hint("cudnn"))
+def _flash_attention(device: torch.device) -> Iterator[Check]:
+    """Whether attention could take flash-attn-4's kernels, and doesn't."""
+    if torch.cuda.get_device_capability(device)[0] == 9 and isinstance(reason := flash_functions(), str):
+        found, _, advice = reason.partition(" (")
+        yield Check("flash-attn-4", WARNING, f"{found}: attention takes up to 1.3 times as long", advice.rstrip(")"))
 
 
 SLOWERS = _variables, _threads, _kernels_of_the_hub, _softcap_by_sdpa
-GPU_SLOWERS = (_cudnn_frontend,)
+GPU_SLOWERS = (_flash_attention,)

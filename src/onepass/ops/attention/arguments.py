@@ -29,6 +29,8 @@ def make_options(
     softcap: float | None = None,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
+    in_order: bool = True,
+    kernels: str = "",
 ) -> AttentionOptions:
     """Return the options. A window as long as the tokens is none."""
     if scale is None:
@@ -37,11 +39,11 @@ def make_options(
         left, right = window - 1, 0
     else:
         left, right = ((-1 if side is None else side) for side in window or (None, 0 if causal else None))
-    last = qkv.shape[1] - 1
-    left, right = -1 if 0 <= left >= last else left, -1 if 0 < right >= last else right
+    furthest = qkv.shape[1] - 1
+    left, right = -1 if 0 <= left >= furthest else left, -1 if 0 < right >= furthest else right
     groups = heads if groups is None else groups
-    norm = float(eps), bool(zero_centered_gamma)
-    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, float(softcap or 0.0), *norm)
+    last = float(softcap or 0.0), float(eps), bool(zero_centered_gamma), in_order, kernels
+    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, *last)
 
 
 def check_arguments(

@@ -11,10 +11,10 @@ Bytes    forward turns q and k (read and written once) and reads q once, k and v
          kernel for dq and one for dk and dv, each of which computes the softmax again. All gradients are written in place in one
          tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
-         PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's forward
-         replaces ours where it is faster, deterministic or not, and so does its backward in a fixed order for heads of 128
-         that share no keys, where `nvidia-cudnn-frontend` is installed.
-Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py; cuDNN: ops/attention/by_cudnn.py.
+         PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's kernels
+         and flash-attn-4's replace ours where they are faster, in the order that is asked for: ops/attention/choice.py.
+Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py. Others: ops/attention/by_cudnn.py,
+         ops/attention/by_flash.py, ops/attention/by_pytorch.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles, sinks_gradient
-from onepass.ops.attention.by_cudnn import (
-    all_by_cudnn,
-    attend_backward_by_cudnn,
-    attend_by_cudnn,
-    backward_by_cudnn,
-    forward_by_cudnn,
-)
+from onepass.ops.attention.by_cudnn import attend_backward_by_cudnn, attend_by_cudnn
+from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_flash
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
+from onepass.ops.attention.choice import CUDNN, FLASH, in_order, kernels_of, pytorch_is_faster
 from onepass.ops.attention.documents import tables_of_documents
-from onepass.ops.attention.formula import AttentionOptions, attention_formula, is_plain, norm_of, parts_of
+from onepass.ops.attention.formula import AttentionOptions, Weights, attention_formula, norm_of, parts_of
 from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
@@ -115,8 +111,11 @@ def _forward(
         else:
             turned = readable = _rotated_copy(readable, cos, sin, options)
             q, k, v = parts_of(readable, heads, groups)
-    if _is_plain_causal(options, cu_seqlens, sinks) and forward_by_cudnn(readable, q.shape[-1]):
+    by = kernels_of(readable, q.shape[-1], options, cu_seqlens, sinks).forward
+    if by == CUDNN:
         y, lse = attend_by_cudnn(q, k, v, options.scale)
+    elif by == FLASH:
+        y, lse = attend_by_flash(q, k, v, options, cu_seqlens, sinks)
     else:
         y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
@@ -137,10 +136,6 @@ def _qk_of(turned: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _is_plain_causal(options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> bool:
-    return options.right == 0 and is_plain(options, cu_seqlens, sinks)
 
 
 def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
@@ -201,10 +196,16 @@ def _backward(
     dqkv = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if of_parts else None
     gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
-    if gradients is not None and _is_plain_causal(options, cu_seqlens, sinks) and backward_by_cudnn(whole, by_head[-1], options):
+    by, dsinks = kernels_of(whole, by_head[-1], options, cu_seqlens, sinks).backward, None
+    sinks = _contiguous(sinks)
+    if by == FLASH:
+        every = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        dsinks = attend_backward_by_flash(call, every, sinks)
+    elif by == CUDNN and gradients is not None:
         attend_backward_by_cudnn(call, gradients)
     else:
         attend_backward(call, gradients)
+        dsinks = sinks_gradient(call, sinks) if sinks is not None and of_sinks else None
     dq_weight = dk_weight = None
     if cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
@@ -214,8 +215,7 @@ def _backward(
             given = dq, dk, *parts_of(whole, heads, groups)[:2], norm_of(options, q_weight, k_weight), options.interleaved
             needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
             *_, dq_weight, dk_weight = rotate_back(cos, sin, *given, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
-    dsinks = sinks_gradient(call, sinks.contiguous()) if sinks is not None and of_sinks else None
-    return dqkv if of_qkv else None, dsinks, dq_weight, dk_weight
+    return dqkv if of_qkv else None, dsinks if of_sinks else None, dq_weight, dk_weight
 
 
 def _backward_fake(
@@ -303,33 +303,24 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: 
     return None if reason is None else reason.replace("x is", "qkv is")
 
 
-def pytorch_is_faster(qkv: Tensor, head_size: int) -> bool:
-    """Whether PyTorch's attention is faster than our kernels, where bits may differ from run to run.
-
-    It then takes cuDNN's, from Hopper on: .8 to .9 of our time for wide heads, and a little less than ours in a whole step for
-    narrow heads and many tokens. PyTorch's other backends take longer than ours.
-    """
-    return not torch.are_deterministic_algorithms_enabled() and all_by_cudnn(qkv, head_size)
-
-
 def _variant(call: Call) -> str:
     """Which kernels a call runs, and their tiles."""
     qkv, cos, overwrite, normed = call.qkv, call.cos, call.overwrite and call.q_weight is None, call.q_weight is not None
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
-    D = head_size(qkv, call.heads, call.groups)
-    if not call.deterministic and is_plain(_options_of(call), call.cu_seqlens, call.sinks) and pytorch_is_faster(qkv, D):
+    D, options = head_size(qkv, call.heads, call.groups), options_of(call)
+    if pytorch_is_faster(qkv, D, options, call.cu_seqlens, call.sinks):
         how = f"{'normalised and ' * normed}turned by rope's kernel{' in place' if overwrite else ''}"
         turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
-    smem, W, options = shared_memory(qkv.device), head_block(D), _options_of(call)
+    smem, W = shared_memory(qkv.device), head_block(D)
     forward = forward_tiles(W, smem)
     dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
-    plain = _is_plain_causal(options, call.cu_seqlens, call.sinks)
-    by_cudnn = plain and forward_by_cudnn(qkv, D)
-    said = f"tiles of queries x keys: forward {'by cuDNN' if by_cudnn else f'{forward.block_m} x {forward.block_n}'}; "
-    if plain and backward_by_cudnn(qkv, D, options):
-        said += "backward by cuDNN, in a fixed order; "
+    by = kernels_of(qkv, D, options, call.cu_seqlens, call.sinks)
+    names, order = {CUDNN: "by cuDNN", FLASH: "by flash-attn-4"}, f"in {'a fixed' if options.in_order else 'any'} order"
+    said = f"tiles of queries x keys: forward {names.get(by.forward, f'{forward.block_m} x {forward.block_n}')}; "
+    if by.backward in names:
+        said += f"backward {names[by.backward]}, {order}; "
     else:
         said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:
@@ -350,9 +341,9 @@ def _check(call: Call) -> None:
     )
 
 
-def _options_of(call: Call) -> AttentionOptions:
+def options_of(call: Call, kernels: str = "") -> AttentionOptions:
     given = call.interleaved, call.scale, call.causal, call.window, call.softcap, call.eps, call.zero_centered_gamma
-    return make_options(call.qkv, call.heads, call.groups, *given)
+    return make_options(call.qkv, call.heads, call.groups, *given, in_order(call.deterministic), kernels)
 
 
 def _describe_pytorch(call: Call) -> str:
@@ -413,12 +404,14 @@ def attention(
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
             region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, under a
             compiler or under a transform.
-        deterministic: False lets PyTorch's attention run between our rotations where that is faster, as cuDNN's is from Hopper
-            on for heads over 64 or from 2048 tokens: the gradients' last bits then differ from run to run. It has no effect
-            where `torch.use_deterministic_algorithms` is on.
-        backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
-            kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192 or 256; ``torch`` is PyTorch's own attention,
-            with a mask where there are documents or a window, and a formula where there is a softcap or sinks.
+        deterministic: False lets other kernels run between our rotations where they are faster, as cuDNN's are from Hopper
+            on for heads over 64 or from 2048 tokens, and flash-attn-4's, where that is installed, for heads of 128: the
+            gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
+        backend: ``auto``, ``triton``, ``torch``, ``cudnn``, ``flash_attn``, ``varlen_attn`` or a registered name; None leaves it
+            to `use_backend` and ONEPASS_BACKEND. The kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192 or
+            256, and give calls to cuDNN's and flash-attn-4's where those are faster and as deterministic. ``torch`` is
+            PyTorch's own attention, with a mask where there are documents or a window, and a formula where there is a softcap
+            or sinks. The last three run the kernels that they name, or raise and say why not.
 
     Returns:
         ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
@@ -432,7 +425,8 @@ def attention(
         )  # fmt: skip
     norm = q_weight, k_weight, eps, zero_centered_gamma
     check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks, *norm)
-    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma)
+    given = interleaved, scale, causal, window, softcap, eps, zero_centered_gamma
+    options = make_options(qkv, heads, groups, *given, in_order(deterministic))
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
     overwrite = bool(overwrite) and cos is not None and q_weight is None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
@@ -445,18 +439,31 @@ def attention(
             softcap=softcap, sinks=sinks, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma,
             overwrite=overwrite, deterministic=deterministic,
         )  # fmt: skip
-    rows = cast(qkv, dtype)
-    plain = not deterministic and is_plain(options, cu_seqlens, sinks)
-    if chosen == "torch" or not qkv.numel() or (plain and pytorch_is_faster(rows, head_size(rows, heads, groups))):
+    rows, weights = cast(qkv, dtype), (q_weight, k_weight)
+    other = pytorch_is_faster(rows, head_size(rows, heads, groups), options, cu_seqlens, sinks)
+    if chosen == "torch" or not qkv.numel() or other:
         by_kernel = chosen != "torch"
-        return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, (q_weight, k_weight), options, overwrite, by_kernel)
+        return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, weights, options, overwrite, by_kernel)
+    return _by_kernels(rows, cos, sin, cu_seqlens, sinks, weights, options, overwrite)
+
+
+def _by_kernels(
+    rows: Tensor, cos: Tensor | None, sin: Tensor | None, cu_seqlens: Tensor | None, sinks: Tensor | None, weights: Weights,
+    options: AttentionOptions, overwrite: bool,
+) -> Tensor:  # fmt: skip
     if cos is not None and sin is not None:
         cos, sin = tables_of_documents(cos, sin, cu_seqlens, rows.shape[1])
-    q_weight, k_weight = contiguous_param(q_weight), contiguous_param(k_weight)
+    q_weight, k_weight = (contiguous_param(weight) for weight in weights)
     if needs_grad(rows, sinks, q_weight, k_weight):
         return _apply(rows, sinks, q_weight, k_weight, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
     given = rows, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options
     return _forward_op(*given, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+
+
+def attend_with(kernels: str, call: Call) -> Tensor:
+    """Return y by the kernels of `choice.py` that are named, in both passes, of a call that they take."""
+    rows, tensors = cast(call.qkv, product_type(call.qkv)), (call.cos, call.sin, call.cu_seqlens, call.sinks)
+    return _by_kernels(rows, *tensors, (call.q_weight, call.k_weight), options_of(call, kernels), call.overwrite)
 
 
 define_op(

@@ -3,7 +3,7 @@
 Forward   sums without atomics: on H200s it gave the same bits every time, and in any batch.
 Backward  PyTorch asks for the one that adds dq up in any order. `nvidia-cudnn-frontend`, where it is installed, has the other. It
           keeps a part of dq for each block of keys, S^2 / 256 rows a head. So it runs for one sequence at a time, whose bits then
-          don't depend on the others, and for a few thousand tokens only.
+          don't depend on the others, and for a few thousand tokens only, unless a caller names it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from onepass.ops.attention.backward import BackwardCall
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.scores import LOG2E
+from onepass.runtime.op import Reason
 
 # From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
 _FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
@@ -59,6 +60,10 @@ def forward_by_cudnn(qkv: Tensor, D: int) -> bool:
     S = qkv.shape[1]
     if S % _STEP or _FORWARD_FROM.get(D, S + 1) > S or not has_cudnn(qkv, newest=9):
         return False
+    return _strides_fit(qkv)
+
+
+def _strides_fit(qkv: Tensor) -> bool:
     return sum((size - 1) * stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True)) <= _INT32_MAX
 
 
@@ -97,9 +102,22 @@ def backward_by_cudnn(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
     return fits and _CUDNN >= _DETERMINISTIC_FROM and has_cudnn(qkv, newest=9) and has_frontend()
 
 
-def lacks_frontend(device: torch.device) -> bool:
-    """Whether nvidia-cudnn-frontend is missing on a machine where `backward_by_cudnn` would take it."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and _CUDNN >= _DETERMINISTIC_FROM and not has_frontend()
+def cudnn_refuses(qkv: Tensor, D: int) -> Reason:
+    """Why cuDNN's kernels can't take a plain causal call on a GPU, forward and backward, or None."""
+    major, minor = torch.cuda.get_device_capability(qkv.device)
+    if major != 9:
+        return f"the GPU is {major}.{minor}, and cuDNN's backward in a fixed order was tried on Hopper, 9.0"
+    if _CUDNN < _DETERMINISTIC_FROM:
+        return f"cuDNN's version is {_CUDNN}, and its backward in a fixed order was tried from {_DETERMINISTIC_FROM} on"
+    if not has_frontend():
+        return "nvidia-cudnn-frontend is not installed (pip install 'onepass[cudnn]')"
+    if not has_cudnn(qkv, newest=9):
+        return "torch.backends.cuda.enable_cudnn_sdp(False) is in force"
+    if D > 128:
+        return f"heads of {D} are wider than 128"
+    if qkv.shape[1] % 4:
+        return f"{qkv.shape[1]} tokens are no multiple of 4"
+    return None if _strides_fit(qkv) else "qkv is so large that its strides take more than 32 bits"
 
 
 def attend_backward_by_cudnn(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -109,9 +127,10 @@ def attend_backward_by_cudnn(call: BackwardCall, gradients: tuple[Tensor, Tensor
     plans, handle = _plans_of(q.device)
     for b in range(q.shape[0]):
         tensors = [x[b : b + 1].transpose(1, 2) for x in (q, k, v, y, dy, *gradients)] + [natural[b : b + 1]]
-        key = q.dtype, call.options.scale, q.shape[1:], *(t.stride()[1:] for t in tensors)
+        kind = call.options.scale, call.options.in_order
+        key = q.dtype, *kind, q.shape[1:], *(t.stride()[1:] for t in tensors)
         if key not in plans:
-            plans[key] = _plan(handle, tensors, call.options.scale)
+            plans[key] = _plan(handle, tensors, *kind)
         _run(plans[key], handle, tensors)
 
 
@@ -127,7 +146,7 @@ def _plans_of(device: torch.device) -> tuple[dict[Any, Any], Any]:
     return known[device]  # type: ignore[no-any-return]
 
 
-def _plan(handle: Any, tensors: list[Tensor], scale: float) -> tuple[Any, list[Any]]:
+def _plan(handle: Any, tensors: list[Tensor], scale: float, in_order: bool) -> tuple[Any, list[Any]]:
     """Return a graph of the backward, and its tensors in the order of `tensors`."""
     import cudnn
 
@@ -142,7 +161,7 @@ def _plan(handle: Any, tensors: list[Tensor], scale: float) -> tuple[Any, list[A
     q, k, v, y, dy, *gradients, lse = tensors
     inputs = {name: given(name, t) for name, t in {"q": q, "k": k, "v": v, "o": y, "dO": dy, "stats": lse}.items()}
     made = graph.sdpa_backward(
-        name="attention", **inputs, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=True
+        name="attention", **inputs, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=in_order
     )
     for x, t in zip(made, gradients, strict=True):
         x.set_output(True).set_dim(tuple(t.shape)).set_stride(tuple(t.stride())).set_data_type(dtype)

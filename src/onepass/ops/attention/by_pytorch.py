@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -232,8 +233,12 @@ def attend_by_pytorch(
     options: AttentionOptions,
     overwrite: bool,
     by_kernel: bool,
+    attend: Callable[..., Tensor] = attention_by_pytorch,
 ) -> Tensor:
     """Return y by PyTorch's attention, which chooses what it saves, after our rotation; empty or transformed, by the formula.
+
+    attend: what takes the parts, the options, the boundaries and the sinks.
+
 
     Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
     """
@@ -253,7 +258,7 @@ def attend_by_pytorch(
     else:
         cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
         parts = (_apply_rotation if needs_grad(qkv) else _rotated)(qkv, cos, sin, options, overwrite, by_kernel)
-    y = attention_by_pytorch(parts, options, cu_seqlens, sinks)
+    y = attend(parts, options, cu_seqlens, sinks)
     if by_address and y.requires_grad:
         y.register_hook(as_readable)
     return y

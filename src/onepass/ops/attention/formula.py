@@ -28,6 +28,8 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0  # the scores' bound, or none: 0
     eps: float = 1e-6  # of the norm of q's and k's heads, where there are weights
     zero_centered_gamma: bool = False  # those weights are kept as their distances from 1
+    in_order: bool = True  # sums have a fixed order
+    kernels: str = ""  # whose, of choice.py, where a caller names them
 
 
 def norm_of(options: AttentionOptions, q_weight: Tensor, k_weight: Tensor) -> QKNorm:

@@ -1,0 +1,136 @@
+"""attention by each package's kernels, each pass by itself: what the table of ops/attention/choice.py is made of.
+
+    python benchmarks/attention_backends.py [word ...] [--part 1/2] [--json FILE]
+
+Milliseconds on one GPU without rotation, medians, the L2 cache overwritten before each; backward in a fixed order and, after the
+stroke, in any. "onepass" are this package's own kernels alone, "torch" is PyTorch's scaled_dot_product_attention, and MiB is what
+backward allocates. What a package doesn't take is a line that says why. Words choose the cases whose names have one of them, and
+--part 2/2 every second, for a machine of two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onepass.bench.record import commit, device_name, versions
+from onepass.ops.attention.attention import attend_with, attention
+from onepass.runtime.backend import find_op
+from onepass.runtime.ceilings import clock_for
+
+MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
+BY = ("onepass", "cudnn", "flash_attn", "varlen_attn", "torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences x tokens x heads x groups x width, or documents of one row."""
+
+    B: int
+    S: int
+    heads: int
+    groups: int
+    D: int
+    lengths: tuple[int, ...] = ()
+    window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        kind = f"{len(self.lengths)} documents" if self.lengths else f"window {self.window}" if self.window else "plain"
+        kind = f"softcap {self.softcap:g}" if self.softcap else kind
+        return f"{self.B} x {self.S}, {self.heads}/{self.groups} x {self.D}, {kind}"
+
+
+def cases() -> list[Case]:
+    kinds = (32, 32, 128), (32, 8, 128), (32, 8, 64), (16, 16, 64)
+    plain = [Case(16384 // S, S, *kind) for kind in kinds for S in (512, 1024, 2048, 4096, 8192, 16384)]
+    few = [Case(16, 1024, 12, 12, 64), Case(2, 8192, 16, 4, 128), Case(2, 4096, 16, 16, 128), Case(1, 4096, 8, 4, 256)]
+    windows = [Case(16384 // S, S, heads, groups, D, window=window) for D, heads, groups in ((128, 32, 8), (64, 32, 8))
+               for S, window in ((2048, 512), (4096, 128), (4096, 1024), (16384, 1024), (16384, 4096))]  # fmt: skip
+    documents = [Case(1, 16384, 32, 8, D, lengths) for D in (128, 64) for lengths in (MIXED, (512,) * 32, (2048,) * 8)]
+    return [*plain, *few, *windows, *documents, Case(1, 4096, 8, 4, 256, softcap=50.0)]
+
+
+def measure(case: Case, clock: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    qkv = random(case.B, case.S, (case.heads + 2 * case.groups) * case.D).requires_grad_()
+    dy = random(case.B, case.S, case.heads * case.D)
+    boundaries = torch.tensor((0, *case.lengths), device="cuda").cumsum(0).int() if case.lengths else None
+    given = {"cu_seqlens": boundaries, "window": case.window, "softcap": case.softcap}
+    rows = []
+    for by in BY:
+        if by == "torch" and "plain" not in str(case):  # it makes a mask
+            continue
+        row: dict[str, Any] = {"case": str(case), **asdict(case), "by": by}
+        for order, deterministic in (("in order", True), ("any order", False)):
+            torch.use_deterministic_algorithms(deterministic)  # varlen_attn's order is the process's
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            options = given | {"deterministic": deterministic}
+            try:
+                if by == "onepass":
+                    y = attend_with(by, find_op(attention).call(qkv, case.heads, case.groups, **options))
+                else:
+                    y = attention(qkv, case.heads, case.groups, **options, backend=by)
+            except RuntimeError as error:
+                row[f"{order}, reason"] = str(error).partition(": ")[2]
+                continue
+            backward = partial(torch.autograd.grad, y, qkv, dy, retain_graph=True)
+            backward()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            backward()
+            row[f"{order}, MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            if by == "onepass":
+                forward = partial(attend_with, by, find_op(attention).call(qkv.detach(), case.heads, case.groups, **options))
+            else:
+                forward = partial(attention, qkv.detach(), case.heads, case.groups, **options, backend=by)
+            row.setdefault("forward", clock(forward))
+            row[order] = clock(backward)
+        rows.append(row)
+        torch.use_deterministic_algorithms(False)
+    return rows
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("words", nargs="*", metavar="word", help="such as documents")
+    arguments.add_argument("--part", default="1/1", help="of the cases, such as 2/2")
+    arguments.add_argument("--json", type=Path)
+    args = arguments.parse_args()
+    part, parts = map(int, args.part.split("/"))
+    device, console, found = torch.device("cuda", 0), Console(width=120), list[dict[str, Any]]()
+    timer = clock_for(device)
+
+    def clock(call: Any) -> float:
+        return timer.median(lambda _: call())  # type: ignore[no-any-return]
+
+    chosen = [case for case in cases() if not args.words or any(word in str(case) for word in args.words)]
+    for case in chosen[part - 1 :: parts]:
+        rows = measure(case, clock)
+        found += rows
+        table = Table("by", "forward", "backward", "MiB", title=str(case), title_justify="left")
+        for row in rows:
+            if "forward" not in row:
+                table.add_row(row["by"], row["in order, reason"], "", "")
+                continue
+            both = (" / ".join(f"{row[key]:{shape}}" if key in row else "-" for key in (f"in order{end}", f"any order{end}"))
+                    for end, shape in (("", ".3f"), (", MiB", ".0f")))  # fmt: skip
+            table.add_row(row["by"], f"{row['forward']:.3f}", *both)
+        console.print(table)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            record = {"commit": commit(), "device": device_name(device), "versions": versions(), "rows": found}
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""flash-attn-4's attention, where it is installed and was measured to be faster, or where a caller names it.
+
+Its wheel has kernels for Hopper and Blackwell in Python, which it compiles at the first call of a kind: 2 to 8 seconds for each
+pass. Its backward adds dq up in any order, or in a fixed one, which waits. Both keep dq, and dk and dv of shared heads, in fp32.
+
+Its autograd function would keep its own copies of q, k and v, so the functions below that are called. They are not public: names
+and parameters are looked up first, and what is missing is said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from importlib import import_module, metadata
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.ops.attention.backward import BackwardCall
+from onepass.ops.attention.documents import are_right, harmless
+from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.forward import lse_size
+from onepass.ops.attention.scores import LOG2E
+
+INSTALL = "pip install 'flash-attn-4[cu13]', without [cu13] for CUDA 12"
+_MODULE = "flash_attn.cute.interface"
+_BOTH = {"softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "learnable_sink"}
+_BOTH |= {"cu_seqlens_q", "cu_seqlens_k"}
+_PARAMETERS = {
+    "_flash_attn_fwd": _BOTH | {"q", "k", "v", "out", "lse", "return_lse"},
+    "_flash_attn_bwd": _BOTH | {"q", "k", "v", "out", "dout", "lse", "deterministic", "dq", "dk", "dv"},
+}
+
+
+class FlashFunctions(NamedTuple):
+    forward: Any
+    backward: Any
+
+
+@lru_cache(1)
+def flash_functions() -> FlashFunctions | str:
+    """Return flash-attn-4's functions, or why there are none. Imports the package, which takes seconds."""
+    try:
+        version = metadata.version("flash-attn-4")  # another version of flash_attn may lie in the same folder
+    except metadata.PackageNotFoundError:
+        return f"flash-attn-4 is not installed ({INSTALL})"
+    try:
+        with warnings.catch_warnings():  # of the packages that it loads
+            warnings.simplefilter("ignore")
+            module = import_module(_MODULE)
+    except Exception as error:  # it loads compiled libraries of other packages
+        return f"flash-attn-4 {version} can't be imported: {type(error).__name__}: {error} ({INSTALL})"
+    for name, needed in _PARAMETERS.items():
+        function = getattr(module, name, None)
+        missing = needed - set(signature(function).parameters) if callable(function) else {"the function itself"}
+        if missing:
+            return f"{_MODULE}.{name} of flash-attn-4 {version} lacks {', '.join(sorted(missing))}"
+    return FlashFunctions(*(getattr(module, name) for name in _PARAMETERS))
+
+
+def _loads() -> bool:
+    return not isinstance(flash_functions(), str)
+
+
+# what torch.compiler.assume_constant_result does, which imports the compiler
+_loads._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_flash(x: Tensor) -> bool:
+    """Whether flash-attn-4 loads, and x is on a GPU for which it was measured."""
+    if not x.is_cuda:
+        return False
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return int(properties.major) == 9 and _loads()
+
+
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Like `attend`. With documents the logarithms are for `attend_backward_by_flash` alone: natural, and by token."""
+    B, S, H, _ = q.shape
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, lse_size(S, cu_seqlens), dtype=torch.float32, device=q.device)
+    given = _options_of(options, cu_seqlens, S) | {"learnable_sink": sinks, "return_lse": True}
+    rows, of_rows = (q, k, v, y), lse[..., :S]
+    if cu_seqlens is not None:
+        rows, of_rows = tuple(x[0] for x in rows), of_rows[0]  # type: ignore[assignment]
+    with torch.cuda.device_of(q):
+        _loaded().forward(*rows[:3], out=rows[3], lse=of_rows, **given)
+    if cu_seqlens is None:
+        lse.mul_(LOG2E)
+    else:
+        y.masked_fill_(~are_right(cu_seqlens, S), torch.nan)
+    return y, lse
+
+
+def attend_backward_by_flash(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None) -> Tensor | None:
+    """Write the gradients dq, dk and dv, whose last strides are 1, and return that of the sinks."""
+    S, cu_seqlens = call.q.shape[1], call.cu_seqlens
+    lse = call.lse[..., :S].contiguous()
+    rows: tuple[Tensor, ...] = (call.q, call.k, call.v, call.y, call.dy)
+    into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    if cu_seqlens is None:
+        lse = lse / LOG2E
+    else:
+        rows, lse, into = tuple(x[0] for x in rows), lse[0], {name: x[0] for name, x in into.items()}
+    given = _options_of(call.options, cu_seqlens, S) | {"learnable_sink": sinks, "deterministic": call.options.in_order}
+    given["softcap"] = call.options.softcap  # 0 for none, where forward has None
+    with torch.cuda.device_of(call.q):
+        found = _loaded().backward(*rows, lse, **given, **into)
+    if cu_seqlens is not None:
+        wrong = ~are_right(cu_seqlens, S)
+        for gradient in gradients:
+            gradient.masked_fill_(wrong, torch.nan)
+    return None if sinks is None else found[3]
+
+
+def _loaded() -> FlashFunctions:
+    found = flash_functions()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _options_of(options: AttentionOptions, cu_seqlens: Tensor | None, S: int) -> dict[str, Any]:
+    """Return what both functions are given."""
+    if cu_seqlens is not None:
+        cu_seqlens = harmless(cu_seqlens, S)
+    left, right = (None if side < 0 else side for side in (options.left, options.right))
+    return {
+        "softmax_scale": options.scale,
+        "causal": options.right == 0,
+        "softcap": options.softcap or None,
+        "window_size_left": left,
+        "window_size_right": right,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+    }

@@ -1,0 +1,105 @@
+"""Whose kernels compute attention: the fastest that are installed, by tables of what was measured, or those that a caller names.
+
+onepass     ours: documents, softcaps, sinks, and whatever the others were not measured to be faster for
+cudnn       cuDNN's, for plain causal attention on Hopper (by_cudnn.py)
+flash_attn  flash-attn-4's, for heads of 128 on Hopper, plain or with a window (by_flash.py)
+
+The figures are in docs/notes/0014-attention.md. Who names a backend gets it, or the reason why not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.ops.attention.by_cudnn import all_by_cudnn, backward_by_cudnn, forward_by_cudnn
+from onepass.ops.attention.by_flash import has_flash
+from onepass.ops.attention.formula import AttentionOptions, is_plain
+
+ONEPASS, CUDNN, FLASH = "onepass", "cudnn", "flash_attn"
+
+# From how many tokens, or keys of a window, flash-attn-4's kernels are faster than all others, by the size of heads. For backward
+# also by whether heads share keys, as theirs then sums those gradients in fp32 memory. There it takes twice to three times the
+# memory of ours, for which the gain of a fixed order must be a tenth.
+_FORWARD_FROM = {64: 2048, 128: 512}
+_FORWARD_BEFORE_CUDNN_FROM = {64: 4096, 128: 4096}
+_FORWARD_OF_WINDOWS_FROM = {64: 512, 128: 128}
+_BACKWARD_FROM = {64: 512, 128: 512}
+_BACKWARD_OF_SHARED_FROM = {64: 2048, 128: 1024}
+_BACKWARD_OF_SHARED_IN_ORDER_FROM = {64: 4096, 128: 8192}
+_BACKWARD_OF_WINDOWS_FROM = {64: 1024, 128: 512}
+_BACKWARD_OF_WINDOWS_IN_ORDER_FROM = {128: 4096}
+_SHORTEST_WITH_WINDOW = 2048  # tokens
+
+
+class Kernels(NamedTuple):
+    """Whose kernels run forward, and whose backward."""
+
+    forward: str
+    backward: str
+
+
+def kernels_of(
+    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> Kernels:
+    """Return whose kernels take a call on this projection, whose heads have D columns."""
+    if options.kernels:
+        return Kernels(options.kernels, options.kernels)
+    if cu_seqlens is not None or sinks is not None or options.softcap or options.right != 0:
+        return Kernels(ONEPASS, ONEPASS)
+    forward = backward = ONEPASS
+    if options.left >= 0:
+        return Kernels(
+            FLASH if _by_flash(qkv, D, options, _FORWARD_OF_WINDOWS_FROM) else ONEPASS,
+            FLASH if _backward_by_flash(qkv, D, options) else ONEPASS,
+        )
+    by_cudnn = forward_by_cudnn(qkv, D)
+    if _by_flash(qkv, D, options, _FORWARD_BEFORE_CUDNN_FROM if by_cudnn else _FORWARD_FROM):
+        forward = FLASH
+    elif by_cudnn:
+        forward = CUDNN
+    if _backward_by_flash(qkv, D, options):
+        backward = FLASH
+    elif options.in_order and backward_by_cudnn(qkv, D, options):
+        backward = CUDNN
+    return Kernels(forward, backward)
+
+
+def _backward_by_flash(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
+    """Whether flash-attn-4's backward of causal attention is the fastest in the order that is asked for."""
+    if options.left >= 0:
+        table = _BACKWARD_OF_WINDOWS_IN_ORDER_FROM if options.in_order else _BACKWARD_OF_WINDOWS_FROM
+    elif options.heads == options.groups:
+        table = _BACKWARD_FROM
+    else:
+        table = _BACKWARD_OF_SHARED_IN_ORDER_FROM if options.in_order else _BACKWARD_OF_SHARED_FROM
+    return _by_flash(qkv, D, options, table)
+
+
+def _by_flash(qkv: Tensor, D: int, options: AttentionOptions, table: dict[int, int]) -> bool:
+    if D not in table or options.right != 0:
+        return False
+    S = qkv.shape[1]
+    if options.left >= 0 and S < _SHORTEST_WITH_WINDOW:
+        return False
+    return (options.left + 1 or S) >= table[D] and has_flash(qkv)
+
+
+def pytorch_is_faster(
+    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> bool:
+    """Whether PyTorch's attention is faster than all of these. Bits may then differ from run to run.
+
+    It takes cuDNN's, from Hopper on: .8 to .9 of our time for wide heads, and a little less than ours in a whole step for narrow
+    heads and many tokens. PyTorch's other backends take longer than ours.
+    """
+    if options.in_order or not is_plain(options, cu_seqlens, sinks):
+        return False
+    return all_by_cudnn(qkv, D) and not _backward_by_flash(qkv, D, options)
+
+
+def in_order(deterministic: bool) -> bool:
+    """Whether sums have a fixed order: a caller asks for it, or the process does."""
+    return bool(deterministic) or torch.are_deterministic_algorithms_enabled()
