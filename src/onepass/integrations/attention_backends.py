@@ -25,7 +25,7 @@ from onepass.ops.attention.by_cudnn import cudnn_refuses
 from onepass.ops.attention.by_flash import flash_functions
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.choice import CUDNN, FLASH
-from onepass.ops.attention.documents import are_right, harmless
+from onepass.ops.attention.document_kernels import checked_boundaries
 from onepass.ops.attention.formula import AttentionOptions, Parts, is_plain
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import find_op, register_backend
@@ -110,7 +110,7 @@ def _attend_by_varlen(parts: Parts, options: AttentionOptions, cu_seqlens: Tenso
     if cu_seqlens is None:
         boundaries = torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=parts[0].device)
     else:
-        boundaries = harmless(cu_seqlens, S).contiguous()
+        boundaries, wrong = checked_boundaries(cu_seqlens.contiguous(), S)
     q, k, v = (x.flatten(0, 1) for x in parts)
     function = _varlen()
     taken, more = signature(function).parameters, dict[str, Any](scale=options.scale)
@@ -124,7 +124,7 @@ def _attend_by_varlen(parts: Parts, options: AttentionOptions, cu_seqlens: Tenso
         else:  # before PyTorch 2.12
             k, v = (x.repeat_interleave(heads // options.groups, 1) for x in (k, v))
     y: Tensor = function(q, k, v, boundaries, boundaries, S, S, **more).view(B, S, -1)
-    return y if cu_seqlens is None else y.masked_fill(~are_right(cu_seqlens, S), torch.nan)
+    return y if cu_seqlens is None else y.masked_fill(wrong.bool(), torch.nan)
 
 
 def _varlen() -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.attention.backward import BackwardCall
-from onepass.ops.attention.documents import are_right, harmless
+from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.forward import lse_size
 from onepass.ops.attention.scores import LOG2E
@@ -83,16 +83,16 @@ def attend_by_flash(
     B, S, H, _ = q.shape
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, lse_size(S, cu_seqlens), dtype=torch.float32, device=q.device)
-    given = _options_of(options, cu_seqlens, S) | {"learnable_sink": sinks, "return_lse": True}
-    rows, of_rows = (q, k, v, y), lse[..., :S]
-    if cu_seqlens is not None:
-        rows, of_rows = tuple(x[0] for x in rows), of_rows[0]  # type: ignore[assignment]
+    given = _options_of(options) | {"learnable_sink": sinks, "return_lse": True}
     with torch.cuda.device_of(q):
-        _loaded().forward(*rows[:3], out=rows[3], lse=of_rows, **given)
-    if cu_seqlens is None:
-        lse.mul_(LOG2E)
-    else:
-        y.masked_fill_(~are_right(cu_seqlens, S), torch.nan)
+        if cu_seqlens is None:
+            _loaded().forward(q, k, v, out=y, lse=lse[..., :S], **given)
+            lse.mul_(LOG2E)
+        else:
+            boundaries, wrong = checked_boundaries(cu_seqlens, S)
+            _loaded().forward(q[0], k[0], v[0], out=y[0], lse=lse[0, :, :S], **given, **_both(boundaries))
+            for x in (y, lse):  # backward makes NaN of these
+                make_nan(x, wrong)
     return y, lse
 
 
@@ -101,19 +101,16 @@ def attend_backward_by_flash(call: BackwardCall, gradients: tuple[Tensor, Tensor
     S, cu_seqlens = call.q.shape[1], call.cu_seqlens
     lse = call.lse[..., :S].contiguous()
     rows: tuple[Tensor, ...] = (call.q, call.k, call.v, call.y, call.dy)
-    into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    given = _options_of(call.options) | {"learnable_sink": sinks, "deterministic": call.options.in_order}
+    given["softcap"] = call.options.softcap  # 0 for none, where forward has None
+    into = gradients
     if cu_seqlens is None:
         lse = lse / LOG2E
     else:
-        rows, lse, into = tuple(x[0] for x in rows), lse[0], {name: x[0] for name, x in into.items()}
-    given = _options_of(call.options, cu_seqlens, S) | {"learnable_sink": sinks, "deterministic": call.options.in_order}
-    given["softcap"] = call.options.softcap  # 0 for none, where forward has None
+        given |= _both(checked_boundaries(cu_seqlens, S)[0])
+        rows, lse, into = tuple(x[0] for x in rows), lse[0], tuple(x[0] for x in gradients)  # type: ignore[assignment]
     with torch.cuda.device_of(call.q):
-        found = _loaded().backward(*rows, lse, **given, **into)
-    if cu_seqlens is not None:
-        wrong = ~are_right(cu_seqlens, S)
-        for gradient in gradients:
-            gradient.masked_fill_(wrong, torch.nan)
+        found = _loaded().backward(*rows, lse, **given, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
     return None if sinks is None else found[3]
 
 
@@ -124,10 +121,7 @@ def _loaded() -> FlashFunctions:
     return found
 
 
-def _options_of(options: AttentionOptions, cu_seqlens: Tensor | None, S: int) -> dict[str, Any]:
-    """Return what both functions are given."""
-    if cu_seqlens is not None:
-        cu_seqlens = harmless(cu_seqlens, S)
+def _options_of(options: AttentionOptions) -> dict[str, Any]:
     left, right = (None if side < 0 else side for side in (options.left, options.right))
     return {
         "softmax_scale": options.scale,
@@ -135,6 +129,8 @@ def _options_of(options: AttentionOptions, cu_seqlens: Tensor | None, S: int) ->
         "softcap": options.softcap or None,
         "window_size_left": left,
         "window_size_right": right,
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
     }
+
+
+def _both(boundaries: Tensor) -> dict[str, Tensor]:
+    return {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}

@@ -90,3 +90,41 @@ def document_tiles(cu_seqlens: Tensor, T: int, block: int, causal: bool) -> Tens
     tiles = torch.empty(ceil_div(T, block) + documents, FIELDS, dtype=torch.int32, device=cu_seqlens.device)
     _bind_tiles(block, causal)((documents, 1, 1), cu_seqlens, tiles, documents, T)
     return tiles
+
+
+# ---- for other packages' kernels, which believe boundaries ----
+
+
+@kernel
+def _checked_kernel(boundaries_ptr, checked_ptr, M, S, CHUNK: tl.constexpr):
+    wrong = _are_wrong(boundaries_ptr, S, M, CHUNK)
+    for at in range(0, M + 1, CHUNK):
+        places = at + tl.arange(0, CHUNK)
+        boundaries = tl.load(boundaries_ptr + places, mask=places <= M, other=0)
+        tl.store(checked_ptr + places, tl.where(wrong, tl.where(places == 0, 0, S), boundaries), mask=places <= M)
+    tl.store(checked_ptr + M + 1, wrong.to(tl.int32))
+
+
+@kernel
+def _nan_kernel(wrong_ptr, x_ptr, M, BLOCK: tl.constexpr):
+    if tl.load(wrong_ptr) != 0:
+        places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x_ptr + places, float("nan"), mask=places < M)
+
+
+@lru_cache(1)
+def _bind_checked() -> tuple[Bound, Bound]:
+    return _checked_kernel.bind(64), _nan_kernel.bind(1024)
+
+
+def checked_boundaries(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """Return the boundaries, or one document's where they are wrong, and int32 [1], whether they are."""
+    documents = cu_seqlens.shape[0] - 1
+    checked = torch.empty(documents + 2, dtype=torch.int32, device=cu_seqlens.device)
+    _bind_checked()[0]((1, 1, 1), cu_seqlens, checked, documents, T)
+    return checked[:-1], checked[-1:]
+
+
+def make_nan(x: Tensor, wrong: Tensor) -> None:
+    """Fill a contiguous x with NaN where boundaries are `wrong`. It isn't touched elsewhere."""
+    _bind_checked()[1]((ceil_div(x.numel(), 1024), 1, 1), wrong, x, x.numel())

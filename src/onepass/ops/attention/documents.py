@@ -72,13 +72,6 @@ def are_right(cu_seqlens: Tensor, T: int) -> Tensor:
     return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
 
 
-def harmless(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return the boundaries where they are right, and elsewhere those of one document, which no kernel reads out of memory by."""
-    whole = torch.full_like(cu_seqlens, T)
-    whole[0] = 0
-    return torch.where(are_right(cu_seqlens, T), cu_seqlens, whole)
-
-
 def tables_of_documents(cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
     """Return tables of `[longest, R/2]` looked up by position within the document, as `[1, T, R/2]`; others as they are.
 
