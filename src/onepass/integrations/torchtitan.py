@@ -91,7 +91,6 @@ _HEADS = "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale"
 _check_seam(FeedForward, "forward", "self", "x")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
 _check_seam(VarlenAttention, "forward", *_HEADS, "out_transform", "kwargs")
-_check_seam(ScaledDotProductAttention, "forward", *_HEADS, "enable_gqa", "is_causal", "kwargs")
 _check_seam(ChunkedLossWrapper, "set_lm_head", "self", "lm_head")
 _check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_valid_tokens", "loss_inputs")
 
@@ -205,18 +204,6 @@ class DocumentAttention(VarlenAttention):
         return _attend(q_BLNH, k_BLNH, v_BLNH, options, scale=scale, causal=self.causal, cu_seqlens=documents, window=self.window)
 
 
-class WholeAttention(ScaledDotProductAttention):
-    """Attention over whole sequences, causal by default."""
-
-    Config = _config("WholeAttention", ScaledDotProductAttention)
-
-    def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, scale: float | None = None, is_causal: bool = True,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
-        return _attend(q_BLNH, k_BLNH, v_BLNH, options, scale=scale, causal=is_causal)
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], *, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:  # fmt: skip
@@ -248,10 +235,13 @@ for _stock in (VarlenAttention, ScaledDotProductAttention, FlexAttention):
 
 @override(target=InnerAttention, description="onepass.attention")
 def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
-    """flex_as_documents: the promise that each layer's mask is causal, within documents, and has no window."""
+    """flex_as_documents: the promise that each layer's mask is causal, within documents, and has no window.
+
+    PyTorch's attention of whole sequences stays: cuDNN's kernels need no copy of q, k and v into one tensor.
+    """
     _check("attention", config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
     if type(config) is ScaledDotProductAttention.Config:
-        return derive(config, WholeAttention.Config)
+        return config
     if type(config) is FlexAttention.Config and not flex_as_documents:
         why = "its masks are functions. Build the model with attn_backend='varlen'; or, if each layer's mask is causal, within "
         _refuse("attention", config, f'{why}documents, and has no window, say attention={{"flex_as_documents": true}}')
