@@ -2,11 +2,12 @@
 
     python benchmarks/gpt.py [--case NAME ...] [--way NAME ...] [--steps N] [--json FILE]
 
-One GPU, bf16, random tokens. Plain is PyTorch's operators under autocast over fp32 parameters, gradients and moments, with
-AdamW(fused=True); onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own AdamW. Both clip, and have the
-same settings of determinism. "Gradients kept" and "gradients released" are --no-release-main-grads and --release-main-grads, of
-which onepass does one by itself; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is
-benchmarks/plain_llama.py with its products in eight bits by torchao, where that is installed.
+One GPU, bf16, random tokens. Plain is benchmarks/plain_gpt.py, compiled, with AdamW(fused=True): under autocast over fp32
+parameters, gradients and moments, or all in bf16. onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own
+AdamW. All clip, and have the same settings of determinism. "Gradients kept" and "gradients released" are
+--no-release-main-grads and --release-main-grads, of which onepass does one by itself; "8-bit inputs" is
+--activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is the plain model with its products in eight bits by
+torchao, where that is installed.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import plain_llama
+import plain_gpt
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -72,7 +73,7 @@ CASES = {
 WAYS = (
     "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
     "onepass, 8-bit inputs, gradients released", "onepass, fp8", "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
-    "plain, compiled", "plain, compiled, CUDA graphs", "plain", "torchao tensorwise", "torchao rowwise",
+    "plain", "plain, bf16 weights", "plain, CUDA graphs", "torchao tensorwise", "torchao rowwise",
 )  # fmt: skip
 
 
@@ -86,16 +87,13 @@ def trained(case: Case, way: str) -> Trained:
         options = replace(options, release_main_grads="gradients released" in way)
     if way == "onepass, CUDA graph":
         options = replace(options, cuda_graphs=True)
-    made = make(config, options, ParallelLayout(DEVICE), plain=way.startswith("plain"))
-    if "compiled" in way:
-        made.steps.model = torch.compile(made.model, mode="reduce-overhead" if "graphs" in way else None)
-    return made
+    return make(config, options, ParallelLayout(DEVICE))
 
 
 def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
     text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=DEVICE)
-    if way.startswith("torchao"):
-        return plain_llama.stepper(case.config(), text, way.partition(" ")[2])
+    if not way.startswith("onepass"):
+        return plain_gpt.stepper(case.config(), text, way)
     made = trained(case, way)
     batch = TokenBatch(text[:, :-1], text[:, 1:])
 
