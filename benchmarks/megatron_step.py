@@ -1,7 +1,11 @@
 """A training step of megatron-core's GPT 1B on one GPU: stock by its local spec, with install(), and with our spec and head too.
 
     python benchmarks/megatron_step.py [--batch 2] [--json FILE]
-    python benchmarks/megatron_step.py --way stock        # one way, in this process
+    python benchmarks/megatron_step.py --batch 4 --ways split spec split spec    # these, in turns
+    python benchmarks/megatron_step.py --way stock                               # one way, in this process
+
+"split" is our spec and head with Megatron's own SelfAttention, which takes queries, keys and values apart; "spec" has
+FusedQKVSelfAttention. --profile adds the milliseconds a step of the kernels that took longest.
 
 16 layers of 2048, 8192 wide, 32 heads in 8 groups, a tied vocabulary of 128256, sequences of 4096; bf16, fp32 main_grad and
 Megatron's own optimizer. Stock's settings are the best that run without Transformer Engine and Apex. Each way is a process,
@@ -18,6 +22,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,7 @@ import torch.nn.functional as F
 
 from onepass.bench.record import commit, device_name, versions
 
-WAYS = ("stock", "install", "spec")
+WAYS = ("stock", "install", "split", "spec")
 LENGTH, VOCABULARY = 4096, 128256
 
 
@@ -44,6 +49,7 @@ def build(way: str) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
 
     ps.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(1)
@@ -55,12 +61,15 @@ def build(way: str) -> tuple[Any, Any]:
         add_bias_linear=False, normalization="RMSNorm", layernorm_epsilon=1e-5, gradient_accumulation_fusion=ours,
         persist_layer_norm=False, apply_rope_fusion=ours, cross_entropy_loss_fusion=True, attention_softmax_in_fp32=False,
     )  # fmt: skip
-    spec = megatron.gpt_layer_spec(config) if way == "spec" else get_gpt_layer_local_spec(normalization="RMSNorm")
+    by_spec = way in ("split", "spec")
+    spec = megatron.gpt_layer_spec(config) if by_spec else get_gpt_layer_local_spec(normalization="RMSNorm")
+    if way == "split":
+        spec.submodules.self_attention.module = SelfAttention
     model = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=500000,
     ).cuda().bfloat16()  # fmt: skip
-    if way == "spec":
+    if by_spec:
         print(megatron.apply(model), file=sys.stderr)
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     wrapped = DistributedDataParallel(config, options, model)
@@ -68,7 +77,18 @@ def build(way: str) -> tuple[Any, Any]:
     return wrapped, get_megatron_optimizer(adam, [wrapped])
 
 
-def measure(way: str, batch: int) -> dict[str, Any]:
+def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
+    """Return the milliseconds of the kernels that take longest in a step, by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+        step()
+        torch.cuda.synchronize()
+    times = sorted(((event.device_time_total / 1e3, event.key) for event in found.key_averages()), reverse=True)
+    return {name[:100]: round(time, 2) for time, name in times[:40]}
+
+
+def measure(way: str, batch: int, profiled: bool = False) -> dict[str, Any]:
     from torch.cuda import max_memory_allocated, reset_peak_memory_stats, synchronize
 
     warnings.simplefilter("ignore")
@@ -102,22 +122,27 @@ def measure(way: str, batch: int) -> dict[str, Any]:
         synchronize()
         times.append((time.perf_counter() - start) / 3 * 1e3)
     memory = round(max_memory_allocated() / 2**30, 1)
+    row = {"way": way, "batch": batch, "ms": round(statistics.median(times), 1), "gib": memory, "losses": losses}
+    if profiled:
+        row["kernels"] = kernel_times(step)
     dist.destroy_process_group()
-    return {"way": way, "batch": batch, "ms": round(statistics.median(times), 1), "gib": memory, "losses": losses}
+    return row
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--way", choices=WAYS, help="measure this one in this process")
+    arguments.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="measure these, in this order")
+    arguments.add_argument("--profile", action="store_true", help="add the times of kernels")
     arguments.add_argument("--batch", type=int, default=2)
     arguments.add_argument("--json", type=Path)
     args = arguments.parse_args()
     if args.way:
-        print(json.dumps(measure(args.way, args.batch)))
+        print(json.dumps(measure(args.way, args.batch, args.profile)))
         return
     found = []
-    for way in WAYS:
-        command = [sys.executable, __file__, "--way", way, "--batch", str(args.batch)]
+    for way in args.ways:
+        command = [sys.executable, __file__, "--way", way, "--batch", str(args.batch), *["--profile"] * args.profile]
         env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
         lines = done.stdout.splitlines()

@@ -10,6 +10,7 @@ from ops.attention_oracle import (
     FP16,
     Case,
     baseline,
+    by_group,
     computed,
     draw,
     exact,
@@ -214,6 +215,39 @@ def test_pytorchs_between_our_rotations(D, S, overwrite, monkeypatch):
     for name, value in {"y": y.detach(), "dq": q, "dk": k, "dv": v}.items():
         assert relative(value, wanted[name]) <= 2.5 * relative(rounded[name], wanted[name]) + 1e-6, name
     assert relative(y.detach(), expected[0]) < 1e-2 and relative(dqkv, expected[1]) < 1e-2
+
+
+def sequence_first(x):
+    """The same numbers, whose memory is [S, B, ...]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("grouped", (False, True), ids=("", "by group"))
+def test_pytorchs_between_takes_a_gradient_that_lies_anywhere(grouped):
+    """PyTorch finds cuDNN's plan of a backward without dy's strides: it would read one as another lay."""
+    if not has_cudnn(torch.empty(0, device="cuda"), newest=10):
+        pytest.skip("needs Hopper, or Blackwell, and a cuDNN after 9.15")
+    case = Case(B=2, S=2048, heads=8, groups=2, D=64, R=64)
+    qkv, cos, sin, dy = draw(case)
+    expected, found = computed(module, case, qkv, cos, sin, dy), []
+    for given in (dy, sequence_first(dy), dy):
+        leaf = qkv.detach().requires_grad_()
+        made = sequence_first(by_group(case, leaf)) if grouped else leaf * 1
+        y = onepass.attention(made, 8, 2, cos=cos, sin=sin, by_group=grouped, deterministic=False)
+        assert (y.transpose(0, 1) if grouped else y).is_contiguous()
+        found.append((y.detach(), *torch.autograd.grad(y, leaf, given)))
+    for y, dqkv in found:
+        assert relative(y, expected[0]) < 1e-2 and relative(dqkv, expected[1]) < 1e-2
+
+
+@pytest.mark.parametrize("norm", (None, False), ids=("", "normed"))
+@pytest.mark.parametrize("layout", ("swapped", "contiguous"))
+@pytest.mark.parametrize(("D", "S", "heads", "groups"), ((64, 130, 8, 2), (128, 200, 6, 3), (64, 2048, 8, 2), (128, 512, 4, 4)))
+def test_by_group(D, S, heads, groups, layout, norm):
+    """By our kernels, and by cuDNN's forward where it is taken."""
+    case = Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D, layout=layout, norm=norm, by_group=True)
+    report = judge_case(module, case)
+    assert report, report
 
 
 def replayed(case):

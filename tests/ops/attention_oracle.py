@@ -50,6 +50,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # of documents; B must be 1, and S is their sum
     each: bool = False  # each sequence has its own tables
     norm: bool | None = None  # of q's and k's heads: whether the weights are zero-centred; None: there is none
+    by_group: bool = False  # qkv has for each group its queries, its key and its value
     overwrite: bool = False
     small: bool = False
 
@@ -58,7 +59,7 @@ class Case:
         plain = Case()
         for name in ("R", "scale", "spread", "layout", "window", "softcap", "lengths", "norm"):
             parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
-        names = [name for name in ("interleaved", "each", "overwrite", "small", "sinks") if getattr(self, name)]
+        names = [name for name in ("interleaved", "each", "by_group", "overwrite", "small", "sinks") if getattr(self, name)]
         return "-".join(parts + names + ([] if self.causal else ["full"]))
 
     @property
@@ -105,6 +106,12 @@ class Made(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx, None
+
+
+def by_group(case: Case, qkv):
+    """Return the same columns, as Megatron-core's linear_qkv orders them."""
+    q, k, v = parts_of(qkv, case.heads, case.groups)
+    return torch.cat([q.unflatten(2, (case.groups, -1)), k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
 
 
 def draw(case: Case, seed: int = 0):
@@ -244,8 +251,9 @@ def baseline(case: Case, qkv, cos, sin, dy):
 def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
     """Return y, qkv's gradient, qkv afterwards and, where there are sinks, their gradient. qkv is another operator's output."""
     leaf, sinks, weights = qkv.detach().requires_grad_(), case.draw_sinks(), case.draw_weights()
-    made = Made.apply(leaf, case.layout)
+    made = Made.apply(by_group(case, leaf) if case.by_group else leaf, case.layout)
     options = case.options | {"cos": cos, "sin": sin, "sinks": sinks, "overwrite": case.overwrite, "backend": backend}
+    options |= {"by_group": True} if case.by_group else {}
     options |= case.norm_options | dict(zip(("q_weight", "k_weight"), weights, strict=False))
     y = module.attention(made, case.heads, case.groups, **options)
     dqkv, *rest = torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks]), *weights], dy)
@@ -266,8 +274,9 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
         except AssertionError as error:
             return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
     assert y.dtype == dqkv.dtype == case.dtype
-    assert y.is_contiguous()
-    if not (case.overwrite and case.R and case.norm is None) and not made.equal(qkv):
+    assert (y.transpose(0, 1) if case.by_group and case.layout == "swapped" else y).is_contiguous()
+    given = by_group(case, qkv) if case.by_group else qkv
+    if not (case.overwrite and case.R and case.norm is None and not case.by_group) and not made.equal(given):
         return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
     wanted, rounded = exact(case, qkv, cos, sin, dy), baseline(case, qkv, cos, sin, dy)
     found, ours = [], as_parts(case, y, dqkv, *rest)
@@ -301,6 +310,7 @@ def small_cases() -> list[Case]:
         replace(case, S=96, heads=2, groups=2, R=0, layout="swapped", spread=8.0),
         replace(case, S=48, R=6, interleaved=True, layout="unaligned"),
         *normed_cases(),
+        *grouped_cases(),
         *packed_cases(),
     ]
 
@@ -312,6 +322,21 @@ def normed_cases() -> list[Case]:
         replace(case, heads=4, groups=1, R=8, interleaved=True),
         replace(case, S=40, D=80, R=80, norm=True, layout="sliced", dtype=FP16),
         packed((33, 0, 20), heads=2, groups=1, norm=True, window=9, sinks=True, small=True),
+    ]
+
+
+def grouped_cases() -> list[Case]:
+    """Return qkv by group, sequences or tokens first, by itself and with what else attention has, in small tiles."""
+    case = Case(small=True, by_group=True, layout="swapped")
+    return [
+        replace(case, heads=6, groups=2, R=8, interleaved=True, overwrite=True),
+        replace(case, heads=4, groups=2, D=32, R=20, each=True, dtype=FP16),
+        replace(case, heads=2, groups=2, layout="contiguous"),
+        replace(case, B=4, S=5, heads=16, groups=4, D=64, R=64),
+        replace(case, S=33, heads=3, groups=1, R=0),
+        replace(case, heads=6, groups=3, norm=True, R=12, causal=False),
+        replace(case, heads=4, groups=2, layout="sliced", norm=False),
+        packed((33, 0, 20), heads=4, groups=2, R=8, sinks=True, window=9, small=True, by_group=True),
     ]
 
 

@@ -7,7 +7,7 @@ from ops.attention_oracle import judge_case, small_cases
 from ops.calls import caught
 
 pytest.importorskip("triton")
-from onepass.ops.attention import arguments, backward, documents, formula, forward, scores
+from onepass.ops.attention import arguments, backward, documents, formula, forward, grouped, layout, scores
 from onepass.ops.attention import document_kernels as kernels
 from onepass.testing.mutants import copy_package, mutate
 
@@ -60,11 +60,22 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "the sinks' gradient turned": (backward, "_dsinks_kernel", "total -=", "total +="),
     "the sinks' gradient of one sequence": (backward, "_dsinks_kernel", "range(0, M)", "range(0, 1)"),
     "statistics between documents taken for some": (forward, "attend", "torch.full(shape, torch.inf,", "torch.full(shape, -1.0,"),
+    # ---- by group ----
+    "a group's key and value exchanged": (grouped, "group_parts", "return q, k.squeeze(3), v.squeeze(3)", "return q, v.squeeze(3), k.squeeze(3)"),
+    "a group's queries after its key and value": (grouped, "group_parts", "((share, 1, 1), 3)", "((1, 1, share), 3)[::-1]"),
+    "a group's values not kept": (grouped, "turn_groups", "parts[2].copy_(v)", "parts[2].zero_()"),
+    "queries by group not moved": (grouped, "turn_groups", "parts[0].view(q.shape).copy_(q)", "parts[0].view(q.shape).zero_()"),
+    "gradients by group not turned back": (grouped, "turn_groups_back", "True, out", "False, out"),
+    "gradients by group in halves": (grouped, "turn_groups_back", "options.interleaved, True", "False, True"),
+    "the queries' gradient not moved": (grouped, "turn_groups_back", "into[0].copy_(gradients[0].view(into[0].shape))", "pass"),
+    "dk in dv's place": (grouped, "empty_gradients", "(q), dk, dv", "(q), dv, dk"),
+    "the first sequence's tables for all": (grouped, "_table_by_group", ".unsqueeze(2)", ".unsqueeze(2)[:1]"),
+    "results not in the projection's order": (layout, "is_sequence_first", "x.stride(0) < x.stride(1)", "False"),
     # ---- the op ----
     "gradients not turned back": (module, "_backward", "True, (dq, dk)", "False, (dq, dk)"),
     "gradients in halves": (module, "_backward", "dk, options.interleaved", "dk, False"),
-    "k not turned": (module, "_rotated_copy", "(into_q, into_k)", "(into_q, into_k.clone())"),
-    "v not kept": (module, "_rotated_copy", "copy_(v)", "zero_()"),
+    "k not turned": (grouped, "rotated_copy", "(into_q, into_k)", "(into_q, into_k.clone())"),
+    "v not kept": (grouped, "rotated_copy", "copy_(v)", "zero_()"),
     "overwritten unasked": (module, "_forward", "if overwrite", "if True"),
     "half a scale": (arguments, "make_options", "0.5", "1.0"),
     "the scale not taken": (arguments, "make_options", "scale is None", "True"),

@@ -18,6 +18,10 @@ KINDS = {
     "RMSNorm, swiglu": {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu},
     "LayerNorm, gelu": {"activation_func": F.gelu, "add_bias_linear": True},
     "qk norm, geglu, GQA": {"qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.gelu, "num_query_groups": 2},
+    "RMS qk norm, GQA": {
+        "normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.silu,
+        "num_query_groups": 2,
+    },
     "experts": {
         "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "num_moe_experts": 2,
         "moe_shared_expert_intermediate_size": 32, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,

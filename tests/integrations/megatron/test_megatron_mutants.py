@@ -8,21 +8,26 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
 from integrations.bindings import bindings_kept
-from integrations.megatron import test_fusions, test_megatron
+from integrations.megatron import test_fusions, test_megatron, test_self_attention
 
 from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
-FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
+ATTENTION, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
     importlib.import_module(f"{megatron.__name__}.{name}")
-    for name in ("fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
+    for name in ("attention", "fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
 )
 GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
 UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
 ADAM = (test_megatron.test_adam_and_clipping_as_stock,)
 WITHIN = test_megatron.test_the_activation_lies_within_the_product
 HEADS = (test_megatron.test_apply_twice_undo_and_logits,)
+QKV, SPLIT = test_self_attention.test_fused_as_stock, test_self_attention.test_split_as_stock
+PLAIN, NORMED = test_self_attention.PLAIN, test_self_attention.NORMED
+CALLS = test_self_attention.test_calls_that_are_split
+PACKED = test_self_attention.test_packed_documents
+PATCH = object()  # in the place of monkeypatch
 
 
 CLAMPED = {
@@ -43,7 +48,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "geglu without its bias": (FUSIONS, "bias_geglu_impl", "input, bias,", "input, None,", as_stock("bias_geglu_impl")),
     "relu not squared": (FUSIONS, "weighted_squared_relu_impl", '"squared_relu"', '"relu"', as_stock("squared_relu")),
     "halves for neighbours": (FUSIONS, "fused_apply_rotary_pos_emb", "interleaved=interleaved)", "interleaved=False)", (test_fusions.test_rope, True, 8)),
-    "cosines for sines": (FUSIONS, "_tables", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", (test_fusions.test_rope, False, 8)),
+    "cosines for sines": (FUSIONS, "table_pair", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", (test_fusions.test_rope, False, 8)),
     "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=cu_seqlens.to(torch.int32)", "cu_seqlens=None", (test_fusions.test_rope, False, 8)),
     "start_positions ignored": (FUSIONS, "fused_apply_rotary_pos_emb", "start_positions is not None or ", "", (test_fusions.test_what_rope_refuses, "start_positions")),
     "dropout without the bias": (FUSIONS, "bias_dropout_add", "bias=bias, training", "bias=None, training", (test_fusions.test_bias_dropout_add, True, True)),
@@ -63,7 +68,34 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "gelu that isn't fused by tanh": (MLP, "_tanh_gelu", "config.bias_activation_fusion and ", "", (WITHIN, test_megatron.KINDS["LayerNorm, gelu"], "gelu_exact")),
     "a dense MLP's clamp forgotten": (MLP, "activation_row_parallel_linear", '"clamp": self.config.activation_func_clamp_value', '"clamp": None', (WITHIN, CLAMPED, "swiglu")),
     "fc2 not called as a module": (MLP, "activation_mlp", "return self.linear_fc2(", "return self.linear_fc2.forward(", (WITHIN, test_megatron.KINDS["RMSNorm, swiglu"], "swiglu")),
-    "documents that see each other": (SPECS, "core_attention", "cu_seqlens=documents, ", "", (test_megatron.test_packed_documents_are_alone,)),
+    "documents that see each other": (ATTENTION, "fused_qkv_self_attention", 'options["cu_seqlens"] = packed_seq_params.cu_seqlens_q.to(torch.int32)', "pass", (test_megatron.test_packed_documents_are_alone,)),
+    "documents that see each other in core attention": (ATTENTION, "core_attention", "cu_seqlens=documents, ", "", (test_self_attention.test_core_attention_of_documents,)),
+    "queries, keys and values one after another": (ATTENTION, "fused_qkv_self_attention", "by_group=True", "by_group=False", (QKV, PLAIN, {})),
+    "heads of all ranks": (ATTENTION, "fused_qkv_self_attention", "self.num_query_groups_per_partition", "self.num_attention_heads_per_partition", (QKV, PLAIN, {})),
+    "sequences for tokens": (ATTENTION, "fused_qkv_self_attention", "mixed_qkv.transpose(0, 1)", "mixed_qkv.reshape(*mixed_qkv.shape[1::-1], -1)", (QKV, PLAIN, {})),
+    "scores of the fused path not scaled": (ATTENTION, "fused_qkv_self_attention", "self.core_attention.softmax_scale", "None", (QKV, PLAIN | {"add_qkv_bias": True, "softmax_scale": 0.2}, {})),
+    "no rotation": (ATTENTION, "fused_qkv_self_attention", 'options["cos"], options["sin"] = ', "_ = ", (QKV, PLAIN, {})),
+    "halves for neighbours in attention": (ATTENTION, "fused_qkv_self_attention", 'options["interleaved"] = self.config.rotary_interleaved', "pass", (QKV, PLAIN | {"rotary_interleaved": True}, {})),
+    "angles of neighbours": (ATTENTION, "fused_qkv_self_attention", "(freqs, self.config.rotary_interleaved, rows)", "(freqs, False, rows)", (QKV, PLAIN | {"rotary_interleaved": True}, {})),
+    "layers without rope turned": (ATTENTION, "_skips_rope", "layer.layer_number - 1", "layer.layer_number - 2", (QKV, PLAIN | {"no_rope_freq": [1, 0]}, {})),
+    "k's weight for q's": (ATTENTION, "fused_qkv_self_attention", '"q_weight": self.q_layernorm(None)', '"q_weight": self.k_layernorm(None)', (QKV, NORMED, {})),
+    "heads' norm with an epsilon of its own": (ATTENTION, "fused_qkv_self_attention", '("eps", "zero_centered_gamma")', '("zero_centered_gamma",)', (QKV, NORMED | {"layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-2}, {"rotary_percent": 0.5})),
+    "heads' weights not centred": (ATTENTION, "fused_qkv_self_attention", '("eps", "zero_centered_gamma")', '("eps",)', (QKV, NORMED | {"layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-2}, {"rotary_percent": 0.5})),
+    "the norms of heads not called": (ATTENTION, "fused_qkv_self_attention", '"k_weight": self.k_layernorm(None)', '"k_weight": self.k_layernorm.weight', (test_self_attention.test_modules_and_keys_are_stocks, NORMED)),
+    "linear_qkv not called as a module": (ATTENTION, "fused_qkv_self_attention", "self.linear_qkv(hidden", "self.linear_qkv.forward(hidden", (test_self_attention.test_modules_and_keys_are_stocks, PLAIN)),
+    "core attention not recomputed": (ATTENTION, "fused_qkv_self_attention", "self.checkpoint_core_attention and self.training", "False", (test_self_attention.test_core_attention_recomputed, PLAIN, PATCH)),
+    "an inference's cache ignored": (ATTENTION, "fused_qkv_self_attention", "not args and all(value is None for value in others.values())", "True", (test_self_attention.test_inference_is_megatrons,)),
+    "k not turned where q alone is": (ATTENTION, "fused_qkv_self_attention", " and freqs[0] is freqs[1]", "", (CALLS, "angles for q alone")),
+    "a pair of angles split": (ATTENTION, "fused_qkv_self_attention", "freqs[0] is freqs[1]", "False", (CALLS, "angles for q alone")),
+    "angles of the first sequence": (ATTENTION, "_are_plain", " or freqs.shape[1:3] != (1, 1)", "", (CALLS, "angles for each sequence")),
+    "angles of all tokens taken for documents'": (ATTENTION, "_are_plain", "not several or freqs.shape[0] != tokens", "True", (PACKED, PLAIN, (5, 1, 7), 13)),
+    "one document split": (ATTENTION, "_are_plain", "shape[0] > 2", "shape[0] > 1", (PACKED, PLAIN, (13,), 13)),
+    "padding between documents ignored": (ATTENTION, "_are_plain", " or packed.cu_seqlens_q_padded is not None", "", (test_self_attention.test_packed_with_padding_is_refused_as_before,)),
+    "dropout ignored": (ATTENTION, "why_split", "core.attention_dropout.p and layer.training", "False", (SPLIT, PLAIN | {"attention_dropout": 0.1}, "attention_dropout is 0.1", PATCH)),
+    "dropout outside of training": (ATTENTION, "why_split", " and layer.training", "", (test_self_attention.test_dropout_splits_in_training_alone,)),
+    "options ignored": (ATTENTION, "why_split", "_PLAIN.items()", "()", (SPLIT, PLAIN | {"attention_output_gate": True}, "attention_output_gate is True", PATCH)),
+    "LayerNorm of heads taken for RMSNorm": (ATTENTION, "why_split", "config.qk_layernorm and not", "False and not", (SPLIT, test_megatron.KINDS["qk norm, geglu, GQA"], "q_layernorm is LayerNorm", PATCH)),
+    "no account of attention": (HEAD, "_account", "*describe_attention(model)", "", (test_self_attention.test_the_account,)),
     "no residual given back": (NORMS, "ResidualNorm.__new__", "has_residual=True", "has_residual=False", (test_megatron.test_a_norm_gives_back_the_residual,)),
     "Adam as it was": (OPTIMIZER, "with_fused_adam", "fused=True", "fused=False", ADAM),
     "the report names Megatron's": (OPTIMIZER, "with_fused_adam", ', assigned=("__doc__",)', "", ADAM),
@@ -71,8 +103,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "gradients not scaled in place": (OPTIMIZER, "multi_tensor_scale", "torch._foreach_mul_(target, scale)", "pass", ADAM),
     "gradients not scaled elsewhere": (OPTIMIZER, "multi_tensor_scale", "a * scale if scale != 1.0 else a", "a", ADAM),
     "an epsilon of its own": (NORMS, "MegatronNorm.__new__", "hidden_size, eps, device", "hidden_size, 1e-2, device", GPT),
-    "every norm a LayerNorm": (NORMS, "MegatronNorm.__new__", "_KINDS[config.normalization](", '_KINDS["LayerNorm"](', GPT),
-    "scores not scaled": (SPECS, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', GPT),
+    "every norm a LayerNorm": (NORMS, "MegatronNorm.__new__", "(kinds or _KINDS)[config.normalization](", '_KINDS["LayerNorm"](', GPT),
+    "scores not scaled": (ATTENTION, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', (SPLIT, test_megatron.KINDS["qk norm, geglu, GQA"], "q_layernorm is LayerNorm", PATCH)),
     "the product's norm has an epsilon of its own": (SPECS, "norm_column_parallel_linear", "eps=self.config.layernorm_epsilon", "eps=1e-2", GPT),
     "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "moe_grouped_gemm")),
     "activations left": (INSTALL, "_rebind_fusions", "seams.rebind(module, function.__name__, function)", "pass", UNDO),
@@ -94,8 +126,9 @@ def judge(monkeypatch):
         with bindings_kept("megatron.core", model), monkeypatch.context() as patch:
             patch.setattr(test_megatron, "megatron", package)
             patch.setattr(test_megatron, "SeamError", package.install.__globals__["Seams"].undo.__globals__["SeamError"])
+            patch.setattr(test_self_attention, "megatron", package)
             patch.setattr(test_fusions, "ours", package.install.__globals__["ours"])
-            test(*given)
+            test(*(patch if each is PATCH else each for each in given))
 
     return run
 

@@ -9,7 +9,10 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
-@pytest.mark.parametrize(("worker", "kind"), [("parallel", "rms"), ("parallel", "layer"), ("pipeline", "rms")])
+@pytest.mark.parametrize(
+    ("worker", "kind"),
+    [("parallel", "rms"), ("parallel", "layer"), ("parallel", "heads"), ("parallel", "few"), ("pipeline", "rms")],
+)
 def test_two_ranks(worker, kind, tmp_path):
     script = Path(__file__).with_name(f"{worker}_worker.py")
     commands = [[sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "store"), kind] for rank in range(2)]

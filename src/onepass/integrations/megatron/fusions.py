@@ -117,7 +117,7 @@ def fused_apply_rotary_pos_emb(
     if start_positions is not None or transpose_output_memory:
         name = "transpose_output_memory" if transpose_output_memory else "start_positions"
         raise NotImplementedError(f"{name} must not be given: onepass's rope does not take it")
-    cos, sin = _tables(freqs, interleaved, t.shape[0])
+    cos, sin = table_pair(freqs, interleaved, t.shape[0])
     turned, _ = rope(t.transpose(0, 1), t[:, :, :0].transpose(0, 1), cos, sin, interleaved=interleaved)
     return turned.transpose(0, 1)
 
@@ -133,12 +133,12 @@ def fused_apply_rotary_pos_emb_thd(
         )
     if start_positions is not None:
         raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
-    cos, sin = _tables(freqs, interleaved, freqs.shape[0])
+    cos, sin = table_pair(freqs, interleaved, freqs.shape[0])
     turned, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens.to(torch.int32))
     return turned[0]
 
 
-def _tables(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tensor]:
+def table_pair(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin. freqs carries them to the next layer, which saves launches and a copy of them for each backward."""
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1):
         raise NotImplementedError(f"freqs must be [s, 1, 1, r], but has shape {tuple(freqs.shape)}: switch apply_rope_fusion off")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad
+from onepass.integrations.megatron.attention import describe_attention
 from onepass.integrations.megatron.wgrad import DEFERRED, drain_embedding_wgrad_compute
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 
@@ -94,7 +95,7 @@ def apply(model: Any) -> AppliedHead:
     if not hasattr(model, "compute_language_model_loss"):
         raise TypeError(f"model must be a GPTModel or a HybridModel, but is {type(model).__name__}")
     if not model.post_process:
-        return AppliedHead(model, f"onepass in {type(model).__name__}\n  left: output_layer: this pipeline stage has none")
+        return AppliedHead(model, _account(model, "left: output_layer: this pipeline stage has none"))
     _refuse(model.config)
     if _MARK in vars(model):
         raise ValueError(f"the head without logits is applied to this {type(model).__name__} already: undo that first")
@@ -120,4 +121,8 @@ def apply(model: Any) -> AppliedHead:
 
     vars(model).update({"forward": forward, "compute_language_model_loss": loss, _MARK: True})
     vars(layer)["forward"] = hidden_as_logits
-    return AppliedHead(model, f"onepass in {type(model).__name__}\n  output_layer and loss: linear_cross_entropy, with labels")
+    return AppliedHead(model, _account(model, "output_layer and loss: linear_cross_entropy, with labels"))
+
+
+def _account(model: Any, head: str) -> str:
+    return "\n".join((f"onepass in {type(model).__name__}", f"  {head}", *describe_attention(model)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onepass.nn.norm import LayerNorm, RMSNorm
 
@@ -19,10 +20,12 @@ class MegatronNorm:
     fused_residual_rmsnorm it returns (output, residual), as TENorm does.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, **_: Any) -> Any:
+    def __new__(
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, *, kinds: Any = None, **_: Any
+    ) -> Any:
         if config.normalization not in _KINDS:
             raise ValueError(f"config.normalization must be LayerNorm or RMSNorm, but is {config.normalization!r}")
-        return _KINDS[config.normalization](
+        return (kinds or _KINDS)[config.normalization](
             hidden_size,
             eps,
             device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
@@ -32,6 +35,21 @@ class MegatronNorm:
             return_input=has_residual and getattr(config, "fused_residual_rmsnorm", False),
             sequence_parallel=config.sequence_parallel,
         )
+
+
+class HeadNorm(RMSNorm):
+    """An RMSNorm of heads. Called with None it returns its weight: hooks that gather parameters run, and attention normalises."""
+
+    def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Any:
+        return self.given(self.weight) if x is None else super().forward(x, residual)
+
+
+class MegatronHeadNorm:
+    """q_layernorm or k_layernorm: `MegatronNorm`, and if that is an RMSNorm a `HeadNorm`."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kinds = _KINDS | {"RMSNorm": HeadNorm}
+        return MegatronNorm(config, hidden_size, eps, kinds=kinds)
 
 
 class ResidualNorm:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.integrations.megatron.attention import core_attention, fused_qkv_self_attention
 from onepass.integrations.megatron.fusions import get_bias_dropout_add
 from onepass.integrations.megatron.mlp import activation_mlp, activation_row_parallel_linear, fused_activation
-from onepass.integrations.megatron.norms import MegatronNorm, ResidualNorm
-from onepass.ops.attention.attention import attention
+from onepass.integrations.megatron.norms import MegatronHeadNorm, MegatronNorm, ResidualNorm
 from onepass.ops.norm.norm_linear import norm_linear
 
 _NORMS = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
@@ -54,51 +54,6 @@ def norm_column_parallel_linear() -> Any:
 
 
 @cache
-def core_attention() -> Any:
-    """Return a DotProductAttention without scores in memory where it is plain causal, and Megatron's own elsewhere.
-
-    As in Transformer Engine, a causal layer doesn't read attention_mask.
-    """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    class CausalCoreAttention(DotProductAttention):  # type: ignore[misc]
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
-            attention_bias: Tensor | None = None, packed_seq_params: Any = None,
-        ) -> Tensor:  # fmt: skip
-            plain = (
-                (attn_mask_type or self.attn_mask_type) in (AttnMaskType.causal, AttnMaskType.padding_causal)
-                and not (self.training and self.attention_dropout.p)
-                and attention_bias is None
-                and query.shape[0] == key.shape[0]
-                and query.shape[-1] == value.shape[-1]
-                and self.config.softmax_type == "vanilla"
-                and self.config.window_size is None
-                and not self.config.apply_query_key_layer_scaling
-            )
-            if packed_seq_params is None and (attn_mask_type or self.attn_mask_type) == AttnMaskType.padding_causal:
-                plain = False  # its mask says more than causal
-            if not plain:
-                stock: Tensor = super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-                )
-                return stock
-            options = {"scale": self.softmax_scale, "deterministic": self.config.deterministic_mode}
-            heads, groups = query.shape[-2], key.shape[-2]
-            if packed_seq_params is None:
-                qkv = torch.cat([x.transpose(0, 1) for x in (query, key, value)], 2).flatten(2)
-                return attention(qkv, heads, groups, **options).transpose(0, 1)  # attention keeps y: a copy would be kept too
-            if getattr(packed_seq_params, "cu_seqlens_q_padded", None) is not None:
-                raise NotImplementedError("cu_seqlens_q_padded must be None: documents are packed without padding between them")
-            documents = packed_seq_params.cu_seqlens_q.to(torch.int32)
-            qkv = torch.cat([query, key, value], 1).flatten(1)[None]
-            return attention(qkv, heads, groups, cu_seqlens=documents, **options)[0]
-
-    return CausalCoreAttention
-
-
-@cache
 def spec_provider(fuse_norms: bool = True) -> Any:
     """Return a BackendSpecProvider: Megatron's LocalSpecProvider with our norms, and attention with the norms in products."""
     from megatron.core.models.backends import LocalSpecProvider
@@ -121,7 +76,7 @@ def spec_provider(fuse_norms: bool = True) -> Any:
 
 def gpt_layer_spec(config: Any) -> Any:
     """Return a TransformerLayer's ModuleSpec: norms and dense MLPs' activations inside of the products after them, attention
-    without scores in memory."""
+    of linear_qkv's output with the rotation in it, and without scores in memory."""
     (layer,) = _modules("transformer.transformer_layer")
     identity, spec = _identity_and_spec()
     _refuse(config)
@@ -158,14 +113,14 @@ def hybrid_stack_spec(config: Any) -> Any:
 
 
 def _self_attention(config: Any) -> Any:
-    attention_module, enums = _modules("transformer.attention", "transformer.enums")
+    theirs, enums = _modules("transformer.attention", "transformer.enums")
     identity, spec = _identity_and_spec()
     backend = spec_provider()()
-    norm = MegatronNorm if config.qk_layernorm else identity
+    norm = MegatronHeadNorm if config.qk_layernorm else identity
     return spec(
-        module=attention_module.SelfAttention,
+        module=fused_qkv_self_attention(),
         params={"attn_mask_type": enums.AttnMaskType.causal},
-        submodules=attention_module.SelfAttentionSubmodules(
+        submodules=theirs.SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_layer_norm_linear(),
             core_attention=backend.core_attention(),
             linear_proj=backend.row_parallel_linear(),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onepass.ops.attention.documents import check_documents, check_longest
 from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.layout import is_sequence_first
 from onepass.ops.attention.rope_kernels import check_tables, check_weights
 from onepass.runtime.checks import check_device, check_floating, check_number
 
@@ -29,6 +30,7 @@ def make_options(
     softcap: float | None = None,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
+    by_group: bool = False,
     in_order: bool = True,
     kernels: str = "",
 ) -> AttentionOptions:
@@ -43,7 +45,8 @@ def make_options(
     left, right = -1 if 0 <= left >= furthest else left, -1 if 0 < right >= furthest else right
     groups = heads if groups is None else groups
     last = float(softcap or 0.0), float(eps), bool(zero_centered_gamma), in_order, kernels
-    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, *last)
+    layout = bool(by_group), bool(by_group) and is_sequence_first(qkv)
+    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, *last, *layout)
 
 
 def check_arguments(

@@ -6,15 +6,16 @@ Formula  y = softmax(scale q k^T, each token seeing those up to itself) v, for e
          normalised before they are turned, as there.
 Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D].
 Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
-         sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k turned, without v.
+         sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k turned, without v. By group: a copy of
+         qkv's parts with q and k turned, or q and k beside qkv with weights.
 Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
          kernel for dq and one for dk and dv, each of which computes the softmax again. All gradients are written in place in one
          tensor of qkv's shape, in which those of q and k are turned back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's kernels
          and flash-attn-4's replace ours where they are faster, in the order that is asked for: ops/attention/choice.py.
-Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py. Others: ops/attention/by_cudnn.py,
-         ops/attention/by_flash.py, ops/attention/by_pytorch.py.
+Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py. By group:
+         ops/attention/grouped.py. Others: ops/attention/by_cudnn.py, ops/attention/by_flash.py, ops/attention/by_pytorch.py.
 """
 
 from __future__ import annotations
@@ -34,8 +35,25 @@ from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_f
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.choice import CUDNN, FLASH, in_order, kernels_of, pytorch_is_faster
 from onepass.ops.attention.documents import tables_of_documents
-from onepass.ops.attention.formula import AttentionOptions, Weights, attention_formula, norm_of, parts_of
+from onepass.ops.attention.formula import (
+    AttentionOptions,
+    Weights,
+    attention_formula,
+    contiguous_tokens,
+    empty_tokens,
+    norm_of,
+    parts_of,
+)
 from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
+from onepass.ops.attention.grouped import (
+    empty_gradients,
+    empty_memory,
+    kept_parts,
+    parts_of_memory,
+    rotated_copy,
+    turn_groups,
+    turn_groups_back,
+)
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
 from onepass.ops.attention.rope_norm import weight_grads
@@ -72,9 +90,10 @@ def attention_reference(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
+    by_group: bool = False,
 ) -> Tensor:
     """Return y by the formula, for every type, with all scores at once: fp64 inputs make it the oracle."""
-    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma)
+    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma, by_group)
     return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, (q_weight, k_weight))
 
 
@@ -94,26 +113,32 @@ def _forward(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned; q and k alone where they
-    are normalised too."""
+    are normalised too. These, and by group all, are dense parts of memory (`parts_of_memory`)."""
     heads, groups = options.heads, options.groups
     readable, turned = as_readable(qkv), None
     cu_seqlens, sinks = _contiguous(cu_seqlens), _contiguous(sinks)
-    q, k, v = parts_of(readable, heads, groups)
-    if cos is not None and sin is not None:
-        if q_weight is not None and k_weight is not None:
-            turned, norm = _empty_qk(qkv, options), norm_of(options, q_weight, k_weight)
-            rotate(cos, sin, q, k, options.interleaved, False, _qk_of(turned, options), norm)
-            q, k = _qk_of(turned, options)
+    norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
+    if options.by_group:
+        turned = empty_memory(qkv, options, norm)
+        parts = parts_of_memory(turned, qkv, options, head_size(qkv, heads, groups))
+        q, k, v = turn_groups(readable, cos, sin, parts, options, norm)
+    else:
+        q, k, v = parts_of(readable, heads, groups)
+    if cos is not None and sin is not None and not options.by_group:
+        if norm is not None:
+            turned = empty_memory(qkv, options, norm)
+            into_q, into_k = parts_of_memory(turned, qkv, options, q.shape[-1])
+            q, k = rotate(cos, sin, q, k, options.interleaved, False, (into_q, into_k), norm)  # type: ignore[assignment]
         elif overwrite:
             rotate(cos, sin, q, k, options.interleaved, False, (q, k))
             mark_overwritten(readable)
             turned = readable
         else:
-            turned = readable = _rotated_copy(readable, cos, sin, options)
+            turned = readable = rotated_copy(readable, cos, sin, options)
             q, k, v = parts_of(readable, heads, groups)
     by = kernels_of(readable, q.shape[-1], options, cu_seqlens, sinks).forward
     if by == CUDNN:
-        y, lse = attend_by_cudnn(q, k, v, options.scale)
+        y, lse = attend_by_cudnn(q, k, v, options)
     elif by == FLASH:
         y, lse = attend_by_flash(q, k, v, options, cu_seqlens, sinks)
     else:
@@ -122,39 +147,18 @@ def _forward(
     return whole, lse, turned
 
 
-def _empty_qk(qkv: Tensor, options: AttentionOptions) -> Tensor:
-    """Return memory for q and k, [B, S, (heads + groups) D]."""
-    heads, groups = options.heads, options.groups
-    return qkv.new_empty(*qkv.shape[:2], (heads + groups) * head_size(qkv, heads, groups))
-
-
-def _qk_of(turned: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    heads, groups = options.heads, options.groups
-    q, k = turned.view(*turned.shape[:2], heads + groups, -1).split_with_sizes((heads, groups), 2)
-    return q, k
-
-
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
-    """Return qkv with q and k turned. v is copied too, so that backward does not need qkv itself."""
-    turned = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, options.heads, options.groups) for x in (qkv, turned))
-    rotate(cos, sin, q, k, options.interleaved, False, (into_q, into_k))
-    into_v.copy_(v)
-    return turned
 
 
 def _forward_fake(
     qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, q_weight: Any, k_weight: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     B, S, _ = qkv.shape
-    y = qkv.new_empty(B, S, options.heads * head_size(qkv, options.heads, options.groups))
+    y = empty_tokens(qkv, options, options.heads * head_size(qkv, options.heads, options.groups))
     lse = qkv.new_empty(B, options.heads, lse_size(S, cu_seqlens), dtype=torch.float32)
-    if q_weight is not None:
-        return y, lse, _empty_qk(qkv, options)
+    if options.by_group or q_weight is not None:
+        return y, lse, empty_memory(qkv, options, q_weight)
     return y, lse, None if cos is None else qkv.new_empty(qkv.shape)
 
 
@@ -185,18 +189,20 @@ def _backward(
     came is given too. into: what the weights' gradients are added to.
     """
     heads, groups = options.heads, options.groups
+    y = contiguous_tokens(y, options)  # as it is, unless a compiler has laid it out anew
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
-    if qkv is None:
-        whole = as_readable(turned)
-        q, k, v = parts_of(whole, heads, groups)
-    else:
-        whole = as_readable(qkv)
-        (q, k), v = _qk_of(turned, options), parts_of(whole, heads, groups)[2]
+    whole = as_readable(turned if qkv is None else qkv)
     of_parts = of_qkv or of_q_weight or of_k_weight
-    dqkv = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if of_parts else None
-    gradients = None if dqkv is None else parts_of(dqkv, heads, groups)
+    dqkv = gradients = None
+    if options.by_group or qkv is not None:
+        q, k, v = kept_parts(turned, None if qkv is None else whole, y, options)
+    else:
+        q, k, v = parts_of(whole, heads, groups)
+    if of_parts:
+        dqkv = empty_tokens(y, options, (heads + 2 * groups) * by_head[-1])
+        gradients = empty_gradients(q, dqkv, options) if options.by_group else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
-    by, dsinks = kernels_of(whole, by_head[-1], options, cu_seqlens, sinks).backward, None
+    by, dsinks = kernels_of(y, by_head[-1], options, cu_seqlens, sinks).backward, None
     sinks = _contiguous(sinks)
     if by == FLASH:
         every = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -207,14 +213,18 @@ def _backward(
         attend_backward(call, gradients)
         dsinks = sinks_gradient(call, sinks) if sinks is not None and of_sinks else None
     dq_weight = dk_weight = None
-    if cos is not None and sin is not None and gradients is not None:
+    needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
+    norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
+    if options.by_group and gradients is not None and dqkv is not None:
+        given = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
+        dq_weight, dk_weight = turn_groups_back(*given, into=into, keep_scratch=keep_scratch)
+    elif cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
-        if q_weight is None or k_weight is None:
+        if norm is None:
             rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
         else:
-            given = dq, dk, *parts_of(whole, heads, groups)[:2], norm_of(options, q_weight, k_weight), options.interleaved
-            needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
-            *_, dq_weight, dk_weight = rotate_back(cos, sin, *given, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
+            raw = *parts_of(whole, heads, groups)[:2], norm, options.interleaved
+            *_, dq_weight, dk_weight = rotate_back(cos, sin, dq, dk, *raw, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
     return dqkv if of_qkv else None, dsinks if of_sinks else None, dq_weight, dk_weight
 
 
@@ -222,8 +232,9 @@ def _backward_fake(
     dy: Tensor, turned: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, qkv: Tensor | None, options: AttentionOptions, *needs: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    given = (turned if qkv is None else qkv), sinks, q_weight, k_weight
-    return tuple(t.new_empty(t.shape) if t is not None and need else None for t, need in zip(given, needs, strict=True))
+    dqkv = empty_tokens(y, options, y.shape[-1] // options.heads * (options.heads + 2 * options.groups)) if needs[0] else None
+    others = zip((sinks, q_weight, k_weight), needs[1:], strict=True)
+    return dqkv, *(t.new_empty(t.shape) if t is not None and need else None for t, need in others)
 
 
 _forward_op = Registered(
@@ -305,12 +316,14 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: 
 
 def _variant(call: Call) -> str:
     """Which kernels a call runs, and their tiles."""
-    qkv, cos, overwrite, normed = call.qkv, call.cos, call.overwrite and call.q_weight is None, call.q_weight is not None
+    qkv, cos, normed = call.qkv, call.cos, call.q_weight is not None
+    overwrite = call.overwrite and not normed and not call.by_group
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
     D, options = head_size(qkv, call.heads, call.groups), options_of(call)
     if pytorch_is_faster(qkv, D, options, call.cu_seqlens, call.sinks):
-        how = f"{'normalised and ' * normed}turned by rope's kernel{' in place' if overwrite else ''}"
+        where = " in place" if overwrite else ", out of their groups" if call.by_group else ""
+        how = f"{'normalised and ' * normed}turned by rope's kernel{where}"
         turned = "" if cos is None else f"q and k {how}; "
         return f"{turned}torch.nn.functional.scaled_dot_product_attention"
     smem, W = shared_memory(qkv.device), head_block(D)
@@ -325,11 +338,14 @@ def _variant(call: Call) -> str:
         said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:
         said += "documents' tiles listed on the GPU, the longest first; "
-    if normed:
+    if call.by_group:
+        how = "copied" if cos is None else f"{'normalised and ' * normed}turned by rope's kernel"
+        said += f"q and k {how} out of their groups, and back into them; "
+    elif normed:
         said += "q and k normalised and turned by rope's kernel beside qkv, and back in place; "
     elif cos is not None:
         said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
-    kept = "qkv, q and k" if normed else "qkv" if cos is None or overwrite else "the copy"
+    kept = "qkv, q and k" if normed else "qkv" if not call.by_group and (cos is None or overwrite) else "the copy"
     return said + f"keeps {kept}, y, and a number a head and token"
 
 
@@ -343,11 +359,12 @@ def _check(call: Call) -> None:
 
 def options_of(call: Call, kernels: str = "") -> AttentionOptions:
     given = call.interleaved, call.scale, call.causal, call.window, call.softcap, call.eps, call.zero_centered_gamma
-    return make_options(call.qkv, call.heads, call.groups, *given, in_order(call.deterministic), kernels)
+    return make_options(call.qkv, call.heads, call.groups, *given, call.by_group, in_order(call.deterministic), kernels)
 
 
 def _describe_pytorch(call: Call) -> str:
-    how = "normalised and turned" if call.q_weight is not None else f"turned{' in place' if call.overwrite else ''}"
+    in_place = " in place" if call.overwrite and not call.by_group else ""
+    how = "normalised and turned" if call.q_weight is not None else f"turned{in_place}"
     turned = "" if call.cos is None else f", after q and k are {how}"
     if call.softcap is not None or call.sinks is not None:
         return f"the PyTorch formula, all scores of a document at once{turned}"
@@ -372,6 +389,7 @@ def attention(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
+    by_group: bool = False,
     overwrite: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
@@ -400,10 +418,13 @@ def attention(
             gradient.
         q_weight, k_weight, eps, zero_centered_gamma: RMSNorm of each head of q and of k before they are turned, as in `rope`.
             They need tables.
+        by_group: qkv has for each group its queries, its key and its value, as Megatron-core's linear_qkv makes them. The
+            rotation puts them apart, so nothing else is copied. If qkv's memory is ``[S, B, ...]``, so are the result's and
+            the gradient's.
         overwrite: q and k may be turned in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
-            region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, under a
-            compiler or under a transform.
+            region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, by group,
+            under a compiler or under a transform.
         deterministic: False lets other kernels run between our rotations where they are faster, as cuDNN's are from Hopper
             on for heads over 64 or from 2048 tokens, and flash-attn-4's, where that is installed, for heads of 128: the
             gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
@@ -414,22 +435,23 @@ def attention(
             or sinks. The last three run the kernels that they name, or raise and say why not.
 
     Returns:
-        ``[B, S, heads D]``, contiguous, in qkv's type (or autocast's, where that is on).
+        ``[B, S, heads D]``, contiguous unless `by_group` says otherwise, in qkv's type (or autocast's, where that is on).
     """
     if has_dtensor(qkv):
         return run_on_shards(  # type: ignore[no-any-return]
             "attention", qkv=qkv, heads=heads, groups=groups, cos=cos, sin=sin, interleaved=interleaved, scale=scale,
             causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, q_weight=q_weight,
-            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, overwrite=overwrite,
+            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, by_group=by_group, overwrite=overwrite,
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
     norm = q_weight, k_weight, eps, zero_centered_gamma
     check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks, *norm)
-    given = interleaved, scale, causal, window, softcap, eps, zero_centered_gamma
+    given = interleaved, scale, causal, window, softcap, eps, zero_centered_gamma, by_group
     options = make_options(qkv, heads, groups, *given, in_order(deterministic))
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
-    overwrite = bool(overwrite) and cos is not None and q_weight is None and qkv.numel() > 0 and can_overwrite(qkv, cos, sin)
+    alone = cos is not None and q_weight is None and not by_group and qkv.numel() > 0
+    overwrite = bool(overwrite) and alone and can_overwrite(qkv, cos, sin)
     if overwrite and dtype == qkv.dtype:  # otherwise the op writes over a copy
         check_overwritable(qkv)
     if chosen not in NATIVE:
@@ -437,7 +459,7 @@ def attention(
             "attention", chosen, qkv, heads, groups,
             cos=cos, sin=sin, interleaved=interleaved, scale=scale, causal=causal, cu_seqlens=cu_seqlens, window=window,
             softcap=softcap, sinks=sinks, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma,
-            overwrite=overwrite, deterministic=deterministic,
+            by_group=by_group, overwrite=overwrite, deterministic=deterministic,
         )  # fmt: skip
     rows, weights = cast(qkv, dtype), (q_weight, k_weight)
     other = pytorch_is_faster(rows, head_size(rows, heads, groups), options, cu_seqlens, sinks)

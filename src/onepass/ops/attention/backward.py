@@ -58,7 +58,7 @@ def _into_dq(
 @kernel
 def _dq_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale, scale,
-    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, DQ_B, DQ_S, DQ_H,
+    DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, Y_S, DQ_B, DQ_S, DQ_H,
     HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -76,7 +76,10 @@ def _dq_kernel(
     there = queries < end
     q = load_tokens(q_ptr + sequence * Q_B + head * Q_H, first, Q_S, end, D, W, BLOCK_M, False)
     dy = load_tokens(dy_ptr + sequence * DY_B + head * DY_H, first, DY_S, end, D, W, BLOCK_M, False)
-    y = load_tokens(y_ptr + (sequence * S * HEADS + head) * D, first, HEADS * D, end, D, W, BLOCK_M, False)
+    if Y_S is None:  # contiguous
+        y = load_tokens(y_ptr + (sequence * S * HEADS + head) * D, first, HEADS * D, end, D, W, BLOCK_M, False)
+    else:
+        y = load_tokens(y_ptr + (sequence * HEADS + head) * D, first, Y_S, end, D, W, BLOCK_M, False)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     row = (sequence * HEADS + head) * ROWS + shift + queries
     tl.store(delta_ptr + row, delta, mask=there)  # for the other kernels
@@ -233,7 +236,9 @@ def backward_tiles(
 
 
 @lru_cache(1024)
-def _bind_dq(strides: tuple[int, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+def _bind_dq(
+    strides: tuple[int | None, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles
+) -> Bound:
     sizes = heads, heads // groups, D, head_block(D), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
     bound: Bound = _dq_kernel.bind(*scales[:3], *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
@@ -289,7 +294,9 @@ class BackwardCall:
 def write_dq(call: BackwardCall, dq: Tensor | None, tiles: AttentionTiles) -> None:
     """Write delta, and dq unless it is None."""
     B, S, H, _ = call.q.shape
-    launch = _bind_dq((*call.strides, *((0, 0, 0) if dq is None else dq.stride()[:3])), *call.sizes, call.scales, tiles)
+    of_dq = (0, 0, 0) if dq is None else dq.stride()[:3]
+    of_y = call.y.stride(1) if call.options.sequence_first else None
+    launch = _bind_dq((*call.strides, of_y, *of_dq), *call.sizes, call.scales, tiles)
     blocks, places = call.blocks(tiles.block_m)
     given = call.dy, call.q, call.k, call.v, call.y, call.lse, call.delta
     launch(grid_of(B * H, blocks), *given, dq, places, S, call.lse.shape[-1])

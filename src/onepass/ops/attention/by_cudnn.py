@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.attention.backward import BackwardCall
-from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.formula import AttentionOptions, contiguous_tokens
 from onepass.ops.attention.scores import LOG2E
 from onepass.runtime.op import Reason
 
@@ -72,11 +72,11 @@ def all_by_cudnn(qkv: Tensor, D: int) -> bool:
     return has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
 
 
-def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Like `attend`, for an S that is a multiple of 4."""
+def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """Like `attend`, for an S that is a multiple of 4. PyTorch lays y out as q lies."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True, scale=scale)
-    return y.transpose(1, 2).contiguous(), lse.view(q.shape[:3]).mul_(LOG2E)
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True, scale=options.scale)
+    return contiguous_tokens(y.transpose(1, 2), options), lse.view(q.shape[:3]).mul_(LOG2E)
 
 
 # ---- backward, through nvidia-cudnn-frontend ----

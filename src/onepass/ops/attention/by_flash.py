@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onepass.ops.attention.backward import BackwardCall
 from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
-from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.formula import AttentionOptions, empty_tokens
 from onepass.ops.attention.forward import lse_size
 from onepass.ops.attention.scores import LOG2E
 
@@ -80,8 +80,8 @@ def attend_by_flash(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Like `attend`. With documents the logarithms are for `attend_backward_by_flash` alone: natural, and by token."""
-    B, S, H, _ = q.shape
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    B, S, H, D = q.shape
+    y = empty_tokens(q, options, H, D)
     lse = torch.empty(B, H, lse_size(S, cu_seqlens), dtype=torch.float32, device=q.device)
     given = _options_of(options) | {"learnable_sink": sinks, "return_lse": True}
     with torch.cuda.device_of(q):

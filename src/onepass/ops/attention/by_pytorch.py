@@ -17,9 +17,19 @@ from onepass.ops.attention.formula import (
     Weights,
     attention_by_pytorch,
     attention_formula,
+    contiguous_tokens,
+    empty_tokens,
     norm_of,
     parts_of,
     rotated_parts,
+    ungrouped,
+)
+from onepass.ops.attention.grouped import (
+    empty_parts,
+    group_parts,
+    turn_groups,
+    turn_groups_back,
+    values_of,
 )
 from onepass.ops.attention.layout import as_readable, mark_overwritten
 from onepass.ops.attention.rope_formula import rope_blocks
@@ -40,7 +50,9 @@ from onepass.runtime.op import Registered
 def _rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, overwrite: bool = False, by_kernel: bool = True
 ) -> Parts:
-    """Return q and k turned, in qkv's memory with `overwrite`, and v, a view of qkv."""
+    """Return q and k turned, in qkv's memory with `overwrite`, and v, a view of qkv; by group all apart."""
+    if options.by_group:
+        return turn_groups(qkv, cos, sin, empty_parts(qkv, options), options, None)
     if qkv.stride(-1) != 1:  # neither the kernel nor `view` can write there
         qkv, overwrite = qkv.contiguous(), True
     q, k, v = parts_of(qkv, options.heads, options.groups)
@@ -53,11 +65,15 @@ def _rotate(
 
 def _rotate_apart(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor | None, ...]:
     """`_rotate` for the dispatcher, which takes no results that share memory with qkv or each other."""
+    if options.by_group:
+        return _rotate(qkv, cos, sin, options)
     q, k, v = parts_of(qkv, options.heads, options.groups)
     return *rotate(cos, sin, q, k, options.interleaved, False), v.clone(memory_format=torch.contiguous_format)
 
 
 def _rotate_fake(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    if options.by_group:
+        return empty_parts(qkv, options)
     return tuple(x.new_empty(x.shape) for x in parts_of(qkv, options.heads, options.groups))
 
 
@@ -66,6 +82,10 @@ def _rotate_back(
 ) -> Tensor:
     """Return dqkv, with dq and dk turned back."""
     dqkv = _empty_qkv(dq, dk, dv, cos, sin, options)
+    if options.by_group:
+        turn_groups_back((dq, dk), dqkv, cos, sin, options, None)
+        group_parts(dqkv, options)[2].copy_(dv)
+        return dqkv
     into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
     _rotate_into((into_q, into_k), dq, dk, cos, sin, options.interleaved, True, by_kernel)
     into_v.copy_(dv)
@@ -73,8 +93,7 @@ def _rotate_back(
 
 
 def _empty_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
-    B, S, _, D = q.shape
-    return q.new_empty(B, S, (options.heads + 2 * options.groups) * D)
+    return empty_tokens(q, options, (options.heads + 2 * options.groups) * q.shape[-1])
 
 
 def _rotate_into(
@@ -140,12 +159,15 @@ def _normed(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, options: AttentionOptions
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return q and k normalised and turned, of a tensor of their own each."""
+    if options.by_group:
+        into = empty_parts(qkv, options)[:2]
+        return turn_groups(qkv, cos, sin, into, options, norm_of(options, q_weight, k_weight))[:2]
     q, k, _ = parts_of(qkv, options.heads, options.groups)
     return rotate(cos, sin, q, k, options.interleaved, False, None, norm_of(options, q_weight, k_weight))
 
 
 def _normed_fake(qkv: Tensor, cos: Any, sin: Any, q_weight: Any, k_weight: Any, options: AttentionOptions) -> Any:
-    return tuple(x.new_empty(x.shape) for x in parts_of(qkv, options.heads, options.groups)[:2])
+    return _rotate_fake(qkv, cos, sin, options)[:2]
 
 
 def _normed_back(
@@ -154,13 +176,18 @@ def _normed_back(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of qkv and both weights."""
     dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if of_qkv else None
+    needs, norm = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight), norm_of(options, q_weight, k_weight)
+    if options.by_group:
+        dweights = turn_groups_back((dq, dk), dqkv, cos, sin, options, (norm, qkv, needs), **direct)
+        if dqkv is not None:
+            group_parts(dqkv, options)[2].copy_(dv)
+        return dqkv, *dweights
     into = None
     if dqkv is not None:
         into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
         into_v.copy_(dv)
         into = into_q, into_k
     q, k, _ = parts_of(qkv, options.heads, options.groups)
-    needs, norm = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight), norm_of(options, q_weight, k_weight)
     dweights = rotate_back(cos, sin, dq, dk, q, k, norm, options.interleaved, needs, into, **direct)[2:]
     return dqkv, *dweights
 
@@ -168,7 +195,8 @@ def _normed_back(
 def _normed_back_fake(
     dq: Tensor, dk: Any, dv: Any, qkv: Tensor, cos: Any, sin: Any, q_weight: Tensor, k_weight: Tensor, options: Any, *needs: bool
 ) -> tuple[Tensor | None, ...]:
-    return tuple(t.new_empty(t.shape) if need else None for t, need in zip((qkv, q_weight, k_weight), needs, strict=True))
+    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if needs[0] else None
+    return dqkv, *(t.new_empty(t.shape) if need else None for t, need in zip((q_weight, k_weight), needs[1:], strict=True))
 
 
 normed_op = Registered(
@@ -198,7 +226,7 @@ class _NormedParts(torch.autograd.Function):
         ctx.options = options
         ctx.vectors = saved_vectors(ctx, 1, q_weight, k_weight)
         ctx.save_for_backward(qkv, cos, sin, q_weight, k_weight)
-        return *normed_op(qkv, cos, sin, q_weight, k_weight, options), parts_of(qkv, options.heads, options.groups)[2]
+        return *normed_op(qkv, cos, sin, q_weight, k_weight, options), values_of(qkv, options)
 
     @staticmethod
     @not_twice_differentiable
@@ -215,11 +243,13 @@ _apply_norm = fast_apply(_NormedParts)
 def _normed_parts(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, by_kernel: bool
 ) -> Parts:
-    q, k, v = parts_of(qkv, options.heads, options.groups)
-    norm = NormedRopeOptions(options.interleaved, options.eps, options.zero_centered_gamma)
-    if not by_kernel or not needs_grad(qkv, q_weight, k_weight):
+    if not by_kernel:
+        q, k, v = parts_of(qkv, options.heads, options.groups)
+        norm = NormedRopeOptions(options.interleaved, options.eps, options.zero_centered_gamma)
         return *normed_rope(q, k, q_weight, k_weight, cos, sin, norm, by_kernel), v
     q_weight, k_weight = contiguous_param(q_weight), contiguous_param(k_weight)  # type: ignore[assignment]
+    if not needs_grad(qkv, q_weight, k_weight):
+        return *normed_op(qkv, cos, sin, q_weight, k_weight, options), values_of(qkv, options)
     return _apply_norm(qkv, q_weight, k_weight, cos, sin, options)  # type: ignore[no-any-return]
 
 
@@ -239,9 +269,11 @@ def attend_by_pytorch(
 
     attend: what takes the parts, the options, the boundaries and the sinks.
 
-
-    Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be.
+    Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be. So is a
+    dy that doesn't lie as y: PyTorch finds cuDNN's plan of a backward by the strides of q, k and v alone.
     """
+    if not by_kernel and options.by_group:
+        (qkv, options), overwrite = ungrouped(qkv, options), True  # a copy of ours
     if under_functorch() or not qkv.numel():
         return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, with_fp32_grads(*weights))  # type: ignore[arg-type]
     by_address = qkv.is_cuda and has_address(qkv)
@@ -260,5 +292,5 @@ def attend_by_pytorch(
         parts = (_apply_rotation if needs_grad(qkv) else _rotated)(qkv, cos, sin, options, overwrite, by_kernel)
     y = attend(parts, options, cu_seqlens, sinks)
     if by_address and y.requires_grad:
-        y.register_hook(as_readable)
+        y.register_hook(lambda dy: as_readable(contiguous_tokens(dy, options)))
     return y

@@ -30,6 +30,8 @@ class AttentionOptions(NamedTuple):
     zero_centered_gamma: bool = False  # those weights are kept as their distances from 1
     in_order: bool = True  # sums have a fixed order
     kernels: str = ""  # whose, of choice.py, where a caller names them
+    by_group: bool = False  # qkv has for each group its queries, its key and its value
+    sequence_first: bool = False  # and lies in memory as [S, B, ...]
 
 
 def norm_of(options: AttentionOptions, q_weight: Tensor, k_weight: Tensor) -> QKNorm:
@@ -43,6 +45,15 @@ def parts_of(qkv: Tensor, heads: int, groups: int) -> Parts:
     # not unflatten and split, which are written in Python: 3.6 us for 5.8
     q, k, v = qkv.view(B, S, every, columns // every).split_with_sizes((heads, groups, groups), 2)
     return q, k, v
+
+
+def ungrouped(qkv: Tensor, options: AttentionOptions) -> tuple[Tensor, AttentionOptions]:
+    """Return qkv with all queries first, then keys, then values, and options that say so. A copy where it was `by_group`."""
+    if not options.by_group:
+        return qkv, options
+    share = options.heads // options.groups
+    parts = qkv.unflatten(-1, (options.groups, share + 2, -1)).split_with_sizes((share, 1, 1), 3)
+    return torch.cat([part.flatten(2) for part in parts], -1), options._replace(by_group=False)
 
 
 def attention_formula(
@@ -67,6 +78,7 @@ def rotated_parts(
     weights: Weights = (None, None),
 ) -> Parts:
     """Return q, k and v, by the formula; the tables, where there are any, turn q and k, which weights normalise before."""
+    qkv, options = ungrouped(qkv, options)
     q, k, v = parts_of(qkv, options.heads, options.groups)
     if cos is None or sin is None:
         return q, k, v
@@ -104,7 +116,18 @@ def _by_document(
         y = torch.cat([attend(part, options, None, sinks) for part in each] or [parts[0]], 1)
     else:
         y = attend(parts, options, cu_seqlens, sinks)
-    return y.flatten(2).contiguous()
+    return contiguous_tokens(y.flatten(2), options)
+
+
+def empty_tokens(like: Tensor, options: AttentionOptions, *shape: int) -> Tensor:
+    """Return memory for ``[B, S, *shape]``, in the projection's order."""
+    B, S = like.shape[:2]
+    return like.new_empty(S, B, *shape).transpose(0, 1) if options.sequence_first else like.new_empty(B, S, *shape)
+
+
+def contiguous_tokens(y: Tensor, options: AttentionOptions) -> Tensor:
+    """Return y [B, S, ...] contiguous, as [S, B, ...] where the projection lies so."""
+    return y.transpose(0, 1).contiguous().transpose(0, 1) if options.sequence_first else y.contiguous()
 
 
 def _scores_at_once(parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.ops.attention.document_kernels import document_tiles
-from onepass.ops.attention.formula import AttentionOptions
+from onepass.ops.attention.formula import AttentionOptions, empty_tokens
 from onepass.ops.attention.scores import (
     EDGE,
     INSIDE,
@@ -60,7 +60,7 @@ def _mix(
 @kernel
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, sinks_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale,
-    Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H,
+    Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, Y_S,
     HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -109,7 +109,11 @@ def _attend_kernel(
         wrong = tl.load(tiles_ptr + 4 * tl.program_id(1) + 3) < 0  # the documents' boundaries
         y, lse = tl.where(wrong, float("nan"), y), tl.where(wrong, float("nan"), lse)
     tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
-    store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * D, y, HEADS * D, queries < end, D, W, BLOCK_M)
+    if Y_S is None:  # contiguous
+        store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * D, y, HEADS * D, queries < end, D, W, BLOCK_M)
+    else:
+        tile = y_ptr + (sequence * HEADS + head) * D + tl.cast(first, tl.int64) * Y_S
+        store_tokens(tile, y, Y_S, queries < end, D, W, BLOCK_M)
 
 
 class AttentionTiles(NamedTuple):
@@ -133,7 +137,7 @@ def forward_tiles(W: int, smem: int) -> AttentionTiles:
 
 
 @lru_cache(1024)
-def _bind(strides: tuple[int, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+def _bind(strides: tuple[int | None, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
     kind = heads, heads // groups, D, head_block(D), scales.left, scales.right, scales.capped
     sizes = tiles.block_m, tiles.block_n, tiles.stages
     bound: Bound = _attend_kernel.bind(scales.score, scales.cap, *strides, *kind, *sizes, num_warps=tiles.num_warps)
@@ -158,18 +162,19 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return y [B, S, H, D], contiguous, and the logarithm to base 2 of each row's sum, fp32 [B, H, `lse_size`].
 
-    Backward computes the softmax again from that logarithm. q is [B, S, H, D], k and v are [B, S, G, D]; none is empty, their
-    last strides are 1.
+    y's memory is [S, B, H, D] where options say so. Backward computes the softmax again from the logarithm. q is [B, S, H, D],
+    k and v are [B, S, G, D]; none is empty, their last strides are 1.
     """
     B, S, H, D = q.shape
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = empty_tokens(q, options, H, D)
     shape = B, H, lse_size(S, cu_seqlens)
     if cu_seqlens is None or sinks is None:
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:  # of what lies between documents, a sink has no part
         lse = torch.full(shape, torch.inf, dtype=torch.float32, device=q.device)
     tiles = forward_tiles(head_block(D), shared_memory(q.device))
-    launch = _bind((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), H, k.shape[2], D, scales_of(options), tiles)
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], y.stride(1) if options.sequence_first else None
+    launch = _bind(strides, H, k.shape[2], D, scales_of(options), tiles)
     if cu_seqlens is None:
         blocks, places = ceil_div(S, tiles.block_m), None
     else:

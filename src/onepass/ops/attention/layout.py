@@ -15,6 +15,11 @@ def as_readable(x: Tensor) -> Tensor:
     return x if in_rows else x.clone(memory_format=torch.contiguous_format)
 
 
+def is_sequence_first(x: Tensor) -> bool:
+    """Whether x ``[B, S, ...]`` lies in memory as ``[S, B, ...]``."""
+    return x.shape[0] > 1 and x.stride(0) < x.stride(1)
+
+
 def check_overwritable(qkv: Tensor) -> None:
     """Raise where autograd would lose values: PyTorch refuses to write the same tensors in place."""
     owner = qkv._base if qkv._is_view() and qkv._base is not None else qkv

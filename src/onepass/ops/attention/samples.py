@@ -49,6 +49,13 @@ SAMPLES = {
         dtype=torch.bfloat16,
         roundings=2.0,
     ),
+    "attention: by group": Sample(
+        partial(random_tensors, ((3, 37, (4 + 2 * 2) * 16),)),
+        attention_reference,
+        {"heads": 4, "groups": 2, "by_group": True},
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
     "rope": Sample(
         partial(random_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, frozen=2
     ),
@@ -90,6 +97,7 @@ def _random_attention(draw: Draw) -> RandomCall:
     options["window"] = draw.choose(sides, (3, *(1 for _ in sides[1:])))
     if draw.flag(0.2):
         tensors["sinks"] = RandomTensor((heads,), draw.choose((FP32, dtype)), "tame")
+    options["by_group"] = draw.flag(0.2)
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
     # an infinity or NaN may turn any row of its sequence into NaN; the scores' gradient of a query that sees one key is rounding
@@ -177,7 +185,7 @@ def _attention_calls() -> Iterator[CoveringCall]:
         yield _attention_call(8, 8, D)
         yield _attention_call(32, 8, D)
     yield _attention_call(32, 8, 64, torch.float16)
-    for option in ("not turned", "odd strides"):
+    for option in ("not turned", "odd strides", "by group", "by group not turned", "by group normed"):
         yield _attention_call(32, 8, 64, option=option)
     for D in (64, 128):
         yield _attention_call(32, 8, D, option="documents")
@@ -200,8 +208,12 @@ def _attention_call(
         columns, B = (heads + 2 * groups) * D, 1 if "documents" in option else 4
         odd = option == "odd strides"
         qkv = meta(B, 512, columns + 1, dtype=dtype)[..., 1:] if odd else meta(B, 512, columns, dtype=dtype)
-        cos = None if option == "not turned" else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
+        cos = None if "not turned" in option else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
         given = dict(options)
+        if "by group" in option:
+            qkv, given["by_group"] = meta(512, B, columns, dtype=dtype).transpose(0, 1), True
+        if "normed" in option:
+            given |= {name: meta(D, dtype=dtype) for name in ("q_weight", "k_weight")}
         if "documents" in option:
             given["cu_seqlens"] = meta(9, dtype=torch.int32, requires_grad=False)
         if "sinks" in option:
