@@ -28,7 +28,8 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
         linear = partial(nn.Linear, bias=config.add_bias_linear)
         self.qkv, self.o = linear(D, (heads + 2 * groups) * self.width), linear(D, D)
-        self.up, self.down = linear(D, (1 + self.gated) * config.ffn_hidden_size), linear(config.ffn_hidden_size, D)
+        inner = config.ffn_size
+        self.up, self.down = linear(D, (1 + self.gated) * inner), linear(inner, D)
 
     def forward(self, h: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         qkv = self.qkv(self.attention_norm(h)).unflatten(-1, (self.heads + 2 * self.groups, self.width))

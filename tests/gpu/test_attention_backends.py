@@ -13,11 +13,7 @@ from onepass.ops.attention.by_flash import flash_functions
 
 module = importlib.import_module("onepass.ops.attention.attention")
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:Argument aux_data"),  # cutlass's and its own, where flash-attn-4 compiles
-    pytest.mark.filterwarnings("ignore:.*is deprecated, use cute:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LENGTHS = (300, 1, 0, 129, 64, 700, 513)
 PACKED = partial(packed, LENGTHS)
 flash = pytest.mark.skipif(torch.cuda.is_available() and isinstance(flash_functions(), str), reason="flash-attn-4 does not load")

@@ -5,6 +5,7 @@ The packages are stand-ins that compute in plain PyTorch, with the packages' own
 
 import importlib
 import types
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -263,6 +264,16 @@ def found(monkeypatch):
 
 def test_its_functions_are_found(found):
     assert found.look() == by_flash.FlashFunctions(found.module._flash_attn_fwd, found.module._flash_attn_bwd)
+
+
+def test_its_warnings_are_no_errors(found):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.look()
+        for module in ("cutlass.base_dsl.dsl", "flash_attn.cute.flash_fwd"):
+            warnings.warn_explicit("is deprecated", DeprecationWarning, "dsl.py", 1, module)
+        with pytest.raises(DeprecationWarning):
+            warnings.warn_explicit("is deprecated", DeprecationWarning, "mine.py", 1, "cutlassical")
 
 
 def test_a_parameter_that_moved_is_named(found):

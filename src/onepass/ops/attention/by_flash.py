@@ -26,6 +26,7 @@ from onepass.ops.attention.scores import LOG2E
 
 INSTALL = "pip install 'flash-attn-4[cu13]', without [cu13] for CUDA 12"
 _MODULE = "flash_attn.cute.interface"
+_WARN = r"(cutlass|flash_attn|quack)\b"  # modules that warn of each other
 _BOTH = {"softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "learnable_sink"}
 _BOTH |= {"cu_seqlens_q", "cu_seqlens_k"}
 _PARAMETERS = {
@@ -46,10 +47,10 @@ def flash_functions() -> FlashFunctions | str:
         version = metadata.version("flash-attn-4")  # another version of flash_attn may lie in the same folder
     except metadata.PackageNotFoundError:
         return f"flash-attn-4 is not installed ({INSTALL})"
+    # from here on, as it compiles at any call: a process where warnings are errors has not asked for these kernels
+    warnings.filterwarnings("ignore", module=_WARN)
     try:
-        with warnings.catch_warnings():  # of the packages that it loads
-            warnings.simplefilter("ignore")
-            module = import_module(_MODULE)
+        module = import_module(_MODULE)
     except Exception as error:  # it loads compiled libraries of other packages
         return f"flash-attn-4 {version} can't be imported: {type(error).__name__}: {error} ({INSTALL})"
     for name, needed in _PARAMETERS.items():
