@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
+from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -199,6 +200,16 @@ def _attention_calls() -> Iterator[CoveringCall]:
         yield _attention_call(8, 4, D, option="softcap", softcap=50.0)
         yield _attention_call(8, 4, D, option="softcap window", softcap=50.0, window=128)
     yield _attention_call(8, 4, 256, option="documents")
+    yield CoveringCall("attention's boundaries, for others", torch.bfloat16, _check_boundaries)
+
+
+def _check_boundaries() -> Tensor:
+    """As other packages' kernels have them checked."""
+    wrong = checked_boundaries(meta(9, dtype=torch.int32, requires_grad=False), 512)[1]
+    y = meta(512, 2048, dtype=torch.bfloat16)
+    for x in (y, meta(32, 512, dtype=torch.float32, requires_grad=False)):
+        make_nan(x, wrong)
+    return y
 
 
 def _attention_call(
