@@ -227,7 +227,7 @@ def test_a_run_is_set_against_onepass_in_its_own_type(
     assert rows["onepass"]["both_of_reference"] == pytest.approx(both["onepass"] / both["onepass bf16"], rel=1e-3)
     assert 0.03 < max(rows["onepass"]["errors"].values()) < 0.1
     said = capsys.readouterr().out
-    assert "f+b vs onepass bf16" in said
+    assert "f+b over onepass bf16" in said
     assert "linear  plain fp8: CPU time of a call, 64 x 128 x 128, microseconds\n" in said
     assert "not installed" in said and "torchao" in said
 

@@ -157,7 +157,7 @@ def test_a_run_is_set_against_the_floor(
     assert rows["three products"]["floor"] is True
     assert not rows["three products"]["errors"]
     assert rows["onepass"]["floor"] is False
-    assert "f+b vs three products" in capsys.readouterr().out
+    assert "f+b over three products" in capsys.readouterr().out
 
 
 def test_a_floor_is_nobodys_best_peer() -> None:

@@ -75,8 +75,8 @@ def test_a_run_is_set_against_the_two_calls(
     assert rows["copy"]["both_of_reference"] is None
     assert {row["reference"] for row in rows.values()} == {"separate"}
     said = capsys.readouterr().out
-    assert "f+b vs separate" in said
-    assert "of copy" not in said
+    assert "f+b over separate" in said
+    assert "us of copy" not in said
     assert "no picture" in said
     assert not picture.exists()
 

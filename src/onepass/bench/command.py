@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     report = BenchReport()
     clock = clock_for(device)
-    result = BenchRun(device, dtype, args.quick, peers, measure_ceilings(device, clock))
+    result = BenchRun(device, dtype, args.quick, peers, measure_ceilings(device, clock), runner.cpu_speed(clock, dtype))
     report.header(result, _ours_runs_as(plans[0], device), _without(plans), skipped)
     stopped: int | None = None
     with report.ticking(sum(plan.steps() for plan in plans)) as tick:

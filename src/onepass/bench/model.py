@@ -147,15 +147,14 @@ class CaseResult:
 class CpuTime:
     """The CPU time of a call on a tiny input, in microseconds: forward with an autograd graph, and forward + backward."""
 
-    name: str  # a contender, or a reference
+    name: str  # a contender, or a PyTorch call
     forward_us: float
     both_us: float
 
 
 @dataclass
 class CpuTimes:
-    """The CPU times of one variant: of its contenders, and of the PyTorch calls that serve as references."""
+    """The CPU times of one variant's contenders."""
 
     case: BenchCase
     rows: list[CpuTime]
-    references: list[CpuTime]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onepass.bench.model import CaseResult, CpuTimes, Measured
+from onepass.bench.model import CaseResult, CpuTime, CpuTimes, Measured
 from onepass.bench.options import short
 from onepass.kernels.language import triton
 from onepass.runtime.ceilings import Ceilings
@@ -31,6 +31,7 @@ class BenchRun:
     quick: bool
     peers: dict[str, str]
     ceilings: Ceilings
+    cpu_speed: list[CpuTime] = field(default_factory=list)  # of PyTorch calls
     copy_gbs_at_end: float | None = None
     cpu: list[CpuTimes] = field(default_factory=list)
     cases: list[CaseResult] = field(default_factory=list)
@@ -106,7 +107,7 @@ def as_json(run: BenchRun) -> dict[str, Any]:
         "dtype": short(run.dtype),
         "quick": run.quick,
         "ceilings": {**_rounded_all(asdict(run.ceilings)), "copy_gbs_at_end": _rounded(run.copy_gbs_at_end)},
-        "cpu_time": [_cpu_time(times) for times in run.cpu],
+        "cpu_time": [_cpu_time(times) | {"references": _calls(run.cpu_speed)} for times in run.cpu],
         "rows": [_row(result, row) for result in run.cases for row in (result.copy, *result.rows)],
     }
 
@@ -116,9 +117,12 @@ def _cpu_time(times: CpuTimes) -> dict[str, Any]:
         "op": times.case.op,
         "variant": times.case.variant,
         "shape": list(times.case.shape),
-        "contenders": {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times.rows},
-        "references": {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times.references},
+        "contenders": _calls(times.rows),
     }
+
+
+def _calls(times: list[CpuTime]) -> dict[str, Any]:
+    return {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times}
 
 
 def _row(result: CaseResult, row: Measured) -> dict[str, Any]:

@@ -88,9 +88,10 @@ class BenchReport:
             f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, Python {has['python']}; {short(run.dtype)}; "
             f"onepass runs as [bold]{ours}[/]",
             _ceilings(run),
+            _cpu_speed(run),
             f"peers  {_peers(run.peers, without)}{'; ' + skipped if skipped else ''}",
         ]
-        for line in lines:
+        for line in (*lines, _LEGEND):
             self.say(line)
         self.say()
 
@@ -99,14 +100,14 @@ class BenchReport:
         case = times.case
         heading = f"[dim]{case.op}[/]  [bold]{case.variant}: CPU time of a call[/], {_shape(case.shape)}, microseconds"
         table.add_column("", min_width=18)
-        for title, width in (("forward", 9), ("forward + backward", 18), ("onepass against it", 18)):
+        for title, width in (("forward", 9), ("forward + backward", 18), ("onepass's speed over it", 23)):
             table.add_column(title, min_width=width, justify="right", no_wrap=True)
         mine = next((row for row in times.rows if row.name == "onepass"), None)
-        for row in (*times.rows, *times.references):
+        for row in times.rows:
             ratio = ""
             if mine is not None and row is not mine:
-                ratio = f"{mine.forward_us / row.forward_us:.2f} / {mine.both_us / row.both_us:.2f} x"
-            style = _OURS if row is mine else "dim" if row in times.references else ""
+                ratio = f"{row.forward_us / mine.forward_us:.2f} / {row.both_us / mine.both_us:.2f} x"
+            style = _OURS if row is mine else ""
             table.add_row(self._name(row.name, row is mine), f"{row.forward_us:.1f}", f"{row.both_us:.1f}", ratio, style=style)
         with self._aside():
             self.console.print(heading, table, "", sep="\n")
@@ -127,13 +128,13 @@ class BenchReport:
             cells = [_styled(column.cell(row), _BEST if best.get(column.fastest or "") is row else "") for column in columns]
             style = _OURS if row.ours else "dim" if row is result.copy else ""
             table.add_row(self._name(row.contender, row.ours), *cells, style=style)
-        verdict = against_best(result)
+        verdicts = [said for said in (against_best(result), bound_by_calls(result)) if said]
         with self._aside():
             self.console.print(heading, table, sep="\n")
             for row in result.rows:
                 if row.message:
                     self.console.print(f"  [red]{escape(row.contender)}: {escape(row.message)}[/]")
-            self.console.print(f"  [dim]{verdict}[/]\n" if verdict else "")
+            self.console.print(*(f"  [dim]{verdict}[/]" for verdict in verdicts), "", sep="\n")
 
     def _name(self, name: str, ours: bool) -> str:
         return ("> " if ours else "  ") + escape(name)
@@ -153,7 +154,7 @@ def _columns(result: CaseResult) -> list[_Column]:
         if result.reference is None:
             found.append(_Column("of copy", 7, _number(f"{direction}_of_copy", ".2f"), name))
     if _known(result, "both_of_reference"):
-        found.append(_Column(f"f+b vs {result.reference}", 8, _number("both_of_reference", ".3f"), "both_of_reference"))
+        found.append(_Column(f"f+b over {result.reference}", 8, _speed("both_of_reference"), "both_of_reference"))
     if _known(result, "forward_graph_us"):
         found.append(_Column("graph us f / b", 14, _pair("forward_graph_us", "backward_graph_us", ".1f"), dispensable=1))
     if result.case.backward_bytes:
@@ -180,6 +181,11 @@ def _taken(columns: list[_Column]) -> int:
 
 def _number(name: str, digits: str) -> Callable[[Measured], str]:
     return lambda row: "" if (value := getattr(row, name)) is None else format(value, digits)
+
+
+def _speed(name: str) -> Callable[[Measured], str]:
+    """Return a function that formats a share of a time as a speed."""
+    return lambda row: "" if (value := getattr(row, name)) is None else f"{1 / value:.2f} x"
 
 
 def _pair(first: str, second: str, digits: str) -> Callable[[Measured], str]:
@@ -218,6 +224,27 @@ def against_best(result: CaseResult) -> str | None:
 def _fastest(rows: list[Measured], name: str) -> Measured | None:
     timed = [row for row in rows if getattr(row, name) is not None]
     return min(timed, key=lambda row: float(getattr(row, name)), default=None)
+
+
+def bound_by_calls(result: CaseResult) -> str | None:
+    """Name the passes in which the GPU waits for the CPU, that is all whose calls take the CPU longer than the GPU."""
+    ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
+    if ours is None or ours.peak_mib is None or ours.cpu_forward_us is None or ours.cpu_both_us is None:  # on a CPU it can't be
+        return None
+    parts, calls = [], {"forward": ours.cpu_forward_us, "backward": ours.cpu_both_us - ours.cpu_forward_us}
+    for direction, us in calls.items():
+        ms = getattr(ours, f"{direction}_ms")
+        if ms is not None and us > ms * 1e3:
+            parts.append(f"{direction}, {us:.0f} us for the GPU's {ms * 1e3:.0f}")
+    return "bound by the CPU's calls: " + "; ".join(parts) if parts else None
+
+
+_LEGEND = "[dim]ratios are speeds, and more is better: x over another's, of copy over a copy's[/]"
+
+
+def _cpu_speed(run: BenchRun) -> str:
+    calls = [f"{time.name} in {time.forward_us:.0f} us, {time.both_us:.0f} with backward" for time in run.cpu_speed]
+    return f"this CPU calls {'; '.join(calls)}"
 
 
 def _ceilings(run: BenchRun) -> str:

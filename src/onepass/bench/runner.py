@@ -266,25 +266,30 @@ def _cpu_times(plan: BenchPlan, tiny: BenchCase, clock: Clock, seeds: torch.Gene
     forget_compiled()
     checked = [_check(plan, contender, tiny, clock, seeds, tick) for contender in plan.contenders(tiny)]
     inputs = plan.bench.inputs(tiny, clock.device, seeds)
-    references = _references(clock.device, tiny.dtype)
     lanes = [_lane(row.contender, call, inputs) for row, call in checked if call is not None]
-    lanes += [_lane(name, call, given) for name, (call, given) in references.items()]
+    with plan.bench.around(tiny):
+        return CpuTimes(tiny, _timed_calls(lanes, clock, plan.cpu_rounds, tick, f"{tiny.variant}: CPU time of a call, "))
+
+
+def _timed_calls(lanes: list[_Lane], clock: Clock, rounds: int, tick: Tick, title: str = "") -> list[CpuTime]:
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     calls = 100 if clock.device.type == "cuda" else 20
-    with plan.bench.around(tiny):
-        for turn in range(plan.cpu_rounds):
-            tick(f"{tiny.variant}: CPU time of a call, round {turn + 1} of {plan.cpu_rounds}")
-            for lane in _rotated(lanes, turn):
-                forward[lane.name].append(clock.host_us(lane.forward, calls))
-                both[lane.name].append(clock.host_us(lane.train, calls))
-    times = [CpuTime(lane.name, min(forward[lane.name]), min(both[lane.name])) for lane in lanes]
-    split = len(lanes) - len(references)
-    return CpuTimes(tiny, times[:split], times[split:])
+    for turn in range(rounds):
+        tick(f"{title}round {turn + 1} of {rounds}")
+        for lane in _rotated(lanes, turn):
+            forward[lane.name].append(clock.host_us(lane.forward, calls))
+            both[lane.name].append(clock.host_us(lane.train, calls))
+    return [CpuTime(lane.name, min(forward[lane.name]), min(both[lane.name])) for lane in lanes]
 
 
-def _references(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, Inputs]]:
-    """Return PyTorch calls that show how fast this CPU is. onepass's CPU times are judged by their ratio to these."""
+def cpu_speed(clock: Clock, dtype: torch.dtype) -> list[CpuTime]:
+    """Return the CPU times of PyTorch calls, which show how fast this CPU is: others' are judged by their ratio to these."""
+    lanes = [_lane(name, call, given) for name, (call, given) in _pytorch_calls(clock.device, dtype).items()]
+    return _timed_calls(lanes, clock, CPU_ROUNDS_QUICK, lambda said: None)
+
+
+def _pytorch_calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, Inputs]]:
     x, dy = (torch.randn(64, 1024, device=device, dtype=dtype) for _ in range(2))
     weight, bias = (torch.randn(1024, device=device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
