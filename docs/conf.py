@@ -4,6 +4,7 @@ The root is the repository, so that links are those of GitHub. docs/README.md is
 """
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ suppress_warnings = ["myst.header"]  # a page of GitHub's may begin at any level
 
 myst_heading_anchors = 6
 default_role = "py:obj"  # a name in a docstring is a link where it is known
+autodoc_mock_imports = [name for name in ("transformers", "kernels") if importlib.util.find_spec(name) is None]
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
