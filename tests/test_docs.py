@@ -1,5 +1,6 @@
 """Every Python block of the README and of the docs runs, as a reader would run them: one page, top to bottom, one file."""
 
+import ast
 import re
 import runpy
 import sys
@@ -13,10 +14,12 @@ from onepass.ops.activation import activations
 from onepass.runtime import op as op_records
 
 ROOT = Path(__file__).parents[1]
+CI = runpy.run_path(str(ROOT / ".ci" / "pages"))  # which runs each page in the environment that it asks for
 NEEDS = {  # what a page begins with installing
-    "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl", "verl.md": "verl",
+    "extending.md": "triton", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl", "verl.md": "verl",
 }  # fmt: skip
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in page.read_text()]
+PAGES = CI["pages"]()
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 @pytest.fixture
@@ -40,20 +43,18 @@ def test_python_runs(page, tmp_path, monkeypatch):
         pytest.importorskip(NEEDS[page.name])
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "page.py"  # a file: Triton reads the source of its functions
-    script.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)))
+    script.write_text(CI["script_of"](page))
     runpy.run_path(str(script))
 
 
 def test_pages_name_files_that_exist():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
+    links = [(page, link) for page in MARKDOWN for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
     assert links
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
 def test_pages_name_sections_that_exist():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())]
+    links = [(page, *link) for page in MARKDOWN for link in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())]
     assert links
     missing = [(page.name, to, at) for page, to, at in links if at not in _sections(page.parent / to if to else page)]
     assert not missing
@@ -72,6 +73,19 @@ def test_the_guide_names_all_activations_and_options():
     assert not [save for save in ("input", "fp8", "offload") if f'`"{save}"`' not in guide]
 
 
+def test_python_is_marked_as_python():
+    assert CI["INSTALLS"].keys() <= NEEDS.keys()
+    kinds = {(page.name, kind) for page in MARKDOWN for kind in re.findall(r"^```(\S+)$", page.read_text(), re.MULTILINE)}
+    assert {kind for page, kind in kinds if page != "packing.md"} <= {"python", "sh", "yaml", "{eval-rst}"}
+
+
+def test_install_names_every_extra():
+    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras, page = re.findall(r"^(\w+) = \[", section, re.MULTILINE), (ROOT / "docs" / "install.md").read_text()
+    assert "huggingface" in extras
+    assert not [extra for extra in extras if f"| `{extra}` |" not in page]
+
+
 def test_ci_runs_the_readme_command():
     ci, readme = (ROOT / ".ci" / "run").read_text(), (ROOT / "README.md").read_text()
     pattern = re.search(r"grep -m 1 '(.*)' README.md", ci)[1]
@@ -85,3 +99,28 @@ def test_formulas_of_the_guide():
     u = (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)
     torch.testing.assert_close(activations.find_activation("gelu").formula(z), z * torch.sigmoid(2 * u))
     torch.testing.assert_close(activations.find_activation("quick_gelu").formula(z), z * torch.sigmoid(1.702 * z))
+
+
+def test_troubleshooting_quotes_what_the_code_says():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| .*\|$", page, re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row) if len(text.strip("…. ")) > 8]
+    assert len(quoted) > 50
+    said = "\n".join(_texts_of_the_code())
+    others = {"ModuleNotFoundError: No module named 'triton'"}  # Python's
+    unknown = [text for text in quoted if not re.search(_pattern(text), said) and text not in others]
+    assert not unknown
+
+
+def _pattern(quoted):
+    return ".*".join(re.escape(part) for part in quoted.strip("…").split("…"))
+
+
+def _texts_of_the_code():
+    """Each string of the package in a line, with … where a value is put in."""
+    for path in (ROOT / "src" / "onepass").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "…" for part in parts]
+            if all(isinstance(text, str) for text in texts) and isinstance(node, ast.JoinedStr | ast.Constant):
+                yield "".join(texts).replace("\n", " ")

@@ -414,7 +414,7 @@ class MainGrads:
 
     @torch.no_grad()
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradient to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does. Return its norm before."""
+        """Scale the gradient to a norm of at most max_norm, as `torch.nn.utils.clip_grad_norm_` does. Return its norm before."""
         self.check_finished("clip_()")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, but is {max_norm}")

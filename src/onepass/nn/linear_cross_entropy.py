@@ -37,8 +37,8 @@ class LinearCrossEntropy(VocabularyHead):
         hidden_size: the size of hidden's last dimension.
         vocab_size: the size of the whole vocabulary. It need not be a multiple of the group's size.
         bias: add a bias to the logits.
-        reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_dtype,
-            chunk_bytes: as in `onepass.linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, z_loss, softcap: as in `onepass.linear_cross_entropy`.
+        logit_scale, temperature, logits_dtype, chunk_bytes: the same.
         skip_weight_param_allocation: have no weight. Each call passes one, such as an embedding's.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
         tp_group: the ranks that shard the vocabulary. None is this rank alone. hidden's gradient is summed over them.

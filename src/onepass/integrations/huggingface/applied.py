@@ -80,7 +80,7 @@ class Applied:
 
         Args:
             groups: parameter groups with options, as in torch.optim; None is one group of all parameters.
-            max_norm: clip the gradient to this norm in `step`. torch.nn.utils.clip_grad_norm_ can't, because it finds no `.grad`:
+            max_norm: clip the gradient to this norm in `step`. `torch.nn.utils.clip_grad_norm_` can't: it finds no `.grad`.
                 None warns where Trainer has been imported, whose max_grad_norm does that. Infinity clips nothing.
             options: lr, betas, eps, weight_decay, as in torch.optim.AdamW.
         """

@@ -1,0 +1,82 @@
+"""The site: these pages, the README and the docstrings, by Sphinx. `.ci/docs OUT` builds it; every warning is an error.
+
+The root is the repository, so that links are those of GitHub. docs/README.md is the first page, and its lists are the sidebar.
+"""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+from sphinx.util import logging
+
+project = "onepass"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**"]
+root_doc = "docs/README"
+suppress_warnings = ["myst.header"]  # a page of GitHub's may begin at any level
+
+myst_heading_anchors = 6
+default_role = "py:obj"  # a name in a docstring is a link where it is known
+autodoc_mock_imports = [name for name in ("transformers", "kernels") if importlib.util.find_spec(name) is None]
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = "onepass"
+html_copy_source = False
+html_show_sourcelink = False
+
+# Modules whose public names, `__all__`, must each be in the reference.
+PUBLIC = (
+    "onepass", "onepass.nn", "onepass.parallel", "onepass.gpt",
+    "onepass.integrations.huggingface", "onepass.integrations.megatron",
+)  # fmt: skip
+_PACKAGES = {"onepass.nn", "onepass.parallel", "onepass.gpt"}  # in onepass's `__all__`
+_log = logging.getLogger(__name__)
+
+
+def add_sidebar(app, docname, source):
+    """Make a table of contents of each list of the first page, and of the notes."""
+    if docname not in (root_doc, "docs/notes/README"):
+        return
+    text, folder = source[0], Path(docname).parent
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[docname == root_doc :]:
+        caption, _, body = part.partition("\n")
+        pages = [
+            f"/{Path(app.srcdir, folder, link).resolve().relative_to(Path(app.srcdir).resolve()).with_suffix('')}"
+            for link in re.findall(r"\]\(([^)#:]+\.md)\)", body)
+        ]
+        pages = [page for page in pages if docname == root_doc or page.startswith(f"/{folder}/")]
+        first = "/README\n" if caption == "Start" else ""
+        title = f":caption: {caption}\n" if docname == root_doc else ""
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n{title}\n{first}" + "\n".join(pages) + "\n```\n"
+
+
+def check_names(app, env):
+    """Warn of each public name that has no entry in the reference, and of each entry without a docstring."""
+    known = env.domaindata["py"]["objects"]
+    for module in PUBLIC:
+        names = {f"{module}.{name}" for name in importlib.import_module(module).__all__} - _PACKAGES
+        for name in sorted(names - known.keys()):
+            _log.warning("%s is public, and not in docs/api", name)
+
+
+def prepare_docstring(app, what, name, found, options, lines):
+    """Mark what is indented after a paragraph as code, as Markdown has it. Warn where there is no docstring."""
+    if what in ("class", "function") and not any(line.strip() for line in lines):
+        _log.warning("%s has no docstring", name)
+    for at in range(len(lines) - 1, 1, -1):
+        before, gap, line = lines[at - 2 : at + 1]
+        if line.startswith("    ") and not gap and before and not before.startswith(" "):
+            lines[at:at] = ["::", ""]
+
+
+def setup(app):
+    app.connect("source-read", add_sidebar)
+    app.connect("env-check-consistency", check_names)
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon
