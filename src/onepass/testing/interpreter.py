@@ -34,7 +34,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
 
     if scope:
         scope[0].set_attr(tensor, "__index__", index)
-    else:  # Triton 3.5 never undoes its patches
+    else:  # Triton 3.5
         tensor.__index__ = index
 
 
@@ -164,6 +164,13 @@ class _Launch:
 
 def _patch_once(function: Any) -> Any:
     return interpreter._LangPatchScope() if _launching else _Launch()
+
+
+@cache
+def _patch_for_good() -> None:
+    """Apply the patches of Triton 3.5, which never undoes them."""
+    _patch_language(_EVERYWHERE)
+    interpreter_types.patch_operators(tl.tensor, setattr)
 
 
 # ---- launches ----
@@ -321,8 +328,10 @@ def _repair() -> None:
     _Builder.binary_op = _repaired(_Builder.binary_op)
     _Builder.unary_op = _repaired(_Builder.unary_op)
     interpreter._patch_lang_tensor = _patch_tensor_with_index
-    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
+    if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _patch_once
+    else:
+        interpreter._patch_lang = lambda function: _patch_for_good()
     interpreter.GridExecutor.__call__ = _launch_quietly
     grid_sync.yield_to_programs = _yield_to_programs
     if not torch.cuda.is_available():
