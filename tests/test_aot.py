@@ -86,6 +86,13 @@ def test_in_turn_each_launch_is_for_one_architecture_and_each_kernel_for_all():
     assert {(planned[arch][i].kernel, arch) for i, arch in some} == {(planned[arch][i].kernel, arch) for i, arch in every}
 
 
+def test_each_kernel_is_compiled_once_for_each_architecture():
+    planned = {arch: aot._planned("swiglu 16384x16384", arch) for arch in aot.ARCHS}
+    found = [(planned[arch][i].kernel, arch) for i, arch in aot._tasks(aot.ARCHS, "swiglu 16384x16384", False, True)]
+    every = {(launched.kernel, arch) for arch in aot.ARCHS for launched in planned[arch]}
+    assert len(found) == len(every) and set(found) == every
+
+
 def test_recording_leaves_no_trace():
     aot.launches("relu 16384x16384")
     x = torch.randn(3, 8)
@@ -121,7 +128,7 @@ def test_spills_are_counted_in_the_code_of_what_has_a_stack(stack, code, spills,
     ("spills", "failure", "status"), [(0, "", 0), (2, "", 1), (0, "CompilationError: no", 1)], ids=["fine", "spills", "fails"]
 )
 def test_exit_status(spills, failure, status, monkeypatch, capsys):
-    def compiled(archs, only, jobs, in_turn):
+    def compiled(archs, only, jobs, in_turn, each_kernel):
         return [aot.Compiled("kernel", "call", "bf16", arch, 32, 0, spills, failure) for arch in archs]
 
     monkeypatch.setattr(aot, "compile_all", compiled)
@@ -133,7 +140,9 @@ def test_exit_status(spills, failure, status, monkeypatch, capsys):
 
 def test_an_uncovered_kernel_fails_the_whole_check(every_launch, monkeypatch, capsys):
     monkeypatch.setattr(aot, "launches", lambda *_: every_launch)
-    monkeypatch.setattr(aot, "compile_all", lambda archs, only, jobs, in_turn: [aot.Compiled("kernel", "call", "bf16", 90, 32)])
+    monkeypatch.setattr(
+        aot, "compile_all", lambda archs, only, jobs, in_turn, each_kernel: [aot.Compiled("kernel", "call", "bf16", 90, 32)]
+    )
     monkeypatch.setattr(aot, "uncovered", lambda found: ["kernel _forgotten"])
     assert aot.main(["--arch", "90"]) == 1
     assert "_forgotten" in capsys.readouterr().out

@@ -11,7 +11,10 @@ from onepass.kernels import language
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
-ROWS = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in re.findall(r"^\|(.+?)\|(.+?)\|(.*?)\|(.*?)\|$", PAGE, re.M)}
+PACKAGES = PAGE.partition("\n## Packages")[2]
+ROWS = {
+    row[0].strip(): [cell.strip() for cell in row[1:]] for row in re.findall(r"^\|(.+?)\|(.+?)\|(.*?)\|(.*?)\|$", PACKAGES, re.M)
+}
 INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
 } - {"__init__", "__pycache__", "attention_backends", "norm_backends", "seams", "tested"}

@@ -22,10 +22,10 @@ WORLDS = [*PAIRS, _world("gloo", 4), _world("nccl", 4)]
 def started(run, args, ranks, join=True):
     """Start processes that call `run`. They fork from a server process that has done what takes the most time: `preloaded.py`.
 
-    The server is started at the first call, so all processes have the environment and the output streams of that time. With a
-    GPU they are spawned: a fork can't use CUDA once its parent has counted the GPUs.
+    The server is started at the first call, so all processes have the environment and the output streams of that time. By a
+    CUDA build they are spawned: a fork can't use CUDA once its parent has counted the GPUs, nor autograd once that has run.
     """
-    if torch.cuda.is_available():
+    if torch.version.cuda is not None:
         return mp.start_processes(run, args, ranks, join=join, start_method="spawn")
     mp.set_forkserver_preload(["parallel.preloaded"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server knows none of sys.path but this

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written
 
-_TESTED = (2, 11), (2, 13)  # the first and the last PyTorch
+_TESTED = (2, 11), (2, 14)  # the first and the last PyTorch
 _OF_PARAMETERS = "init_unsharded_param", "to_accumulated_grad_if_needed"
 
 
@@ -144,7 +144,7 @@ def unsupported(groups: list[Any]) -> str | None:
     """Why this PyTorch's FSDP2 can't take gradients so, or None."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not _TESTED[0] <= version <= _TESTED[1]:
-        return f"PyTorch {torch.__version__} is not one of 2.11 to 2.13, whose FSDP2 is known"
+        return f"PyTorch {torch.__version__} is not one of 2.11 to 2.14, whose FSDP2 is known"
     for group in groups:
         if not callable(getattr(group, "post_backward", None)):
             return "its parameter groups have no post_backward"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onepass.runtime.install_hint import install_hint
 
-SUPPORTED = ("3.5.", "3.6.", "3.7.")  # the versions the kernels are written for; `onepass doctor` says when yours is another
+# the versions the kernels are written for; `onepass doctor` says when yours is another
+SUPPORTED = ("3.5.", "3.6.", "3.7.", "3.8.", "3.9.")
 
 
 class _Missing:

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from onepass.kernels.language import SUPPORTED, as_device_function, jit, triton
+from onepass.kernels.language import as_device_function, jit, triton
 from onepass.runtime.sizes import ceil_div
 
 VARYING = ("M", "ROWS", "S", "FIRST", "SEED")
 _INT32_MAX = 0x7FFFFFFF
 _REGISTERS = 65536  # of a multiprocessor, on every GPU so far
-_RUN_TRIED = triton is not None and triton.__version__.startswith(SUPPORTED)
+_RUN_TRIED = triton is not None and triton.__version__.startswith(("3.5.", "3.6.", "3.7."))
 _LAUNCH_TRIED = triton is not None and triton.__version__.startswith("3.6.")  # one Python call less: 1 us
 
 Grid = tuple[int, int, int]

@@ -3,6 +3,7 @@
     python -m onepass.testing.aot                      # sm_80, sm_90 and sm_100; exit status 1 where anything spills or fails
     python -m onepass.testing.aot --arch 90 --only swiglu
     python -m onepass.testing.aot --in-turn            # a third of the binaries: each launch for one architecture
+    python -m onepass.testing.aot --each-kernel        # each kernel's first launch only
 
 The kernels and their configurations come from the ops. Each call is a user's call, on tensors of the meta device, which have
 shapes and no memory. Launches are recorded instead of run. So this module knows nothing of tiles, and a kernel that no call
@@ -283,21 +284,25 @@ def _work(index: int, arch: int, only: str) -> Compiled:
     return _compile(_planned(only, arch)[index], arch)  # a kernel can't be pickled, its index can
 
 
-def _tasks(archs: Sequence[int], only: str, in_turn: bool) -> list[tuple[int, int]]:
-    """Return indices of launches and architectures. In turn: a launch is for one architecture, a kernel's first one for each."""
+def _tasks(archs: Sequence[int], only: str, in_turn: bool, each_kernel: bool = False) -> list[tuple[int, int]]:
+    """Return indices of launches and architectures. In turn: a launch is for one architecture, a kernel's first one for each.
+
+    For each kernel: its first launch alone.
+    """
     found = []
     for place, arch in enumerate(archs):
         kernels = set()
         for index, launched in enumerate(_planned(only, arch)):
-            if not in_turn or launched.kernel not in kernels or index % len(archs) == place:
+            chosen = not each_kernel and (not in_turn or index % len(archs) == place)
+            if chosen or launched.kernel not in kernels:
                 found.append((index, arch))
             kernels.add(launched.kernel)
     return found
 
 
-def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = False) -> list[Compiled]:
+def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = False, each_kernel: bool = False) -> list[Compiled]:
     """Compile in forks of this process, which inherit the plan. No thread or driver has started that a fork would break."""
-    tasks = _tasks(archs, only, in_turn)
+    tasks = _tasks(archs, only, in_turn, each_kernel)
     gc.freeze()  # else each collection in a fork goes through all launches: a twentieth of the time
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         running = {pool.submit(_work, index, arch, only): (index, arch) for index, arch in tasks}
@@ -339,6 +344,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="such as 90 or 80,90,100 (%(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose label contains this, such as 'swiglu' or 'fp16'")
     parser.add_argument("--in-turn", action="store_true", help="each launch for one architecture, and each kernel for all")
+    parser.add_argument("--each-kernel", action="store_true", help="the first launch of each kernel, for each architecture")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile (%(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
     return parser.parse_args(argv)
@@ -355,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # unused here, and a fifth of the time
     start = time.monotonic()
     missing = [] if args.only else uncovered(_planned(args.only, max(archs)))
-    rows = compile_all(archs, args.only, args.jobs, args.in_turn)
+    rows = compile_all(archs, args.only, args.jobs, args.in_turn, args.each_kernel)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(_table(rows, archs))
     for row in rows:

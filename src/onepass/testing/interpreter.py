@@ -3,7 +3,7 @@
     os.environ["TRITON_INTERPRET"] = "1"        # before anything imports onepass or triton
     import onepass.testing.interpreter
 
-Triton 3.6's interpreter has these faults, those of bf16 without an error. This module repairs them:
+Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an error. This module repairs them:
 
 - It stores bf16 as bit patterns. Casts to bf16 truncate, or copy integers as bits. Here they round to nearest even.
 - `tl.dot` multiplies the bit patterns of bf16. Here it converts them to fp32 first.
@@ -17,6 +17,8 @@ Triton 3.6's interpreter has these faults, those of bf16 without an error. This 
   have met before are numpy's (`interpreter_types.py`).
 - Programs run one after another, so a program that waits for another would hang. Here it yields to the others
   (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
+- 3.9 takes no tensor out of a constexpr, which `constexpr * tensor` puts there. Here the product is the tensor.
+- 3.5 wants a descriptor's strides to be multiples of 16 elements. Here it wants 16 bytes, as a GPU does.
 - @triton.autotune asks a driver for the device. A stub driver answers where there is no GPU.
 
 A read or write outside of a kernel's tensors raises (`interpreter_bounds.py`).
@@ -34,7 +36,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -134,7 +136,7 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
 
     if scope:
         scope[0].set_attr(tensor, "__index__", index)
-    else:  # Triton 3.5 never undoes its patches
+    else:  # Triton 3.5
         tensor.__index__ = index
 
 
@@ -164,6 +166,21 @@ class _Launch:
 
 def _patch_once(function: Any) -> Any:
     return interpreter._LangPatchScope() if _launching else _Launch()
+
+
+@cache
+def _patch_for_good() -> None:
+    """Apply the patches of Triton 3.5, which never undoes them."""
+    _patch_language(_EVERYWHERE)
+    interpreter_types.patch_operators(tl.tensor, setattr)
+
+
+def _validate_descriptor(self: Any) -> None:
+    """Take the place of Triton 3.5's check, which wants strides of 16 elements rather than bytes."""
+    width = self.base.dtype.element_ty.primitive_bitwidth // 8
+    steps = [int(self.base.data.item()), *(int(stride.data.item()) * width for stride in self.strides[:-1])]
+    assert not any(step % 16 for step in steps), "a descriptor's base and strides must be multiples of 16 bytes"
+    assert self.strides[-1].data.item() == 1, "a descriptor's last stride must be 1"
 
 
 # ---- launches ----
@@ -321,8 +338,11 @@ def _repair() -> None:
     _Builder.binary_op = _repaired(_Builder.binary_op)
     _Builder.unary_op = _repaired(_Builder.unary_op)
     interpreter._patch_lang_tensor = _patch_tensor_with_index
-    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 has none: it stays slow there
+    if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _patch_once
+    else:
+        interpreter._patch_lang = lambda function: _patch_for_good()
+        interpreter.TensorDescHandle.validate = _validate_descriptor
     interpreter.GridExecutor.__call__ = _launch_quietly
     grid_sync.yield_to_programs = _yield_to_programs
     if not torch.cuda.is_available():

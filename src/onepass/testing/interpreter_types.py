@@ -28,6 +28,7 @@ _KEPT = "_onepass_kept"  # an attribute of Triton types: the cached objects, by 
 _Block: Any = core.block_type
 _Pointer: Any = core.pointer_type
 _Tensor: Any = core.tensor
+_Constexpr: Any = core.constexpr
 _Tuple: Any = core.tuple
 
 _stock_block = _Block.__init__
@@ -85,6 +86,11 @@ def _equal(self: Any, other: Any) -> Any:
     if isinstance(theirs, list | tuple) and all(type(value) is int for values in (self.values, theirs) for value in values):
         return core.constexpr(self.values == list(theirs))
     return _stock_equal(self, other)
+
+
+def _constexpr(cls: Any, value: Any = None) -> Any:
+    """Return a tensor as it is: `constexpr * tensor` is one, which Triton 3.9 refuses to take out of a constexpr."""
+    return value if type(value) is _Tensor else object.__new__(cls)
 
 
 def _numpy_type(tt_dtype: Any) -> Any:
@@ -198,6 +204,7 @@ def install() -> None:
     _Block.__new__, _Block.__init__ = _one_block_type, _made_already
     _Pointer.__new__, _Pointer.__init__ = _one_pointer_type, _made_already
     _Tensor.__init__ = _tensor
+    _Constexpr.__new__ = _constexpr
     _Tuple.__eq__ = _equal
     interpreter._get_np_dtype = _numpy_type
     TritonSemantic.broadcast_impl_value = _broadcast

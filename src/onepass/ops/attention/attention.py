@@ -286,7 +286,7 @@ class _AttentionFunction(torch.autograd.Function):
         *saved, q_weight, k_weight, qkv = ctx.saved_tensors
         given = True, saved[-1] is not None, q_weight is not None, k_weight is not None
         needs, weights, grads = weight_grads(ctx, given, (dy, *saved, qkv), (q_weight, k_weight))
-        dqkv, dsinks, *dweights = _backward_op(dy, *saved, *weights, qkv, ctx.options, *needs, **grads.direct)
+        dqkv, dsinks, *dweights = _backward_op(dy, *saved, *weights, qkv, ctx.options, *needs, **grads.direct())
         return dqkv, dsinks, *grads.put(dweights), None, None, None, None, None
 
 

@@ -85,7 +85,6 @@ class WeightGrads(NamedTuple):
     vectors: VectorGrads | None  # None: to autograd
     into: KernelTargets | None  # what the kernel adds to, if it can
 
-    @property
     def direct(self) -> dict[str, Any]:
         """What the kernel's call is told."""
         return {} if self.into is None else {"into": self.into.tensors}
@@ -135,7 +134,7 @@ class _NormedRopeFunction(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, q, k, *weights = ctx.saved_tensors
         needs, weights, grads = weight_grads(ctx, (True,) * 4, (dq, dk, q, k), weights)
-        dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **grads.direct)
+        dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **grads.direct())
         return dq, dk, *grads.put(dweights), None, None, None
 
 

@@ -46,14 +46,12 @@ class LossOptions(NamedTuple):
     def terms(self) -> LossTerms:
         return LossTerms(*self[:5])
 
-    @property
     def statistics(self) -> tuple[str, ...]:
         return tuple(self.stats.split(",")) if self.stats else ()
 
-    @property
     def differentiable(self) -> list[str]:
         """The differentiable ones of the statistics."""
-        return [name for name in self.statistics if name in DIFFERENTIABLE_STATISTICS]
+        return [name for name in self.statistics() if name in DIFFERENTIABLE_STATISTICS]
 
 
 class RowLosses(NamedTuple):

@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             accumulates_elsewhere(weight), accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
         )  # fmt: skip
         losses, lse = found[:2]
-        stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics}
+        stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics()}
         entropy = stats.get("entropy")
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
@@ -100,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )  # fmt: skip
         if not outputs:
             return loss
-        ctx.mark_non_differentiable(*outputs[len(options.differentiable) :])
+        ctx.mark_non_differentiable(*outputs[len(options.differentiable()) :])
         return loss, *outputs
 
     @staticmethod
@@ -158,12 +158,10 @@ class _Saved(NamedTuple):
     lora_a_made: Tensor | None
     lora_b_made: Tensor | None
 
-    @property
     def made(self) -> tuple[Tensor | None, ...]:
         """The gradients of bias and LoRA's a and b that forward has made."""
         return self[-3:]
 
-    @property
     def selection(self) -> RowSelection | None:
         """The rows that are computed, or None for all."""
         if self.selected is None or self.own_selected is None:
@@ -173,7 +171,7 @@ class _Saved(NamedTuple):
     def rows(self, values: Tensor) -> Tensor:
         """Return the computed rows' part of `values`, one a label, as a vector."""
         values = values.reshape(-1)
-        return values if self.selection is None else self.selection.take(values)
+        return values if (selection := self.selection()) is None else selection.take(values)
 
 
 def _retained(t: Tensor | None) -> Tensor | None:
@@ -264,12 +262,12 @@ def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradR
         sums = _times(ctx.options, saved.weight_made, factor, saved.weight_made.dtype if moved else weight.dtype)
         return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
 
-    return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made, requests, factor))
+    return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made(), requests, factor))
 
 
 def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
     dhidden, shape = cast(dhidden, saved.hidden.dtype), saved.hidden.shape
-    return (dhidden if saved.selection is None else saved.selection.put_own(dhidden, shape[:-1].numel())).view(shape)
+    return (dhidden if (selection := saved.selection()) is None else selection.put_own(dhidden, shape[:-1].numel())).view(shape)
 
 
 def _put(
@@ -317,7 +315,7 @@ def _promised_gradients(
                 ensure_written(ctx.main_grads[0])[:1].mul_(truth)
             return mark_accumulated(weight, requests[1]) if ctx.added else None
 
-        return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made, requests, truth))
+        return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made(), requests, truth))
 
 
 _AS_PROMISED = 1e-6  # relative: loss * 0.1 / 5 sends back 0.02 but for an fp32 rounding or two
@@ -359,7 +357,7 @@ def _backward_gradients(
     if any(needs):
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
         made = Gradients(*steps.backward(
-            _selected(saved.hidden, saved.selection), *saved[1:5], saved.labels, saved.place, saved.bits,
+            _selected(saved.hidden, saved.selection()), *saved[1:5], saved.labels, saved.place, saved.bits,
             saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
             accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
         ))  # fmt: skip
@@ -386,7 +384,7 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
     else:
         dloss = saved.rows(dloss) if options.reduction == "none" else dloss
         g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
-    came = zip(options.differentiable, dstats, strict=False)  # the others, which come after, have none
+    came = zip(options.differentiable(), dstats, strict=False)  # the others, which come after, have none
     rows = {name: saved.rows(t).to(wide).contiguous() for name, t in came if t is not None}
     return RowGradients(g, **rows)
 
@@ -398,7 +396,7 @@ class _HeadWork:
         self.weight, self.bias, self.options = saved.weight, saved.bias, ctx.options._replace(grad_scale=None)
         self.made_with = [t._version for t in (saved.weight, saved.bias) if t is not None]
         kept = {
-            "hidden": _selected(saved.hidden, saved.selection), "labels": saved.labels, "place": saved.place,
+            "hidden": _selected(saved.hidden, saved.selection()), "labels": saved.labels, "place": saved.place,
             "bits": saved.bits, "logsumexp": saved.logsumexp, "entropy": saved.entropy,
             **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
         }  # fmt: skip
@@ -433,7 +431,7 @@ def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, reques
         losses = torch.where(kept, losses - mean, 0.0) * saved.scale
     dtype, shape = ctx.token_weight
     found = (losses * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
-    return (found if saved.selection is None else saved.selection.put(found, shape.numel())).view(shape)
+    return (found if (selection := saved.selection()) is None else selection.put(found, shape.numel())).view(shape)
 
 
 apply = fast_apply(_LinearCrossEntropy)

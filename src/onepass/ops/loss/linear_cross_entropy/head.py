@@ -60,7 +60,7 @@ class Head:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.terms, self.stats, self.use_triton = options.terms, options.statistics, options.use_triton
+        self.terms, self.stats, self.use_triton = options.terms, options.statistics(), options.use_triton
         self.columns = self.weight.shape[0]
         self.rows: Any = row_kernels if self.use_triton else row_formula
         whole: Any = whole_row_kernels if self.use_triton else row_formula

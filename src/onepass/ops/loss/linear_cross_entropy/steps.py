@@ -61,7 +61,7 @@ def _plan_inputs(
     through_lora = needs.need_lora_a or needs.need_lora_b  # whose products read the gradient of logits, as hidden's does
     return PlanInputs(
         N, D, V, size, options.wide and size < 4, needs.need_hidden or through_lora, needs.need_weight or needs.need_bias,
-        options.reduction != "none" and (promised or not options.differentiable),
+        options.reduction != "none" and (promised or not options.differentiable()),
         main_grad is not None and main_grad.dtype is torch.float32, promised, mode, options.group != "", options.chunk_bytes,
         low_rank,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
     if options.grad_scale is not None:
         return "known_grad_scale"
     # a graph sends zeros to statistics that nobody differentiates
-    return "recompute" if options.reduction == "none" or options.differentiable else "grad_in_forward"
+    return "recompute" if options.reduction == "none" or options.differentiable() else "grad_in_forward"
 
 
 def _forward_in_graph(
@@ -193,7 +193,7 @@ def _forward_fake(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
-    rows = empty_rows(hidden, labels.numel(), options.statistics, logits)
+    rows = empty_rows(hidden, labels.numel(), options.statistics(), logits)
     mode = _graph_mode(options, needs)
     known = mode == "known_grad_scale"
     if mode not in ("grad_in_forward", "known_grad_scale"):
