@@ -141,7 +141,7 @@ MUTANTS |= {
     "kept rows one too few": (kept_rows, "KeptRows.selection", "min(own, ceil_div(max(self.counts()), grain) * grain)", "min(own, max(self.counts()) - 1)", KEPT),
     "gradients in the first rows": (kept_rows, "RowSelection.put_own", "0, self.own, values", "0, self.own.sort().values * 0 + torch.arange(len(values), device=values.device), values", KEPT),
     "token weights of the first rows": (autograd, "_rows_of", "selection.take(weights)", "weights[: len(labels)]", KEPT),
-    "incoming gradients of the first rows": (autograd, "_Saved.rows", "self.selection.take(values)", "values[: len(self.labels)]", KEPT),
+    "incoming gradients of the first rows": (autograd, "_Saved.rows", "selection.take(values)", "values[: len(self.labels)]", KEPT),
 }  # fmt: skip
 KERNEL_MUTANTS |= {
     "a mask's bits from the top": (row_kernels, "_allowed", ">> (columns & 7)", ">> (7 - (columns & 7))", MASKED),

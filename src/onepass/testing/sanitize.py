@@ -39,6 +39,7 @@ from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -169,6 +170,13 @@ def _samples(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
                 yield f"{name} {short(dtype)}", partial(subject.gradients, tensors)
 
 
+def _check_boundaries(device: torch.device) -> None:
+    """Have right and wrong boundaries checked, as other packages' attention does."""
+    for ends in ((0, 70, 100), (0, 130, 100)):
+        boundaries, wrong = checked_boundaries(torch.tensor(ends, dtype=torch.int32, device=device), 100)
+        make_nan(boundaries.new_empty(3000, dtype=torch.float32), wrong)
+
+
 def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield calls of the kernels that the samples are too small for, or that an option runs."""
 
@@ -186,6 +194,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
                 x, residual, *some = (draw(*shape, dtype=dtype) for shape in ((5, width), (5, width), *((width,),) * vectors))
                 name = f"{function.__name__} 5x{width} {short(dtype)} residual"
                 yield name, partial(backward, function, x, *some, residual=residual)
+    yield "attention's boundaries", partial(_check_boundaries, device)
     yield "dropout_add p", partial(backward, dropout_add, draw(37, 203), draw(37, 203), p=0.3, bias=draw(203))
     for activation in ("gelu", "swiglu"):
         more = {"token_weight": draw(37, dtype=torch.float32), "dropout": 0.1, "save": "fp8"}
