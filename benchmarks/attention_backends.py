@@ -12,41 +12,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from attention_tiles import Case
 from rich.console import Console
 from rich.table import Table
 
+from onepass.bench.attention_options import MIXED
 from onepass.bench.record import commit, device_name, versions
 from onepass.ops.attention.attention import attend_with, attention
 from onepass.runtime.backend import find_op
 from onepass.runtime.ceilings import clock_for
 
-MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
 BY = ("onepass", "cudnn", "flash_attn", "varlen_attn", "torch")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sequences x tokens x heads x groups x width, or documents of one row."""
-
-    B: int
-    S: int
-    heads: int
-    groups: int
-    D: int
-    lengths: tuple[int, ...] = ()
-    window: int | None = None
-    softcap: float | None = None
-
-    def __str__(self) -> str:
-        kind = f"{len(self.lengths)} documents" if self.lengths else f"window {self.window}" if self.window else "plain"
-        kind = f"softcap {self.softcap:g}" if self.softcap else kind
-        return f"{self.B} x {self.S}, {self.heads}/{self.groups} x {self.D}, {kind}"
+def title_of(case: Case) -> str:
+    kind = f"{len(case.lengths)} documents" if case.lengths else f"window {case.window}" if case.window else "plain"
+    kind = f"softcap {case.softcap:g}" if case.softcap else kind
+    return f"{case.B} x {case.S}, {case.heads}/{case.groups} x {case.D}, {kind}"
 
 
 def cases() -> list[Case]:
@@ -59,27 +47,31 @@ def cases() -> list[Case]:
     return [*plain, *few, *windows, *documents, Case(1, 4096, 8, 4, 256, softcap=50.0)]
 
 
+def attend(by: str, case: Case, options: dict[str, Any], qkv: torch.Tensor) -> torch.Tensor:
+    """By onepass's own kernels, which have no backend's name, or by a backend."""
+    if by == "onepass":
+        return attend_with(by, find_op(attention).call(qkv, case.heads, case.groups, **options))
+    return attention(qkv, case.heads, case.groups, **options, backend=by)
+
+
 def measure(case: Case, clock: Any) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     qkv = random(case.B, case.S, (case.heads + 2 * case.groups) * case.D).requires_grad_()
     dy = random(case.B, case.S, case.heads * case.D)
     boundaries = torch.tensor((0, *case.lengths), device="cuda").cumsum(0).int() if case.lengths else None
-    given = {"cu_seqlens": boundaries, "window": case.window, "softcap": case.softcap}
+    given = {"cu_seqlens": boundaries, "window": case.window or None, "softcap": case.softcap or None}
     rows = []
     for by in BY:
-        if by == "torch" and "plain" not in str(case):  # it makes a mask
+        if by == "torch" and "plain" not in title_of(case):  # it makes a mask
             continue
-        row: dict[str, Any] = {"case": str(case), **asdict(case), "by": by}
+        row: dict[str, Any] = {"case": title_of(case), **asdict(case), "by": by}
         for order, deterministic in (("in order", True), ("any order", False)):
             torch.use_deterministic_algorithms(deterministic)  # varlen_attn's order is the process's
             torch.utils.deterministic.fill_uninitialized_memory = False
-            options = given | {"deterministic": deterministic}
+            forward = partial(attend, by, case, given | {"deterministic": deterministic})
             try:
-                if by == "onepass":
-                    y = attend_with(by, find_op(attention).call(qkv, case.heads, case.groups, **options))
-                else:
-                    y = attention(qkv, case.heads, case.groups, **options, backend=by)
+                y = forward(qkv)
             except RuntimeError as error:
                 row[f"{order}, reason"] = str(error).partition(": ")[2]
                 continue
@@ -89,11 +81,7 @@ def measure(case: Case, clock: Any) -> list[dict[str, Any]]:
             before = torch.cuda.memory_allocated()
             backward()
             row[f"{order}, MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            if by == "onepass":
-                forward = partial(attend_with, by, find_op(attention).call(qkv.detach(), case.heads, case.groups, **options))
-            else:
-                forward = partial(attention, qkv.detach(), case.heads, case.groups, **options, backend=by)
-            row.setdefault("forward", clock(forward))
+            row.setdefault("forward", clock(partial(forward, qkv.detach())))
             row[order] = clock(backward)
         rows.append(row)
         torch.use_deterministic_algorithms(False)
@@ -113,11 +101,11 @@ def main() -> None:
     def clock(call: Any) -> float:
         return timer.median(lambda _: call())  # type: ignore[no-any-return]
 
-    chosen = [case for case in cases() if not args.words or any(word in str(case) for word in args.words)]
+    chosen = [case for case in cases() if not args.words or any(word in title_of(case) for word in args.words)]
     for case in chosen[part - 1 :: parts]:
         rows = measure(case, clock)
         found += rows
-        table = Table("by", "forward", "backward", "MiB", title=str(case), title_justify="left")
+        table = Table("by", "forward", "backward", "MiB", title=title_of(case), title_justify="left")
         for row in rows:
             if "forward" not in row:
                 table.add_row(row["by"], row["in order, reason"], "", "")

@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from onepass.bench.attention_options import MIXED
 from onepass.bench.record import commit, device_name, versions
 from onepass.ops.attention import backward, forward
 from onepass.ops.attention.formula import AttentionOptions, parts_of
 from onepass.ops.attention.forward import AttentionTiles, attend, head_block
 from onepass.runtime.ceilings import clock_for
-
-MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
 
 
 @dataclass(frozen=True)

@@ -307,8 +307,8 @@ def chosen(monkeypatch, has=True, S=4096, D=128, heads=32, groups=32, cu_seqlens
     monkeypatch.setattr(by_cudnn, "has_frontend", lambda: True)
     monkeypatch.setattr(choice, "has_flash", lambda qkv: has)
     call = AttentionOptions(heads, groups, False, 1.0)._replace(**options)
-    kernels = choice.kernels_of(qkv, D, call, cu_seqlens, sinks)
-    return kernels, choice.pytorch_is_faster(qkv, D, call, cu_seqlens, sinks)
+    passes = choice.forward_kernels, choice.backward_kernels
+    return tuple(of(qkv, D, call, cu_seqlens, sinks) for of in passes), choice.pytorch_is_faster(qkv, D, call, cu_seqlens, sinks)
 
 
 TABLE = [  # what is called, whose forward and backward, and whether PyTorch's attention is taken for the whole

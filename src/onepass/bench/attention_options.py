@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from onepass.bench.model import BenchCase, Call, Contender, Result
 from onepass.ops.attention.formula import parts_of
 
-_MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
+MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
 _QUERIES = 4096  # of the formula at once
 
 
 def lengths_of(case: BenchCase) -> tuple[int, ...]:
     """Return the documents' lengths; in small cases, documents of a third."""
     S = case.shape[1]
-    if sum(_MIXED) != S:
+    if sum(MIXED) != S:
         return (S // 3, 0, S // 3, S - 2 * (S // 3))
-    return _MIXED if case.variant == "documents" else (512,) * (S // 512)
+    return MIXED if case.variant == "documents" else (512,) * (S // 512)
 
 
 def options_of(case: BenchCase) -> dict[str, Any]:

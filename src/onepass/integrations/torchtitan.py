@@ -87,10 +87,11 @@ def _check_seam(stock: Any, name: str, *arguments: str) -> None:
         )
 
 
-_HEADS = "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale"
 _check_seam(FeedForward, "forward", "self", "x")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
-_check_seam(VarlenAttention, "forward", *_HEADS, "out_transform", "kwargs")
+_check_seam(
+    VarlenAttention, "forward", "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale", "out_transform", "kwargs"
+)
 _check_seam(ChunkedLossWrapper, "set_lm_head", "self", "lm_head")
 _check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_valid_tokens", "loss_inputs")
 

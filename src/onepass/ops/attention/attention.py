@@ -33,7 +33,7 @@ from onepass.ops.attention.backward import BackwardCall, attend_backward, backwa
 from onepass.ops.attention.by_cudnn import attend_backward_by_cudnn, attend_by_cudnn
 from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_flash
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
-from onepass.ops.attention.choice import CUDNN, FLASH, in_order, kernels_of, pytorch_is_faster
+from onepass.ops.attention.choice import CUDNN, FLASH, backward_kernels, forward_kernels, in_order, pytorch_is_faster
 from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import (
     AttentionOptions,
@@ -136,7 +136,7 @@ def _forward(
         else:
             turned = readable = rotated_copy(readable, cos, sin, options)
             q, k, v = parts_of(readable, heads, groups)
-    by = kernels_of(readable, q.shape[-1], options, cu_seqlens, sinks).forward
+    by = forward_kernels(readable, q.shape[-1], options, cu_seqlens, sinks)
     if by == CUDNN:
         y, lse = attend_by_cudnn(q, k, v, options)
     elif by == FLASH:
@@ -202,7 +202,7 @@ def _backward(
         dqkv = empty_tokens(y, options, (heads + 2 * groups) * by_head[-1])
         gradients = empty_gradients(q, dqkv, options) if options.by_group else parts_of(dqkv, heads, groups)
     call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
-    by, dsinks = kernels_of(y, by_head[-1], options, cu_seqlens, sinks).backward, None
+    by, dsinks = backward_kernels(y, by_head[-1], options, cu_seqlens, sinks), None
     sinks = _contiguous(sinks)
     if by == FLASH:
         every = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -329,11 +329,11 @@ def _variant(call: Call) -> str:
     smem, W = shared_memory(qkv.device), head_block(D)
     forward = forward_tiles(W, smem)
     dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
-    by = kernels_of(qkv, D, options, call.cu_seqlens, call.sinks)
+    by_forward, by_backward = (of(qkv, D, options, call.cu_seqlens, call.sinks) for of in (forward_kernels, backward_kernels))
     names, order = {CUDNN: "by cuDNN", FLASH: "by flash-attn-4"}, f"in {'a fixed' if options.in_order else 'any'} order"
-    said = f"tiles of queries x keys: forward {names.get(by.forward, f'{forward.block_m} x {forward.block_n}')}; "
-    if by.backward in names:
-        said += f"backward {names[by.backward]}, {order}; "
+    said = f"tiles of queries x keys: forward {names.get(by_forward, f'{forward.block_m} x {forward.block_n}')}; "
+    if by_backward in names:
+        said += f"backward {names[by_backward]}, {order}; "
     else:
         said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:

@@ -9,8 +9,6 @@ The figures are in docs/notes/0014-attention.md. Who names a backend gets it, or
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -34,37 +32,35 @@ _BACKWARD_OF_WINDOWS_IN_ORDER_FROM = {128: 4096}
 _SHORTEST_WITH_WINDOW = 2048  # tokens
 
 
-class Kernels(NamedTuple):
-    """Whose kernels run forward, and whose backward."""
-
-    forward: str
-    backward: str
-
-
-def kernels_of(
+def forward_kernels(
     qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
-) -> Kernels:
-    """Return whose kernels take a call on this projection, whose heads have D columns."""
+) -> str:
+    """Return whose kernels take the forward pass of a call on this projection, whose heads have D columns."""
     if options.kernels:
-        return Kernels(options.kernels, options.kernels)
-    if cu_seqlens is not None or sinks is not None or options.softcap or options.right != 0:
-        return Kernels(ONEPASS, ONEPASS)
-    forward = backward = ONEPASS
-    if options.left >= 0:
-        return Kernels(
-            FLASH if _by_flash(qkv, D, options, _FORWARD_OF_WINDOWS_FROM) else ONEPASS,
-            FLASH if _backward_by_flash(qkv, D, options) else ONEPASS,
-        )
-    by_cudnn = forward_by_cudnn(qkv, D)
-    if _by_flash(qkv, D, options, _FORWARD_BEFORE_CUDNN_FROM if by_cudnn else _FORWARD_FROM):
-        forward = FLASH
-    elif by_cudnn:
-        forward = CUDNN
+        return options.kernels
+    if _is_ours(options, cu_seqlens, sinks):
+        return ONEPASS
+    by_cudnn = options.left < 0 and forward_by_cudnn(qkv, D)
+    table = _FORWARD_BEFORE_CUDNN_FROM if by_cudnn else _FORWARD_FROM if options.left < 0 else _FORWARD_OF_WINDOWS_FROM
+    return FLASH if _by_flash(qkv, D, options, table) else CUDNN if by_cudnn else ONEPASS
+
+
+def backward_kernels(
+    qkv: Tensor, D: int, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> str:
+    """Return whose kernels take the backward pass."""
+    if options.kernels:
+        return options.kernels
+    if _is_ours(options, cu_seqlens, sinks):
+        return ONEPASS
     if _backward_by_flash(qkv, D, options):
-        backward = FLASH
-    elif options.in_order and backward_by_cudnn(qkv, D, options):
-        backward = CUDNN
-    return Kernels(forward, backward)
+        return FLASH
+    return CUDNN if options.left < 0 and options.in_order and backward_by_cudnn(qkv, D, options) else ONEPASS
+
+
+def _is_ours(options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> bool:
+    """Whether no other kernels come into question: all but causal attention, with a window or not."""
+    return cu_seqlens is not None or sinks is not None or bool(options.softcap) or options.right != 0
 
 
 def _backward_by_flash(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
