@@ -362,7 +362,9 @@ DETERMINISTIC = (
 )
 FREE = (
     "Sums may have any order (`--no-deterministic`). PyTorch then takes cuDNN's attention; so does onepass where it is faster. "
-    "Compare within a table: a step differs by 3 to 4 % from one H200 to another."
+    "Compare within a table: a step differs by 3 to 4 % from one H200 to another. *plain, compiled* of both tables is the "
+    "model of onepass by PyTorch's operators; `benchmarks/gpt.py` has a faster plain model since. On one H100 a step of 1B takes "
+    "that one 269.2 ms and onepass 256.0, deterministic 300.0 and 258.3 (`gpt_1B.json`, `gpt_free_1B.json`)."
 )
 
 
