@@ -22,6 +22,7 @@ from ops.attention_oracle import (
 from ops.calls import equal, relative
 
 import onepass
+from onepass.ops.attention import choice
 from onepass.ops.attention.by_cudnn import has_cudnn
 from onepass.ops.attention.formula import parts_of
 from onepass.testing.fuzz import lay_out
@@ -273,6 +274,14 @@ def by_cudnn(monkeypatch):
     if not has_cudnn(torch.empty(0, device="cuda"), newest=9):
         pytest.skip("needs Hopper and a cuDNN after 9.15")
     monkeypatch.setattr(module, "attend", None)
+    monkeypatch.setattr(choice, "has_flash", lambda *_: False)
+
+
+def backward_by_cudnn(monkeypatch):
+    """Our kernel, and flash-attn-4's, are not there to be called."""
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(module, "attend_backward", None)
+    monkeypatch.setattr(choice, "has_flash", lambda *_: False)
 
 
 @pytest.mark.parametrize(("D", "S", "heads", "groups"), CUDNN)
@@ -289,15 +298,15 @@ def test_forward_by_cudnn_and_backward_by_us(D, S, heads, groups, dtype, overwri
 @overwriting
 def test_backward_by_cudnn(S, heads, dtype, overwrite, monkeypatch):
     """Of the results those of the first head are judged: others do not matter to it."""
-    pytest.importorskip("cudnn")
-    monkeypatch.setattr(module, "attend_backward", None)
+    backward_by_cudnn(monkeypatch)
     case = Case(B=2, S=S, heads=heads, groups=heads, D=128, R=128, dtype=dtype, overwrite=overwrite)
     qkv, cos, sin, dy = draw(case)
     whole = computed(module, case, qkv, cos, sin, dy)[:2]
     assert equal(whole, computed(module, case, qkv, cos, sin, dy)[:2])
     assert equal([t[1:] for t in whole], computed(module, case, qkv[1:], cos, sin, dy[1:])[:2])
     monkeypatch.undo()
-    monkeypatch.setattr(module, "backward_by_cudnn", lambda *_: False)
+    monkeypatch.setattr(choice, "has_flash", lambda *_: False)
+    monkeypatch.setattr(choice, "backward_by_cudnn", lambda *_: False)
     ours = computed(module, case, qkv, cos, sin, dy)[:2]
     first, found, own = ([x[:, :, :1] for x in parts_of(t[:1], heads, heads)] for t in (qkv, whole[1], ours[1]))
     alone = Case(B=1, S=S, heads=1, groups=1, D=128, R=128, dtype=dtype)
@@ -307,8 +316,7 @@ def test_backward_by_cudnn(S, heads, dtype, overwrite, monkeypatch):
 
 
 def test_backward_by_cudnn_is_replayed_and_waits_for_nothing(monkeypatch):
-    pytest.importorskip("cudnn")
-    monkeypatch.setattr(module, "attend_backward", None)
+    backward_by_cudnn(monkeypatch)
     case = Case(B=2, S=2048, heads=32, groups=32, D=128, R=128)
     drawn, expected = replayed(case)
     with nobody_waits(), at_the_side():
