@@ -42,7 +42,7 @@ from torchtitan.trainer import Trainer
 
 GPU = torch.cuda.is_available()
 OURS = "onepass.integrations.torchtitan"
-NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
+NAMES = ("norm", "feed_forward", "gqa", "loss")  # or, in the place of gqa, complex_rope and attention
 SAME = {"small": 1e-4, "1B": 0.05}  # how far apart losses and norms of a step may be: a step builds on those before it
 WARM = 4  # steps that also compile
 
@@ -172,7 +172,7 @@ def main() -> None:
     arguments.add_argument("--small", action="store_const", const="small", dest="size")
     arguments.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa")
     arguments.add_argument("--loss", choices=LOSSES, default="chunked")
-    arguments.add_argument("--names", nargs="+", choices=NAMES, default=NAMES, help="onepass's overrides; all by default")
+    arguments.add_argument("--names", nargs="+", default=NAMES, help=f"onepass's overrides ({' '.join(NAMES)})")
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--out", type=Path, default=Path("pretrain_torchtitan"))
     args = arguments.parse_args()
@@ -184,7 +184,7 @@ def main() -> None:
     for way in ("as it is", "with onepass"):
         config = new_config(size, args.attention, args.loss, args.steps or size.steps, args.out)
         if way == "with onepass":
-            options = {"attention": {"flex_as_documents": True}} if args.attention == "flex" else {}
+            options = dict.fromkeys(("attention", "gqa"), {"flex_as_documents": True}) if args.attention == "flex" else {}
             config.override.imports = [(f"{OURS}.{name}", options.get(name, {})) for name in args.names]
         found[way] = train(config)
         torch._dynamo.reset()

@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,14 +18,14 @@ pytest.importorskip("spmd_types", reason="needs torchtitan's spmd_types")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its dependencies' own
     from integrations import torchtitan_ranks, torchtitan_runs
-    from integrations.torchtitan_runs import NAMES, OURS, VOCABULARY, new_config, train
+    from integrations.torchtitan_runs import NAMES, OURS, PACKED, VOCABULARY, new_config, train
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.distributed import utils as distributed
     from torchtitan.models.common import attention, feed_forward, linear, nn_modules, rope
-    from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward
+    from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
 
     from onepass.integrations import torchtitan as onepass_titan
 from parallel.worlds import found_by
@@ -55,11 +56,12 @@ def _by_pytorch():
 _stock = {}
 
 
-def stock(kind, folder):
+def stock(kind, folder, **options):
     """torchtitan's own steps, made once."""
-    if kind not in _stock:
-        _stock[kind] = train(new_config(folder, kind=kind))[0]
-    return _stock[kind]
+    key = kind, *options.items()
+    if key not in _stock:
+        _stock[key] = train(new_config(folder, kind=kind, **options))[0]
+    return _stock[key]
 
 
 def assert_alike(found, expected, steps=torchtitan_runs.STEPS):
@@ -71,22 +73,31 @@ def assert_alike(found, expected, steps=torchtitan_runs.STEPS):
 # ---- training ----
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES], ids=",".join)
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES, ("gqa",), PACKED], ids=",".join)
 @pytest.mark.parametrize("kind", ("sdpa", "varlen"))
 def test_three_steps(names, kind, tmp_path):
-    if kind == "varlen" and "attention" not in names:
+    if kind == "varlen" and not {"attention", "gqa"} & {*names}:
         pytest.skip("VarlenAttention needs a GPU")
     found, model = train(new_config(tmp_path, names, kind))
     assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path))
     made = {cls.__name__ for module in model.modules() for cls in type(module).__mro__ if cls.__module__ == OURS}
     classes = ("Norm", "GatedFeedForward", "InterleavedRoPE", *(["DocumentAttention"] if kind == "varlen" else []))
-    of_name = dict(zip(NAMES, classes, strict=False))
-    assert made - {"ActivationLinear"} == {of_name[name] for name in names if name in of_name}
+    of_name = dict(zip(NAMES, classes, strict=False)) | {"gqa": "PackedAttention"}
+    expected = {of_name[name] for name in names if name in of_name} | ({"DocumentAttention"} if kind == "varlen" else set())
+    assert made - {"ActivationLinear"} == expected
+
+
+@pytest.mark.parametrize("kind", ("sdpa", "varlen"))
+def test_projections_apart(kind, tmp_path):
+    """wq, wk and wv with weights of their own."""
+    found = train(new_config(tmp_path, PACKED, kind, fuse_qkv=False))[0]
+    assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path, fuse_qkv=False))
 
 
 @pytest.mark.parametrize(
     ("model", "names"),
     [("qwen3", ("norm", "feed_forward", "cos_sin_rope", "attention", "loss")),  # norms of heads
+     ("qwen3", ("feed_forward", "gqa", "loss")),
      ("deepseek_v3", ("norm", "feed_forward", "complex_rope", "loss"))],  # experts, of which some are shared
 )  # fmt: skip
 def test_other_models(model, names, tmp_path):
@@ -94,24 +105,27 @@ def test_other_models(model, names, tmp_path):
     assert_alike(*found)
 
 
-def test_flex_as_documents(tmp_path):
+@pytest.mark.parametrize("name", ("attention", "gqa"))
+def test_flex_as_documents(name, tmp_path):
     config = new_config(tmp_path)
-    config.override.imports = [(f"{OURS}.attention", {"flex_as_documents": True})]
+    config.override.imports = [(f"{OURS}.{name}", {"flex_as_documents": True})]
     assert_alike(train(config)[0], stock("flex", tmp_path))
 
 
 @pytest.mark.parametrize("kind", ("sdpa", "varlen"))
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compiled(kind, backend, tmp_path):
-    config = new_config(tmp_path, NAMES, kind)
+@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
+def test_compiled(names, kind, backend, tmp_path):
+    config = new_config(tmp_path, names, kind)
     config.compile.enable, config.compile.backend = True, backend
     assert_alike(train(config)[0], stock("flex" if kind == "varlen" else kind, tmp_path))
 
 
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("policy", ("FullAC", "SelectiveAC"))
-def test_activation_checkpointing(policy, compiled, tmp_path):
-    config = new_config(tmp_path, NAMES, "varlen")
+@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
+def test_activation_checkpointing(names, policy, compiled, tmp_path):
+    config = new_config(tmp_path, names, "varlen")
     config.activation_checkpoint = getattr(activation_checkpoint, policy).Config()
     config.compile.enable, config.compile.backend = compiled, "aot_eager"
     assert_alike(train(config)[0], stock("flex", tmp_path))
@@ -167,8 +181,8 @@ def test_checkpoints(first, tmp_path):
 
 
 def test_state_dicts(tmp_path):
-    keys = [list(train(new_config(tmp_path, names, "sdpa"))[1].state_dict()) for names in ((), NAMES)]
-    assert keys[0] == keys[1]
+    keys = [list(train(new_config(tmp_path, names, "sdpa"))[1].state_dict()) for names in ((), NAMES, PACKED)]
+    assert keys[0] == keys[1] == keys[2]
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +190,18 @@ def of_two_ranks(tmp_path_factory):
     return found_by(torchtitan_ranks.run, ("gloo", 2), tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
 @pytest.mark.parametrize("case", torchtitan_ranks.CASES)
-def test_two_ranks(case, of_two_ranks):
+def test_two_ranks(case, names, of_two_ranks):
     for found in of_two_ranks:
-        assert_alike(found[case, True], found[case, False])
+        assert_alike(found[case, names], found[case, ()])
+
+
+def test_context_parallelism_is_refused(tmp_path):
+    """Of whole sequences: their inner attention, where torchtitan divides them, is not called."""
+    module = onepass_titan.gqa(new_config(tmp_path, (), "sdpa").model_spec.model.layers[0].attention).build()
+    with pytest.raises(NotImplementedError, match="no context parallelism: leave the override `gqa` off"):
+        module.parallelize(SimpleNamespace(cp=2))
 
 
 def test_the_command_line():
@@ -190,7 +212,55 @@ def test_the_command_line():
     assert len(said) == 13 + 6 + 6 + 6 + 1  # norms, MLPs, ropes, attentions of six layers; a loss
 
 
+def test_overrides_of_the_same(tmp_path):
+    """gqa does what complex_rope does: torchtitan names both."""
+    config = new_config(tmp_path, ("gqa", "complex_rope"), "sdpa")
+    with pytest.raises(ValueError, match=rf"{OURS}.gqa.*{OURS}.complex_rope"):
+        apply_overrides(config.override, config)
+
+
 # ---- modules ----
+
+
+@pytest.mark.parametrize("shape", [None, (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("kind", (rope.ComplexRoPE, rope.CosSinRoPE))
+def test_positions(kind, shape):
+    config = of_gqa(rope=kind.Config(dim=8, max_seq_len=32))
+    theirs, ours = config.build(), onepass_titan.gqa(config).build()
+    ours.load_state_dict(theirs.state_dict())
+    x, positions = torch.randn(2, 4, 8), None if shape is None else torch.randint(32, shape)
+    torch.testing.assert_close(ours(x, None, positions), theirs(x, None, positions), rtol=1e-5, atol=1e-6)
+
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_plain_layers_are_one_product(biased, monkeypatch):
+    """As on a GPU: of w1 and w3, whose results lie side by side without a copy."""
+    up = new_linear(bias=biased)
+    config = feed_forward.FeedForward.Config(w1=up, w3=up, w2=new_linear())
+    theirs, ours = config.build(), onepass_titan.feed_forward(config).build()
+    ours.load_state_dict(theirs.state_dict())
+    taken, projections = [], onepass_titan.projections
+    monkeypatch.setattr(onepass_titan, "use_compiled_projections", lambda *_: True)
+    monkeypatch.setattr(onepass_titan, "projections", lambda *given: taken.append(given) or projections(*given))
+    found, x = [], torch.randn(2, 12, 8)
+    for module in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.square().sum().backward()
+        found.append([y, leaf.grad, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert len(taken) == 1
+
+
+def test_a_layer_that_is_not_plain(monkeypatch):
+    """Its own forward is called."""
+    config = feed_forward.FeedForward.Config(w1=SQUARED, w3=new_linear(), w2=new_linear())
+    theirs, ours = config.build(), onepass_titan.feed_forward(config).build()
+    ours.load_state_dict(theirs.state_dict())
+    monkeypatch.setattr(onepass_titan, "use_compiled_projections", lambda *_: True)
+    x = torch.randn(2, 12, 8)
+    torch.testing.assert_close(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize("positions", [None, (1, 9), (2, 9)], ids=str)
@@ -271,6 +341,27 @@ class Squared(linear.Linear):
         return super().forward(x) ** 2
 
 
+class Turned(rope.ComplexRoPE):
+    @dataclass(kw_only=True, slots=True)
+    class Config(rope.ComplexRoPE.Config):
+        pass
+
+
+class GatedAttention(attention.GQAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(attention.GQAttention.Config):
+        pass
+
+
+QKV = {"head_dim": 8, "n_heads": 1, "n_kv_heads": 1, "wqkv": linear.Linear.Config(in_features=8, out_features=24)}
+
+
+def of_gqa(kind=attention.GQAttention, **options):
+    given = {"qkv_linear": attention.FusedQKVLinear.Config(**QKV), "rope": rope.ComplexRoPE.Config(dim=8, max_seq_len=4)}
+    given |= {"inner_attention": attention.ScaledDotProductAttention.Config(), **options}
+    return kind.Config(n_heads=1, dim=8, wo=new_linear(), **given)
+
+
 SQUARED = Squared.Config(in_features=8, out_features=8)
 FEED_FORWARD = {"w1": new_linear(), "w3": new_linear()}
 REFUSED = [
@@ -283,6 +374,11 @@ REFUSED = [
         "Squared",
     ),
     ("attention", attention.FlexAttention.Config(), r"FlexAttention\.Config .*attn_backend='varlen'.*flex_as_documents"),
+    ("gqa", of_gqa(qkv_linear=AllGatherFusedQKVLinear.Config(**QKV)), r"qkv_linear must .*AllGatherFusedQKVLinear"),
+    ("gqa", of_gqa(rope=Turned.Config(dim=8, max_seq_len=4)), r"rope must be .*Turned"),
+    ("gqa", of_gqa(qk_norm=Scaled.Config(normalized_shape=8)), r"qk_norm must be RMSNorm\.Config or NoneType, but is Scaled"),
+    ("gqa", of_gqa(GatedAttention), r"GatedAttention\.Config .*GQAttention\.Config alone"),
+    ("gqa", of_gqa(inner_attention=attention.FlexAttention.Config()), r"FlexAttention\.Config .*flex_as_documents"),
     ("loss", MSELoss.Config(), r"MSELoss\.Config"),
     ("loss", ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), r"MSELoss\.Config .*CrossEntropyLoss\.Config alone"),
 ]
@@ -294,7 +390,7 @@ def test_configs_that_are_refused(name, config, said):
         getattr(onepass_titan, name)(config)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "gqa"))
 def test_full_dtensor_is_refused(name, tmp_path):
     """By the trainer, before it builds a model."""
     config = new_config(tmp_path, (name,), "sdpa", spmd_backend="full_dtensor")
@@ -321,6 +417,8 @@ def test_calls_that_are_refused():
         documents(q[:, :2], q, q, **masks)
     with pytest.raises(TypeError, match="must be VarlenMetadata, but is NoneType"):
         documents(q, q, q, attention_masks=None)
+    with pytest.raises(ValueError, match="takes no attention_masks"):
+        onepass_titan.gqa(of_gqa()).build()(torch.randn(2, 4, 8), **masks)
     loss = onepass_titan.loss(CrossEntropyLoss.Config()).build(compile_config=None)
     with pytest.raises(NotImplementedError, match=r"lm_head that is a Linear, but it is .*Squared"):
         loss.set_lm_head(SQUARED.build())

@@ -17,7 +17,7 @@ from onepass.integrations import torchtitan as onepass_titan
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
-FOLDER = object()  # in the place of tmp_path
+FOLDER, PATCH = object(), object()  # in the places of tmp_path and monkeypatch
 
 
 def steps(*names, kind="sdpa"):
@@ -29,6 +29,7 @@ def refused(name, at):
     return titan.test_configs_that_are_refused, *[row for row in titan.REFUSED if row[0] == name][at]
 
 
+QWEN3 = titan.test_other_models, "qwen3", ("feed_forward", "gqa", "loss"), FOLDER
 COMPLEX = titan.test_rope, "complex_rope", titan.rope.ComplexRoPE, None
 HALVES = titan.test_rope, "cos_sin_rope", titan.rope.CosSinRoPE, None
 CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_without_gradients, FOLDER)
@@ -36,28 +37,46 @@ CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_wit
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
     "an epsilon of its own": ("Norm.forward", "self.eps", "1e-2", steps("norm")),
     "a norm without its weight": ("Norm.forward", "self.weight", "None", steps("norm")),
-    "gates and values packed the other way round": ("ActivationLinear.forward", "activation_linear(torch.cat([gate, up], -1), self.weight)", "activation_linear(torch.cat([up, gate], -1), self.weight)", steps("feed_forward")),
-    "w1 and w3 exchanged": ("GatedFeedForward.forward", "self.w1(x), self.w3(x)", "self.w3(x), self.w1(x)", steps("feed_forward")),
+    "w1 and w3 exchanged": ("GatedFeedForward.forward", "self.w1, self.w3", "self.w3, self.w1", steps("feed_forward")),
+    "layers that are not plain in one product": ("_side_by_side", "type(layer) is Linear for", "True for", (titan.test_a_layer_that_is_not_plain, PATCH)),
+    "two products for one": ("_side_by_side", "if plain and", "if not plain and", (titan.test_plain_layers_are_one_product, False, PATCH)),
+    "biases left out": ("_side_by_side", "projections(x, weights, biases)", "projections(x, weights, [])", (titan.test_plain_layers_are_one_product, True, PATCH)),
     "stock's product after the activation": ("feed_forward", ", w2=derive(config.w2, ActivationLinear.Config)", "", steps("feed_forward")),
     "a bias that is dropped": ("feed_forward", " or config.w2.bias", "", refused("feed_forward", 1)),
     "another product after the activation": ("feed_forward", "type(config.w2) is not Linear.Config", "False", refused("feed_forward", 2)),
+    "a projection's parts in another order": ("PackedAttention.forward", "layers.wq, layers.wk, layers.wv", "layers.wq, layers.wv, layers.wk", (titan.test_projections_apart, "sdpa", FOLDER)),
+    "by group whatever the projection": ("PackedAttention.__init__", "isinstance(self.qkv_linear, FusedQKVLinear)", "True", (titan.test_projections_apart, "sdpa", FOLDER)),
+    "a scale of its own": ("PackedAttention.forward", '"scale": self.scaling', '"scale": 0.3', steps("gqa")),
+    "heads not normalised": ("PackedAttention.forward", "self.q_norm is not None and self.k_norm is not None", "False", QWEN3),
+    "q normalised as k": ("PackedAttention.forward", "_shared(self.q_norm.weight)", "_shared(self.k_norm.weight)", QWEN3),
+    "heads' norms with another epsilon": ("PackedAttention.forward", '"eps": self.q_norm.eps', '"eps": 1e-2', QWEN3),
+    "whole sequences where documents are": ("PackedAttention.forward", "isinstance(self.inner_attention, DocumentAttention)", "False", steps("gqa", kind="varlen")),
+    "rows' positions in another order": ("PackedAttention.forward", "table.expand(local.shape[0], -1, -1)", "table.expand(local.shape[0], -1, -1).flip(0)", steps("gqa", kind="varlen")),
+    "masks ignored": ("PackedAttention.forward", "elif attention_masks is not None:", "elif attention_masks is None and False:", CALLS),
+    "positions ignored": ("PackedAttention._tables", "if positions is None", "if True", (titan.test_positions, titan.rope.ComplexRoPE, (2, 4))),
+    "positions of the first row for all": ("PackedAttention._tables", "positions.shape[0] == 1", "True", (titan.test_positions, titan.rope.ComplexRoPE, (2, 4))),
+    "neighbours whatever the rotation": ("PackedAttention.__init__", "isinstance(self.rope, ComplexRoPE)", "True", (titan.test_positions, titan.rope.CosSinRoPE, None)),
+    "context parallelism taken": ("PackedAttention.parallelize", "parallel_dims.cp > 1", "False", (titan.test_context_parallelism_is_refused, FOLDER)),
+    "a projection that gathers": ("gqa", '"qkv_linear": (', '"wo": (', refused("gqa", 0)),
+    "another rotation": ("gqa", '"rope": (', '"cache": (', refused("gqa", 1)),
+    "another norm of heads": ("gqa", "if found not in kinds", "if found in kinds", refused("gqa", 2)),
     "halves for neighbours": ("InterleavedRoPE.apply_rotary_emb", "interleaved=True", "interleaved=False", COMPLEX),
-    "sines for cosines": ("InterleavedRoPE.apply_rotary_emb", "cos, sin =", "sin, cos =", COMPLEX),
-    "cosines twice": ("HalvesRoPE.apply_rotary_emb", "cos, _, sin, _", "cos, sin, _, _", HALVES),
-    "neighbours for halves": ("HalvesRoPE.apply_rotary_emb", "key, cos, sin)", "key, cos, sin, interleaved=True)", HALVES),
+    "sines for cosines": ("_complex_tables", ".unbind(-1)", ".flip(-1).unbind(-1)", COMPLEX),
+    "cosines twice": ("_cos_sin_tables", "[::2]", "[:2]", HALVES),
+    "neighbours for halves": ("HalvesRoPE.apply_rotary_emb", "rope_cache.squeeze(2)))", "rope_cache.squeeze(2)), interleaved=True)", HALVES),
     "a window one too short": ("DocumentAttention.__init__", "before + 1", "before", (titan.test_windows, (3, 0))),
     "a window of one's own key is none": ("DocumentAttention.__init__", "keys < 0", "keys <= 0", (titan.test_windows, (0, 0))),
     "keys before for keys after": ("DocumentAttention.__init__", "(before, after)", "(after, before)", (titan.test_windows, (2, 1))),
     "causal whatever the window": ("DocumentAttention.__init__", "after == 0", "True", (titan.test_windows, (-1, -1))),
-    "documents that see each other": ("DocumentAttention.forward", "cu_seqlens=documents, ", "", (titan.test_windows, (-1, 0))),
+    "documents that see each other": ("DocumentAttention.sees", ', "cu_seqlens": attention_masks.cu_seq_q', "", (titan.test_windows, (-1, 0))),
     "scores of documents not scaled": ("DocumentAttention.forward", "scale=scale", "scale=None", (titan.test_windows, (-1, 0))),
-    "masks of another kind": ("DocumentAttention.forward", "if not isinstance(attention_masks, VarlenMetadata)", "if False", CALLS),
+    "masks of another kind": ("DocumentAttention.sees", "if not isinstance(attention_masks, VarlenMetadata)", "if False", CALLS),
     "keys and values exchanged": ("_attend", "torch.cat([q, k, v], 2)", "torch.cat([q, v, k], 2)", (titan.test_windows, (-1, 0))),
     "options ignored": ("_attend", "if others:", "if not others:", CALLS),
     "context parallelism ignored": ("_attend", "q.shape[1] != k.shape[1]", "False", CALLS),
     "values of another size": ("_attend", "q.shape[-1] != v.shape[-1]", "False", CALLS),
-    "masks by functions taken": ("attention", "and not flex_as_documents", "and flex_as_documents", refused("attention", 0)),
-    "whole sequences as documents": ("attention", "type(config) is ScaledDotProductAttention.Config", "False", (titan.test_sdpa_stays,)),
+    "masks by functions taken": ("_inner", "and not flex_as_documents", "and flex_as_documents", refused("attention", 0)),
+    "whole sequences as documents": ("_inner", "type(config) is ScaledDotProductAttention.Config", "False", (titan.test_sdpa_stays,)),
     "ignored labels count": ("_head", "IGNORE_INDEX", "-1", steps("loss")),
     "a mean for a sum": ("_head", '"sum"', '"mean"', steps("loss")),
     "no logits without labels": ("_head", "labels is None", "labels is not None", VALIDATION),
@@ -85,20 +104,20 @@ def load(monkeypatch):
     importlib.import_module("onepass.integrations").torchtitan = onepass_titan
 
 
-def judge(call, folder):
+def judge(call, folder, patch):
     test, *given = call
-    test(*(folder if each is FOLDER else each for each in given))
+    test(*(folder if each is FOLDER else patch if each is PATCH else each for each in given))
 
 
-def test_the_module_passes(load, tmp_path):
+def test_the_module_passes(load, tmp_path, monkeypatch):
     load(copy_package, onepass_titan)
     for call in {repr(call): call for *_, call in MUTANTS.values()}.values():
-        judge(call, tmp_path)
+        judge(call, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, load, tmp_path):
+def test_mutants(name, load, tmp_path, monkeypatch):
     function, old, new, call = MUTANTS[name]
     load(mutate, onepass_titan, function, old, new)
     with pytest.raises((Exception, pytest.fail.Exception)):
-        judge(call, tmp_path)
+        judge(call, tmp_path, monkeypatch)

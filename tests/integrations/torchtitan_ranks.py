@@ -15,7 +15,7 @@ import onepass
 
 TP = {"tensor_parallel_degree": 2}
 PLAIN = {"enable_sequence_parallel": False}
-CASES = {  # how the ranks share, and whether they compile
+CASES = {  # how the ranks share, and whether they compile; with and without `gqa`
     "fsdp": ({"spmd_backend": "partial_dtensor"}, False),
     "fsdp, compiled": ({"spmd_backend": "partial_dtensor"}, True),
     "tp, sp": ({"spmd_backend": "partial_dtensor", **TP}, False),
@@ -36,12 +36,12 @@ def run(rank, ranks, folder, backend):
     found = {}
     for case, (parallelism, compiled) in CASES.items():
         plain = parallelism["spmd_backend"] == "spmd_types"
-        for ours in (False, True):
-            names, kind = (runs.NAMES, "varlen") if ours else ((), "flex")
+        for names in ((), runs.NAMES, runs.PACKED):
+            kind = "varlen" if names else "flex"
             shared = 1 if "tensor_parallel_degree" in parallelism else ranks
             config = runs.new_config(folder, names, kind, shared, **parallelism)
             config.compile.enable, config.compile.backend = compiled, "aot_eager"
             with onepass.use_backend("torch"), runs.without_fsdp() if plain else contextlib.nullcontext():
-                found[case, ours] = runs.train(config)[0]
+                found[case, names] = runs.train(config)[0]
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -24,12 +24,14 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import parallelize
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 OURS = "onepass.integrations.torchtitan"
 NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
+PACKED = ("norm", "feed_forward", "gqa", "loss")
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 32, 2048, 3
 
 
@@ -101,12 +103,23 @@ class NoTokenizer(BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def new_config(folder, names=(), kind="flex", ranks=1, model="llama3", **parallelism):
+def apart(config):
+    """Projections of q, k and v apart, for an attention's config."""
+    fused = config.qkv_linear
+    shared = {"in_features": fused.wqkv.in_features, "param_init": config.wo.param_init}
+    q, kv = (Linear.Config(out_features=heads * fused.head_dim, **shared) for heads in (fused.n_heads, fused.n_kv_heads))
+    return attention.QKVLinear.Config(head_dim=fused.head_dim, wq=q, wkv=kv)
+
+
+def new_config(folder, names=(), kind="flex", ranks=1, model="llama3", fuse_qkv=True, **parallelism):
     """kind: of attention: "flex" and "varlen" see documents, "sdpa" whole sequences. ranks: that have data of their own."""
     registry = importlib.import_module(f"torchtitan.models.{model}").model_registry
     spec = registry("debugmodel", attn_backend="varlen" if kind == "varlen" else "flex")
     assert spec.model.vocab_size == VOCABULARY
     spec.model.layers = spec.model.layers[:2]
+    if not fuse_qkv:
+        for layer in spec.model.layers:
+            layer.attention.qkv_linear = apart(layer.attention)
     if kind == "sdpa":
         for layer in spec.model.layers:
             layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()

@@ -2,9 +2,9 @@
 
     torchrun ... --override.imports onepass.integrations.torchtitan.norm onepass.integrations.torchtitan.loss
 
-`norm`, `feed_forward`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls each with every
-config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding stay,
-so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
+`norm`, `feed_forward`, `gqa`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls each with
+every config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding
+stay, so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
 
 Under spmd_types, torchtitan's default, modules see plain tensors; under partial_dtensor, where ranks share a weight, DTensors.
 """
@@ -27,6 +27,7 @@ from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.ops.norm.compiled_projections import projections, use_compiled_projections
 from onepass.ops.norm.norm import rms_norm
 
 _TESTED = TESTED["torchtitan"][-1]
@@ -40,6 +41,9 @@ try:
     from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.attention import (
         FlexAttention,
+        FusedQKVLinear,
+        GQAttention,
+        QKVLinear,
         ScaledDotProductAttention,
         VarlenAttention,
         VarlenMetadata,
@@ -88,6 +92,7 @@ def _check_seam(stock: Any, name: str, *arguments: str) -> None:
 
 
 _check_seam(FeedForward, "forward", "self", "x")
+_check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
 _check_seam(
     VarlenAttention, "forward", "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale", "out_transform", "kwargs"
@@ -120,21 +125,34 @@ class ActivationLinear(Linear):
 
     Config = _config("ActivationLinear", Linear)
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        if not isinstance(gate, DTensor):
-            return activation_linear(torch.cat([gate, up], -1), self.weight)
-        # each rank packs its own columns of both, which no placement of the whole says
-        parts: list[Any] = [gate, up, self.weight]
-        gate, up, weight = (part.to_local() for part in parts)
-        y = activation_linear(torch.cat([gate, up], -1), weight)
-        return DTensor.from_local(y, parts[2].device_mesh, [Partial()], run_check=False)
+    def forward(self, packed: Tensor) -> Tensor:
+        """packed: gates and values. Of a DTensor each rank has its own columns of both, which no placement of the whole says."""
+        if not isinstance(packed, DTensor):
+            return activation_linear(packed, self.weight)
+        weight: Any = self.weight
+        y = activation_linear(packed.to_local(), weight.to_local())
+        return DTensor.from_local(y, packed.device_mesh, [Partial()], run_check=False)
 
 
 class GatedFeedForward(FeedForward):
     Config = _config("GatedFeedForward", FeedForward)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(self.w1(x), self.w3(x))  # type: ignore[no-any-return]
+        return self.w2(_side_by_side(x, self.w1, self.w3))  # type: ignore[no-any-return]
+
+
+def _side_by_side(x: Tensor, *layers: Any) -> Tensor:
+    """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    plain = all(type(layer) is Linear for layer in layers) and len(biases) in (0, len(layers))
+    if plain and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
+        return projections(x, weights, biases)
+    parts = [layer(x) for layer in layers]
+    if not isinstance(parts[0], DTensor):
+        return torch.cat(parts, -1)
+    packed = torch.cat([part.to_local() for part in parts], -1)
+    return DTensor.from_local(packed, parts[0].device_mesh, parts[0].placements, run_check=False)
 
 
 @override(target=FeedForward.Config, description="onepass.activation_linear")
@@ -155,8 +173,11 @@ class InterleavedRoPE(ComplexRoPE):
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = torch.view_as_real(rope_cache.squeeze(2)).unbind(-1)
-        return rope(query, key, cos, sin, interleaved=True)
+        return rope(query, key, *_complex_tables(rope_cache.squeeze(2)), interleaved=True)
+
+
+def _complex_tables(cache: Tensor) -> tuple[Tensor, ...]:
+    return torch.view_as_real(cache).unbind(-1)
 
 
 @override(target=ComplexRoPE.Config, description="onepass.rope, of neighbours")
@@ -172,8 +193,11 @@ class HalvesRoPE(CosSinRoPE):
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
-        cos, _, sin, _ = rope_cache.squeeze(2).chunk(4, -1)
-        return rope(query, key, cos, sin)
+        return rope(query, key, *_cos_sin_tables(rope_cache.squeeze(2)))
+
+
+def _cos_sin_tables(cache: Tensor) -> tuple[Tensor, ...]:
+    return cache.chunk(4, -1)[::2]
 
 
 @override(target=CosSinRoPE.Config, description="onepass.rope, of halves")
@@ -199,10 +223,13 @@ class DocumentAttention(VarlenAttention):
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None, **options: Any
     ) -> Tensor:  # fmt: skip
+        return _attend(q_BLNH, k_BLNH, v_BLNH, options, scale=scale, **self.sees(attention_masks))
+
+    def sees(self, attention_masks: Any) -> dict[str, Any]:
+        """Return the options of `onepass.attention` that say which keys a query sees."""
         if not isinstance(attention_masks, VarlenMetadata):
             raise TypeError(f"attention_masks must be VarlenMetadata, but is {type(attention_masks).__qualname__}")
-        documents = attention_masks.cu_seq_q
-        return _attend(q_BLNH, k_BLNH, v_BLNH, options, scale=scale, causal=self.causal, cu_seqlens=documents, window=self.window)
+        return {"causal": self.causal, "window": self.window, "cu_seqlens": attention_masks.cu_seq_q}
 
 
 def _attend(
@@ -240,13 +267,87 @@ def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
 
     PyTorch's attention of whole sequences stays: cuDNN's kernels need no copy of q, k and v into one tensor.
     """
-    _check("attention", config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
+    return _inner("attention", config, flex_as_documents)
+
+
+def _inner(name: str, config: Any, flex_as_documents: bool) -> Any:
+    _check(name, config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
     if type(config) is ScaledDotProductAttention.Config:
         return config
     if type(config) is FlexAttention.Config and not flex_as_documents:
         why = "its masks are functions. Build the model with attn_backend='varlen'; or, if each layer's mask is causal, within "
-        _refuse("attention", config, f'{why}documents, and has no window, say attention={{"flex_as_documents": true}}')
+        _refuse(name, config, f'{why}documents, and has no window, say {name}={{"flex_as_documents": true}}')
     return derive(config, DocumentAttention.Config)
+
+
+# ---- gqa ----
+
+
+class PackedAttention(GQAttention):
+    """Takes the projection of q, k and v as it is: the rotation, and the norms of heads, are attention's."""
+
+    Config = _config("PackedAttention", GQAttention)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.by_group = isinstance(self.qkv_linear, FusedQKVLinear)
+        self.interleaved = isinstance(self.rope, ComplexRoPE)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        if parallel_dims.cp > 1:
+            raise NotImplementedError("onepass's attention knows no context parallelism: leave the override `gqa` off")
+        super().parallelize(parallel_dims)
+
+    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        layers = self.qkv_linear
+        qkv = layers.wqkv(x_BLD) if self.by_group else _side_by_side(x_BLD, layers.wq, layers.wk, layers.wv)
+        local = qkv.to_local() if isinstance(qkv, DTensor) else qkv
+        shared = self.n_heads // self.n_kv_heads
+        groups = local.shape[-1] // ((shared + 2) * self.head_dim)  # of this rank
+        options = {"scale": self.scaling, "by_group": self.by_group, "interleaved": self.interleaved, "deterministic": False}
+        if self.q_norm is not None and self.k_norm is not None:
+            options |= {"q_weight": _shared(self.q_norm.weight), "k_weight": _shared(self.k_norm.weight), "eps": self.q_norm.eps}
+        tables = self._tables(local.shape[1], positions)
+        if isinstance(self.inner_attention, DocumentAttention):
+            options |= self.inner_attention.sees(attention_masks)
+            tables = [table.expand(local.shape[0], -1, -1).flatten(0, 1)[None] for table in tables]
+            y = attend(local.flatten(0, 1)[None], shared * groups, groups, cos=tables[0], sin=tables[1], **options)
+            y = y.view(*local.shape[:2], -1)
+        elif attention_masks is not None:
+            raise ValueError("ScaledDotProductAttention takes no attention_masks")
+        else:
+            y = attend(local, shared * groups, groups, cos=tables[0], sin=tables[1], **options)
+        if isinstance(qkv, DTensor):
+            y = DTensor.from_local(y, qkv.device_mesh, qkv.placements, run_check=False)
+        return self.wo(y)  # type: ignore[no-any-return]
+
+    def _tables(self, length: int, positions: Tensor | None) -> list[Tensor]:
+        """Return cos and sin of the positions: [length, R/2], or [rows, length, R/2]."""
+        cache = self.rope.cache.to_local() if isinstance(self.rope.cache, DTensor) else self.rope.cache
+        cache = cache[:length] if positions is None else cache[positions[0] if positions.shape[0] == 1 else positions]
+        return list(_complex_tables(cache) if self.interleaved else _cos_sin_tables(cache))
+
+
+def _shared(weight: Any) -> Tensor:
+    """Return a weight that all ranks have, whose gradient is a sum over theirs."""
+    return weight.to_local(grad_placements=[Partial()]) if isinstance(weight, DTensor) else weight
+
+
+@override(target=GQAttention.Config, description="onepass.attention, of the projection as it is")
+def gqa(config: Any, *, flex_as_documents: bool = False) -> Any:
+    """In the place of `attention`, `complex_rope` and `cos_sin_rope`. flex_as_documents: as of `attention`."""
+    _check("gqa", config, GQAttention.Config)
+    known = {
+        "qkv_linear": (FusedQKVLinear.Config, QKVLinear.Config),
+        "rope": (ComplexRoPE.Config, CosSinRoPE.Config),
+        "qk_norm": (RMSNorm.Config, type(None)),
+    }
+    for field, kinds in known.items():
+        found = type(getattr(config, field))
+        if found not in kinds:
+            wanted = " or ".join(kind.__qualname__ for kind in kinds)
+            _refuse("gqa", config, f"its {field} must be {wanted}, but is {found.__qualname__}")
+    return derive(config, PackedAttention.Config, inner_attention=_inner("gqa", config.inner_attention, flex_as_documents))
 
 
 # ---- loss ----
