@@ -149,6 +149,8 @@ def test_pytorchs_is_taken_where_it_is_faster(a_gpu, monkeypatch):
     assert not pytorch_is_faster(a_gpu(2048, is_cuda=False), 128, ANY_ORDER)
     assert not pytorch_is_faster(a_gpu(2048), 128, ANY_ORDER._replace(in_order=True))
     assert refusals(monkeypatch, lambda: pytorch_is_faster(a_gpu(2048), 128, ANY_ORDER))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not pytorch_is_faster(a_gpu(2048), 128, ANY_ORDER)
 
 
 @pytest.mark.parametrize(

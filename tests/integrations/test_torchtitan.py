@@ -18,14 +18,17 @@ pytest.importorskip("spmd_types", reason="needs torchtitan's spmd_types")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its dependencies' own
     from integrations import torchtitan_ranks, torchtitan_runs
-    from integrations.torchtitan_runs import NAMES, OURS, PACKED, VOCABULARY, new_config, train
+    from integrations.torchtitan_runs import BLOCK, NAMES, OURS, PACKED, SETS, VOCABULARY, new_config, train
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.distributed import utils as distributed
     from torchtitan.models.common import attention, feed_forward, linear, nn_modules, rope
+    from torchtitan.models.common.decoder import TransformerBlock
     from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
+    from torchtitan.models.deepseek_v3 import model as deepseek_v3
+    from torchtitan.models.llama3 import model as llama3
 
     from onepass.integrations import torchtitan as onepass_titan
 from parallel.worlds import found_by
@@ -64,33 +67,35 @@ def stock(kind, folder, **options):
     return _stock[key]
 
 
-def assert_alike(found, expected, steps=torchtitan_runs.STEPS):
+def assert_alike(found, expected, steps=torchtitan_runs.STEPS, norms=1e-6):
     assert len(found) == len(expected) == steps
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(stock_loss, rel=2e-6) and norm == pytest.approx(stock_norm, rel=1e-6)
+        assert loss == pytest.approx(stock_loss, rel=2e-6) and norm == pytest.approx(stock_norm, rel=norms)
 
 
 # ---- training ----
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES, ("gqa",), PACKED], ids=",".join)
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES, ("gqa",), PACKED, BLOCK], ids=",".join)
 @pytest.mark.parametrize("kind", ("sdpa", "varlen"))
 def test_three_steps(names, kind, tmp_path):
-    if kind == "varlen" and not {"attention", "gqa"} & {*names}:
+    if kind == "varlen" and not {"attention", "gqa", "block"} & {*names}:
         pytest.skip("VarlenAttention needs a GPU")
     found, model = train(new_config(tmp_path, names, kind))
     assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path))
     made = {cls.__name__ for module in model.modules() for cls in type(module).__mro__ if cls.__module__ == OURS}
     classes = ("Norm", "GatedFeedForward", "InterleavedRoPE", *(["DocumentAttention"] if kind == "varlen" else []))
-    of_name = dict(zip(NAMES, classes, strict=False)) | {"gqa": "PackedAttention"}
+    of_name = dict(zip(NAMES, classes, strict=False)) | {"gqa": "PackedAttention", "block": "Llama3Block"}
     expected = {of_name[name] for name in names if name in of_name} | ({"DocumentAttention"} if kind == "varlen" else set())
+    expected |= {"PackedAttention", "GatedFeedForward", "_FoldedNorms"} if "block" in names else set()
     assert made - {"ActivationLinear"} == expected
 
 
 @pytest.mark.parametrize("kind", ("sdpa", "varlen"))
-def test_projections_apart(kind, tmp_path):
+@pytest.mark.parametrize("names", (PACKED, BLOCK), ids=",".join)
+def test_projections_apart(names, kind, tmp_path):
     """wq, wk and wv with weights of their own."""
-    found = train(new_config(tmp_path, PACKED, kind, fuse_qkv=False))[0]
+    found = train(new_config(tmp_path, names, kind, fuse_qkv=False))[0]
     assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path, fuse_qkv=False))
 
 
@@ -98,6 +103,7 @@ def test_projections_apart(kind, tmp_path):
     ("model", "names"),
     [("qwen3", ("norm", "feed_forward", "cos_sin_rope", "attention", "loss")),  # norms of heads
      ("qwen3", ("feed_forward", "gqa", "loss")),
+     ("qwen3", BLOCK),
      ("deepseek_v3", ("norm", "feed_forward", "complex_rope", "loss"))],  # experts, of which some are shared
 )  # fmt: skip
 def test_other_models(model, names, tmp_path):
@@ -105,7 +111,7 @@ def test_other_models(model, names, tmp_path):
     assert_alike(*found)
 
 
-@pytest.mark.parametrize("name", ("attention", "gqa"))
+@pytest.mark.parametrize("name", ("attention", "gqa", "block"))
 def test_flex_as_documents(name, tmp_path):
     config = new_config(tmp_path)
     config.override.imports = [(f"{OURS}.{name}", {"flex_as_documents": True})]
@@ -114,7 +120,7 @@ def test_flex_as_documents(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ("sdpa", "varlen"))
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
+@pytest.mark.parametrize("names", SETS, ids=",".join)
 def test_compiled(names, kind, backend, tmp_path):
     config = new_config(tmp_path, names, kind)
     config.compile.enable, config.compile.backend = True, backend
@@ -123,7 +129,7 @@ def test_compiled(names, kind, backend, tmp_path):
 
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("policy", ("FullAC", "SelectiveAC"))
-@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
+@pytest.mark.parametrize("names", SETS, ids=",".join)
 def test_activation_checkpointing(names, policy, compiled, tmp_path):
     config = new_config(tmp_path, names, "varlen")
     config.activation_checkpoint = getattr(activation_checkpoint, policy).Config()
@@ -181,8 +187,8 @@ def test_checkpoints(first, tmp_path):
 
 
 def test_state_dicts(tmp_path):
-    keys = [list(train(new_config(tmp_path, names, "sdpa"))[1].state_dict()) for names in ((), NAMES, PACKED)]
-    assert keys[0] == keys[1] == keys[2]
+    keys = [list(train(new_config(tmp_path, names, "sdpa"))[1].state_dict()) for names in ((), *SETS)]
+    assert all(each == keys[0] for each in keys)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +196,7 @@ def of_two_ranks(tmp_path_factory):
     return found_by(torchtitan_ranks.run, ("gloo", 2), tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("names", (NAMES, PACKED), ids=",".join)
+@pytest.mark.parametrize("names", SETS, ids=",".join)
 @pytest.mark.parametrize("case", torchtitan_ranks.CASES)
 def test_two_ranks(case, names, of_two_ranks):
     for found in of_two_ranks:
@@ -250,6 +256,45 @@ def test_plain_layers_are_one_product(biased, monkeypatch):
         y.square().sum().backward()
         found.append([y, leaf.grad, *(parameter.grad for parameter in module.parameters())])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert len(taken) == 1
+
+
+def test_moe_blocks(tmp_path):
+    """Of Qwen 3: their attention and norms; experts stay."""
+    found = []
+    for names in (BLOCK, ()):
+        config = new_config(tmp_path, names, "sdpa", model="qwen3")
+        spec = importlib.import_module("torchtitan.models.qwen3").model_registry("debugmodel_moe", attn_backend="flex").model
+        for layer in config.model_spec.model.layers:
+            layer.feed_forward, layer.moe = None, spec.layers[0].moe
+        found.append(train(config)[0])
+    assert_alike(*found, norms=1e-5)
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_a_norm_within_one_product(biased, monkeypatch):
+    """As on a GPU: of w1 and w3, which keep x + residual, and not its norm."""
+    up = new_linear(bias=biased)
+    config = feed_forward.FeedForward.Config(w1=up, w3=up, w2=new_linear())
+    norm = nn_modules.RMSNorm.Config(normalized_shape=8, eps=1e-3).build()
+    theirs, ours = config.build(), onepass_titan.feed_forward(config).build()
+    ours.load_state_dict(theirs.state_dict())
+    torch.nn.init.normal_(norm.weight)
+    taken, projections = [], onepass_titan.norm_projections
+    monkeypatch.setattr(onepass_titan, "use_compiled_projections", lambda *_: True)
+    monkeypatch.setattr(onepass_titan, "norm_projections", lambda *given: taken.append(given) or projections(*given))
+    found, given = [], (torch.randn(2, 12, 8), torch.randn(2, 12, 8))
+    for module in (ours, theirs):
+        norm.zero_grad()
+        x, residual = (each.clone().requires_grad_() for each in given)
+        if module is ours:
+            y = module(x, norm=norm, residual=residual)
+        else:
+            h = x + residual
+            y = h + module(norm(h))
+        y.square().sum().backward()
+        found.append([y, x.grad, residual.grad, norm.weight.grad, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert len(taken) == 1
 
 
@@ -362,6 +407,11 @@ def of_gqa(kind=attention.GQAttention, **options):
     return kind.Config(n_heads=1, dim=8, wo=new_linear(), **given)
 
 
+def of_block(kind=llama3.Llama3TransformerBlock, **options):
+    norm = nn_modules.RMSNorm.Config(normalized_shape=8)
+    return kind.Config(**{"attention": of_gqa(), "attention_norm": norm, "ffn_norm": norm, **options})
+
+
 SQUARED = Squared.Config(in_features=8, out_features=8)
 FEED_FORWARD = {"w1": new_linear(), "w3": new_linear()}
 REFUSED = [
@@ -379,6 +429,9 @@ REFUSED = [
     ("gqa", of_gqa(qk_norm=Scaled.Config(normalized_shape=8)), r"qk_norm must be RMSNorm\.Config or NoneType, but is Scaled"),
     ("gqa", of_gqa(GatedAttention), r"GatedAttention\.Config .*GQAttention\.Config alone"),
     ("gqa", of_gqa(inner_attention=attention.FlexAttention.Config()), r"FlexAttention\.Config .*flex_as_documents"),
+    ("block", of_block(deepseek_v3.DeepSeekV3TransformerBlock), r"DeepSeekV3TransformerBlock\.Config .*Llama3.* or Qwen3"),
+    ("block", of_block(ffn_norm=Scaled.Config(normalized_shape=8)), r"Scaled\.Config .*RMSNorm\.Config alone"),
+    ("gqa", of_block(attention=of_gqa(GatedAttention)), r"GatedAttention\.Config"),
     ("loss", MSELoss.Config(), r"MSELoss\.Config"),
     ("loss", ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), r"MSELoss\.Config .*CrossEntropyLoss\.Config alone"),
 ]
@@ -387,10 +440,10 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "config", "said"), REFUSED)
 def test_configs_that_are_refused(name, config, said):
     with pytest.raises(NotImplementedError, match=rf"{name}.* can't replace .*{said}"):
-        getattr(onepass_titan, name)(config)
+        getattr(onepass_titan, "block" if isinstance(config, TransformerBlock.Config) else name)(config)
 
 
-@pytest.mark.parametrize("name", (*NAMES, "gqa"))
+@pytest.mark.parametrize("name", (*NAMES, "gqa", "block"))
 def test_full_dtensor_is_refused(name, tmp_path):
     """By the trainer, before it builds a model."""
     config = new_config(tmp_path, (name,), "sdpa", spmd_backend="full_dtensor")

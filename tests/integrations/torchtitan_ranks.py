@@ -15,7 +15,7 @@ import onepass
 
 TP = {"tensor_parallel_degree": 2}
 PLAIN = {"enable_sequence_parallel": False}
-CASES = {  # how the ranks share, and whether they compile; with and without `gqa`
+CASES = {  # how the ranks share, and whether they compile; with each set of overrides
     "fsdp": ({"spmd_backend": "partial_dtensor"}, False),
     "fsdp, compiled": ({"spmd_backend": "partial_dtensor"}, True),
     "tp, sp": ({"spmd_backend": "partial_dtensor", **TP}, False),
@@ -36,7 +36,7 @@ def run(rank, ranks, folder, backend):
     found = {}
     for case, (parallelism, compiled) in CASES.items():
         plain = parallelism["spmd_backend"] == "spmd_types"
-        for names in ((), runs.NAMES, runs.PACKED):
+        for names in ((), *runs.SETS):
             kind = "varlen" if names else "flex"
             shared = 1 if "tensor_parallel_degree" in parallelism else ranks
             config = runs.new_config(folder, names, kind, shared, **parallelism)

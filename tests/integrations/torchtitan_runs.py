@@ -32,6 +32,8 @@ from torchtitan.trainer import Trainer
 OURS = "onepass.integrations.torchtitan"
 NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
 PACKED = ("norm", "feed_forward", "gqa", "loss")
+BLOCK = ("block", "loss")
+SETS = NAMES, PACKED, BLOCK
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 32, 2048, 3
 
 

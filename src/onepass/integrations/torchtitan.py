@@ -2,9 +2,9 @@
 
     torchrun ... --override.imports onepass.integrations.torchtitan.norm onepass.integrations.torchtitan.loss
 
-`norm`, `feed_forward`, `gqa`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls each with
-every config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and their sharding
-stay, so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError, which names it.
+`block`, `norm`, `feed_forward`, `gqa`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls
+each with every config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and
+their sharding stay, so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError and is named.
 
 Under spmd_types, torchtitan's default, modules see plain tensors; under partial_dtensor, where ranks share a weight, DTensors.
 """
@@ -27,8 +27,10 @@ from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.norm.compiled_projections import projections, use_compiled_projections
+from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
+from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import rms_norm
+from onepass.ops.norm.norm_linear import norm_linear
 
 _TESTED = TESTED["torchtitan"][-1]
 _VERSION = Seams("torchtitan", _TESTED).version  # warns of a newer one
@@ -48,10 +50,13 @@ try:
         VarlenAttention,
         VarlenMetadata,
     )
+    from torchtitan.models.common.decoder import TransformerBlock
     from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
+    from torchtitan.models.llama3.model import Llama3TransformerBlock
+    from torchtitan.models.qwen3.model import Qwen3TransformerBlock
     from torchtitan.protocols.module import Module
 except ImportError as error:
     raise SeamError(
@@ -92,6 +97,8 @@ def _check_seam(stock: Any, name: str, *arguments: str) -> None:
 
 
 _check_seam(FeedForward, "forward", "self", "x")
+for _block in (Llama3TransformerBlock, Qwen3TransformerBlock):
+    _check_seam(_block, "forward", "self", "x", "attention_masks", "positions")
 _check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
 _check_seam(
@@ -137,22 +144,46 @@ class ActivationLinear(Linear):
 class GatedFeedForward(FeedForward):
     Config = _config("GatedFeedForward", FeedForward)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(_side_by_side(x, self.w1, self.w3))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
+        """With a norm: h + w2(...) of norm(h), h being x + residual."""
+        if norm is None:
+            return self.w2(_side_by_side(x, self.w1, self.w3))  # type: ignore[no-any-return]
+        packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3)
+        return h + self.w2(packed)  # type: ignore[no-any-return]
 
 
 def _side_by_side(x: Tensor, *layers: Any) -> Tensor:
     """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
-    weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    plain = all(type(layer) is Linear for layer in layers) and len(biases) in (0, len(layers))
-    if plain and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
+    weights, biases = _parameters(layers)
+    if weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
         return projections(x, weights, biases)
     parts = [layer(x) for layer in layers]
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]
     if not isinstance(parts[0], DTensor):
         return torch.cat(parts, -1)
     packed = torch.cat([part.to_local() for part in parts], -1)
     return DTensor.from_local(packed, parts[0].device_mesh, parts[0].placements, run_check=False)
+
+
+def _norm_side_by_side(x: Tensor, residual: Tensor | None, norm: Any, *layers: Any) -> tuple[Tensor, Tensor]:
+    """`_side_by_side` of norm(h), and h, which is x + residual. Plain layers keep h alone for backward, and not its norm."""
+    weights, biases = _parameters(layers)
+    if len(weights) == 1:
+        of_norm = {"eps": norm.eps, "residual": residual, "return_input": True}
+        return norm_linear(x, norm.weight, weights[0], biases[0] if biases else None, **of_norm)  # type: ignore[no-any-return]
+    if weights and use_compiled_projections(x, norm.weight, weights, biases):
+        return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases)
+    h = x if residual is None else x + residual
+    return _side_by_side(norm(h), *layers), h
+
+
+def _parameters(layers: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights and biases of plain layers; none if one of them is another's, or some have no bias."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if any(type(layer) is not Linear for layer in layers) or len(biases) not in (0, len(layers)):
+        return [], []
+    return [layer.weight for layer in layers], biases
 
 
 @override(target=FeedForward.Config, description="onepass.activation_linear")
@@ -298,9 +329,11 @@ class PackedAttention(GQAttention):
             raise NotImplementedError("onepass's attention knows no context parallelism: leave the override `gqa` off")
         super().parallelize(parallel_dims)
 
-    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
-        layers = self.qkv_linear
-        qkv = layers.wqkv(x_BLD) if self.by_group else _side_by_side(x_BLD, layers.wq, layers.wk, layers.wv)
+    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None, *, norm: Any = None) -> Tensor:
+        """With a norm: of norm(x)."""
+        names = ("wqkv",) if self.by_group else ("wq", "wk", "wv")
+        layers = [getattr(self.qkv_linear, name) for name in names]
+        qkv = _side_by_side(x_BLD, *layers) if norm is None else _norm_side_by_side(x_BLD, None, norm, *layers)[0]
         local = qkv.to_local() if isinstance(qkv, DTensor) else qkv
         shared = self.n_heads // self.n_kv_heads
         groups = local.shape[-1] // ((shared + 2) * self.head_dim)  # of this rank
@@ -348,6 +381,51 @@ def gqa(config: Any, *, flex_as_documents: bool = False) -> Any:
             wanted = " or ".join(kind.__qualname__ for kind in kinds)
             _refuse("gqa", config, f"its {field} must be {wanted}, but is {found.__qualname__}")
     return derive(config, PackedAttention.Config, inner_attention=_inner("gqa", config.inner_attention, flex_as_documents))
+
+
+# ---- block ----
+
+
+class _FoldedNorms:
+    """x + attention(norm(x)), then h + mlp(norm(h)), each norm within the product that reads it."""
+
+    divided = False  # over tensor-parallel ranks, which gather what comes between a norm and its product
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        self.divided = parallel_dims.tp > 1
+        super().parallelize(parallel_dims)  # type: ignore[misc]
+
+    def forward(self: Any, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        if self.divided:
+            return super().forward(x, attention_masks, positions)  # type: ignore[misc,no-any-return]
+        attended = self.attention(x, attention_masks, positions, norm=self.attention_norm)
+        if hasattr(self, "feed_forward"):
+            return self.feed_forward(attended, norm=self.ffn_norm, residual=x)  # type: ignore[no-any-return]
+        h = attended + x
+        return h + self.moe(self.ffn_norm(h))  # type: ignore[no-any-return]
+
+
+class Llama3Block(_FoldedNorms, Llama3TransformerBlock):
+    Config = _config("Llama3Block", Llama3TransformerBlock)
+
+
+class Qwen3Block(_FoldedNorms, Qwen3TransformerBlock):
+    Config = _config("Qwen3Block", Qwen3TransformerBlock)
+
+
+_BLOCKS: dict[Any, Any] = {Llama3TransformerBlock.Config: Llama3Block, Qwen3TransformerBlock.Config: Qwen3Block}
+
+
+@override(target=TransformerBlock.Config, description="onepass's attention and products, the norms in them")
+def block(config: Any, *, flex_as_documents: bool = False) -> Any:
+    """In the place of all other overrides of a block's parts. flex_as_documents: as of `attention`."""
+    _check("block", config, *_BLOCKS)
+    for field in ("attention_norm", "ffn_norm"):
+        _check(f"block, of its {field},", getattr(config, field), RMSNorm.Config)
+    parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents)}
+    if config.feed_forward is not None:
+        parts["feed_forward"] = feed_forward(config.feed_forward)
+    return derive(config, _BLOCKS[type(config)].Config, **parts)
 
 
 # ---- loss ----
