@@ -333,7 +333,7 @@ def fusion_table(path):
 
 # ---- training a whole model ----
 
-COMPILED = "plain, compiled"
+PLAIN, IN_BF16 = "plain", "plain, bf16 weights"  # of benchmarks/plain_gpt.py, compiled
 SIZES = {"124M": "16 x 1024", "1B": "4 x 4096", "8B_four_layers": "1 x 8192", "124M_llama": "16 x 1024"}  # of benchmarks/gpt.py
 
 
@@ -342,9 +342,9 @@ def fp8_way(way):
 
 
 def step_lines(results):
-    """Yield a line for each way of a model, beside the plain one under torch.compile."""
-    for title, ways in ((title, ways) for title, ways in results["rows"].items() if COMPILED in ways):
-        plain = ways[COMPILED]
+    """Yield a line for each way of a model, beside the plain one."""
+    for title, ways in ((title, ways) for title, ways in results["rows"].items() if PLAIN in ways):
+        plain = ways[PLAIN]
         for way, found in ways.items():
             if "error" in found or fp8_way(way):
                 continue
@@ -358,29 +358,26 @@ def step_lines(results):
 DETERMINISTIC = (
     "Both are deterministic (`torch.use_deterministic_algorithms`), which is the default of `onepass train`. It slows down the "
     "backward of PyTorch's attention by half or more, so the gap is wider than in the next table. onepass releases the memory of "
-    "1B's gradients between steps (`--release-main-grads`), except with CUDA graphs and in the next table."
+    "1B's gradients between steps (`--release-main-grads`), except with CUDA graphs."
 )
 FREE = (
     "Sums may have any order (`--no-deterministic`). PyTorch then takes cuDNN's attention; so does onepass where it is faster. "
-    "Compare within a table: a step differs by 3 to 4 % from one H200 to another. *plain, compiled* of both tables is the "
-    "model of onepass by PyTorch's operators; `benchmarks/gpt.py` has a faster plain model since. On one H100 a step of 1B takes "
-    "that one 269.2 ms and onepass 256.0, deterministic 300.0 and 258.3 (`gpt_1B.json`, `gpt_free_1B.json`)."
+    "Compare within a table: a step differs by 3 to 4 % from one GPU to another."
 )
 
 
-def training_tables(folder):
-    models, free = (sorted(folder.glob(f"gpt_{kind}[0-9]*.json")) for kind in ("", "free_"))
+def training_tables(*folders):
     lines = []
-    for said, paths in ((DETERMINISTIC, models), (FREE, free)):
-        results = [json.loads(path.read_text()) for path in paths]
-        results = [each for each in results if any(COMPILED in ways for ways in each["rows"].values())]
+    for said, kind in ((DETERMINISTIC, ""), (FREE, "free_")):
+        results = [json.loads(path.read_text()) for folder in folders for path in sorted(folder.glob(f"gpt_{kind}[0-9]*.json"))]
+        results = [each for each in results if any(PLAIN in ways for ways in each["rows"].values())]
         if not results:
             continue
         commits = ", ".join({each["commit"]: 0 for each in results})
         measured = f"One {results[0]['gpu']}, torch {results[0]['versions']['torch']}, commit {commits}."
-        speed = "ms a step", "tokens/s", f"speed over {COMPILED}", "of cuBLAS's best"
+        speed = "ms a step", "tokens/s", f"speed over {PLAIN}", "of cuBLAS's best"
         lines += [*([""] if lines else []), f"{said} {measured}", ""]
-        lines += header("tokens", "", *speed, "peak GiB", f"of {COMPILED}'s")
+        lines += header("tokens", "", *speed, "peak GiB", f"of {PLAIN}'s")
         lines += [each for result in results for each in step_lines(result)]
     return "\n".join(lines)
 
@@ -532,12 +529,12 @@ def headline_line(title, unit, digits, ours, peer, memory):
     return line([title, *times, f"**{peer[1] / ours[1]:.2f} x**", f"{ours[2]:{memory}} / {peer[2]:{memory}}"])
 
 
-def step_headline(title, path):
-    """The model 1B beside the fastest plain way."""
-    ways = json.loads(path.read_text())["rows"]["1B"]
-    found = {name: (name, way["ms"], way["peak_gib"]) for name, way in ways.items() if "error" not in way}
-    peer = min((each for name, each in found.items() if name.startswith("plain") and not fp8_way(name)), key=lambda each: each[1])
-    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
+def step_headline(title, path, peer=PLAIN):
+    """The model 1B beside a plain way."""
+    results = json.loads(path.read_text())
+    ways = results["rows"]["1B"]
+    ours, plain = ((name, ways[name]["ms"], ways[name]["peak_gib"]) for name in ("onepass", peer))
+    return headline_line(f"{title} ({short(results['gpu'])})", "ms", 1, ours, plain, ".1f")
 
 
 def huggingface_headline(title, path, case):
@@ -596,10 +593,12 @@ def measured_elsewhere(others):
 
 def headline(folder, others=()):
     scripts = folder / "scripts"
+    steps = next(each / "scripts" for each in (folder, *others) if (each / "scripts" / "gpt_1B.json").exists())
     lines = [
         *header("", "onepass", "fastest peer", "speed", "peak GiB"),
-        step_headline("Training step, Llama 1B, `onepass.gpt`, 4 x 4096 tokens", scripts / "gpt_free_1B.json"),
-        step_headline("The same, deterministic on both sides", scripts / "gpt_1B.json"),
+        step_headline("Training step, Llama 1B, `onepass.gpt`, 4 x 4096 tokens", steps / "gpt_free_1B.json"),
+        step_headline("The same, the peer without fp32 masters", steps / "gpt_free_1B.json", IN_BF16),
+        step_headline("The same, deterministic on both sides", steps / "gpt_1B.json"),
         huggingface_headline(
             "Training step, Llama 1B, Hugging Face, 4 x 4096 tokens", scripts / "huggingface.json", "llama_1b 4x4096"
         ),
@@ -726,7 +725,7 @@ def all_figures(folder=RESULTS):
         FIGURES: tables(folder, others),
         LOSS: loss_tables(scripts),
         FUSION: fusion_table(scripts / "fusion.json"),
-        TRAINING: training_tables(scripts),
+        TRAINING: training_tables(*(each / "scripts" for each in (folder, *others))),
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(sorted(scripts.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),

@@ -463,8 +463,9 @@ def test_launches():
     assert ours == ["_rope_kernel", "_attend_kernel", "_dq_kernel", "_dk_dv_kernel", "_rope_kernel"]
 
 
-def test_memory():
-    """Forward: y and a number a head and token. Backward: the gradient, and such a number again."""
+def test_memory(monkeypatch):
+    """Forward: y and a number a head and token. Backward: the gradient, and such a number again. flash-attn-4's takes more."""
+    monkeypatch.setattr(choice, "has_flash", lambda *_: False)
     qkv, cos, sin, dy = draw(REAL)
     leaf = qkv.requires_grad_()
     made = leaf * 1
