@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +29,23 @@ def wrong(module: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours:
     """Return the names of a contender's outputs and gradients whose errors are too large."""
     found, allowed = accuracy.judged(module.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
     return accuracy.too_far(found, allowed)
+
+
+def cute(**ops: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """Return a stand-in for Liger's functions, which must be asked for the CuTe DSL and, at their first calls, for no other."""
+    seen: set[str] = set()
+
+    def named(name: str) -> Callable[..., Any]:
+        def call(*args: Any, impl: str, **options: Any) -> Any:
+            assert impl == "nvidia-cutedsl"
+            if name not in seen:
+                assert os.environ.get("LIGER_KERNEL_STRICT") == "1"
+            seen.add(name)
+            return ops[name](*args, **options)
+
+        return call
+
+    return {"liger_kernel.functional": {name: named(name) for name in ops}}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:

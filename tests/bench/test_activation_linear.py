@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import wrong
+from bench.benching import stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import activation_linear
@@ -17,11 +19,37 @@ def given(variant: str) -> tuple[BenchCase, Inputs]:
     return case, activation_linear._inputs(case, torch.device("cpu"), torch.Generator())
 
 
+class _ActLinear(torch.autograd.Function):
+    """As QuACK's: multiply an activation that is made already, and differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(z, weight, y)
+        return F.linear(y, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, weight, y = ctx.saved_tensors
+        with torch.enable_grad():
+            given = z.detach().float().requires_grad_()
+            (dz,) = torch.autograd.grad(F.gelu(given, approximate="tanh"), given, (dy @ weight).float())
+        return dz.to(z.dtype), dy.t() @ y, None
+
+
+def _quack(preact: Tensor, weight: Tensor, x: Tensor, activation: str, tuned: bool) -> Tensor:
+    assert activation == "gelu_tanh_approx" and not tuned and not x.requires_grad
+    y: Tensor = _ActLinear.apply(preact, weight, x)  # type: ignore[no-untyped-call]
+    return y
+
+
 @pytest.mark.parametrize("variant", ["swiglu", "gelu"])
-def test_every_contender_is_called_rightly(variant: str) -> None:
+def test_every_contender_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, {"quack.linear": {"act_linear_func": _quack}})
     case, inputs = given(variant)
-    for contender in activation_linear.BENCH.contenders(case):
-        if not contender.compiles:
+    contenders = activation_linear.BENCH.contenders(case)
+    assert [contender.name for contender in contenders if contender.lacks] == (["QuACK"] if variant == "swiglu" else [])
+    for contender in contenders:
+        if not (contender.compiles or contender.lacks):
             assert not wrong(activation_linear, case, inputs, contender.make(case), contender.ours), contender.name
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, only, wrong
+from bench.benching import bench, only, stand_in, wrong
 
-from onepass.bench import attention
+from onepass.bench import attention, attention_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 
 
@@ -25,11 +25,79 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
     contenders = attention.BENCH.contenders(case)
     for contender in contenders:
-        if not contender.compiles and contender.name != "cuDNN":
+        if not contender.compiles and contender.lacks is None:
             call = contender.make(case)
             assert not wrong(attention, case, inputs, call, contender.ours), contender.name
             assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
             torch.autograd.backward(call(*inputs.tensors.values()), inputs.fresh_grads())  # and again, as when it is timed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what lacks a GPU")
+def test_kernels_for_gpus_are_named_where_there_is_none() -> None:
+    lacking = {variant: {c.name: c.lacks for c in attention.BENCH.contenders(given(variant)[0])} for variant in attention._SHAPES}
+    assert lacking["turned"] == {
+        "onepass": None, "rope + SDPA": None, "cuDNN frontend": "needs a GPU", "flash-attn 4": "needs a GPU",
+        "cuDNN flex": "needs a GPU", "torch.compile": None,
+    }  # fmt: skip
+    assert lacking["turned, any order"]["cuDNN"] == lacking["window"]["varlen_attn"] == "needs a GPU"
+    assert lacking["softcap"]["varlen_attn"] == "no softcap"
+
+
+@pytest.mark.parametrize("variant", ["turned", "plain", "turned, any order"])
+def test_the_frontend_of_cudnn_is_asked_for_the_cases_order(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = given(variant)
+
+    def named(*args: Any, backend: str, deterministic: bool, **given: Any) -> torch.Tensor:
+        assert backend == "cudnn"
+        assert deterministic is (variant != "turned, any order")
+        return attention.attention_reference(*args, **given)
+
+    monkeypatch.setattr(attention, "attention", named)
+    assert not wrong(attention, case, inputs, attention._cudnn_frontend(case))
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_plan: Any, deterministic: bool) -> torch.Tensor:
+    """As cuDNN's: rows of a batch, or documents behind each other, whose queries see intervals of their own keys."""
+    seen, boundaries, ordered = mask_plan
+    assert deterministic is ordered
+    parts = [x.flatten(0, 1) if boundaries is None else x for x in (q, k, v)]
+    lengths = [q.shape[1]] * q.shape[0] if boundaries is None else boundaries.diff().tolist()
+    assert seen.dtype == torch.int32 and seen.is_contiguous() and seen.shape[:1] == (1,) and seen.shape[1] in (1, 3)
+    rows = []
+    for q1, k1, v1, ends in zip(*(x.split(lengths) for x in parts), seen[0].split(lengths, 1), strict=True):
+        keys = torch.arange(k1.shape[0])
+        visible = keys < ends[0][:, None]
+        if len(ends) == 3:
+            visible |= (keys >= ends[1][:, None]) & (keys < ends[2][:, None])
+        each = (x.transpose(0, 1)[None] for x in (q1, k1, v1))
+        y = torch.nn.functional.scaled_dot_product_attention(*each, attn_mask=visible, enable_gqa=True)
+        rows.append(y[0].transpose(0, 1))
+    return torch.cat(rows).view_as(q)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in attention._SHAPES if variant != "softcap"])
+def test_flex_attention_of_cudnn_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = given(variant)
+    made: list[Any] = []
+
+    def plan(seen: torch.Tensor, *parts: torch.Tensor, build_backward: bool, **at: Any) -> Any:
+        assert build_backward
+        if "documents" in variant:
+            assert at["cu_seqlens_q"] is at["cu_seqlens_k"] and at["max_seqlen_q"] == at["max_seqlen_k"] == 3
+        made.append((seen, at.get("cu_seqlens_q"), variant in ("turned", "plain")))
+        return made[0]
+
+    stand_in(monkeypatch, {"cudnn.flex_attention": {"create_mask_plan": plan, "flex_attn_func": _flex}})
+    call = attention._cudnn_flex(case)
+    assert not wrong(attention, case, inputs, call)
+    call(*inputs.tensors.values())
+    assert len(made) == 1
+
+
+def test_the_keys_that_a_window_shows() -> None:
+    seen = attention_options.visible_keys(given("window")[0])  # of 3 keys; 2 sequences of 9
+    assert seen[0, :, :9].tolist() == [[0] * 9, [0, 0, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert torch.equal(seen[0, :, 9:], seen[0, :, :9])
 
 
 def test_what_computes_something_else_is_wrong() -> None:

@@ -92,6 +92,30 @@ def test_what_is_wrong_or_raises_has_no_speed(
     assert "is allowed" in said
 
 
+def test_who_has_no_row_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_peers", lambda: {"Liger": "0.8.5"})
+    with_contenders(
+        monkeypatch,
+        Contender("old", _not_here, lacks="PyTorch 2.9 has none"),
+        Contender("Liger, new", _not_here, "Liger", lacks="why"),
+        Contender("quacks", _not_here, "QuACK"),
+        Contender("CCE", _not_here, "CCE", lacks="no matter"),
+    )
+    named = ("--peer", "old", "--peer", "new", "--peer", "quack")
+    assert bench("bias_activation", "--json", str(tmp_path / "run.json"), *named) == 0
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert {"old", "Liger, new", "quacks", "CCE"}.isdisjoint(rows_of(tmp_path / "run.json"))
+    reasons = {entry["contender"]: entry["reason"] for entry in found["left_out"]}
+    assert reasons == {"old": "PyTorch 2.9 has none", "Liger, new": "why", "quacks": "not installed"}
+    assert {(entry["op"], entry["case"]) for entry in found["left_out"]} == {("bias_activation", "swiglu 33x40")}
+    assert found["versions"]["peers"] == {"Liger": "0.8.5"}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "without old (PyTorch 2.9 has none); Liger, new (why); quacks (not installed)" in said
+    assert "peers Liger 0.8.5; not installed: CCE (cut-cross-entropy)" in said
+
+
 def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager rounds its intermediates: fine for a peer, not for us."""
     eager = Contender("onepass", bias_activation._eager, ours=True)
@@ -105,7 +129,7 @@ def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         (["nonsense"], "unknown op 'nonsense'; known are activation_linear, attention, bias_activation"),
         (["--case", "gelu 3x3"], "swiglu 33x40"),
-        (["--peer", "nobody"], "eager, torch.compile, torchao tensorwise, torchao rowwise, rope + SDPA"),
+        (["--peer", "nobody"], "eager, torch.compile, QuACK, torchao tensorwise, torchao rowwise, rope + SDPA"),
         (["--plot", "run.jpeg2000"], "must end in .png"),
         (["--json", "."], "is a folder"),
     ],

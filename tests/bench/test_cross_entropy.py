@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, only, stand_in, wrong
+from bench.benching import bench, cute, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import cross_entropy
@@ -46,10 +46,18 @@ def _quack(logits: Tensor, labels: Tensor, reduction: str, inplace_backward: boo
     return _liger(logits, labels, 0.0) if inplace_backward else F.cross_entropy(logits.float(), labels, reduction=reduction)
 
 
+def _trl(logits: Tensor, index: Tensor, temperature: float = 1.0, *, row_mask: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = logits.float().log_softmax(-1)
+    log_prob = log_p.gather(-1, torch.where(row_mask, index, 0)[:, None])[:, 0]
+    return torch.where(row_mask, log_prob, 0.0), -(log_p.exp() * log_p).sum(-1)
+
+
 @pytest.fixture(autouse=True)
 def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
     liger = {"liger_kernel.transformers.functional": {"liger_cross_entropy": _liger}}
-    stand_in(monkeypatch, liger | {"quack.cross_entropy": {"cross_entropy": _quack}})
+    liger |= cute(cross_entropy=lambda *given, label_smoothing: (_liger(*given, label_smoothing), None, None, None))
+    trl = {"trl.kernels": {"selective_log_softmax_and_entropy": _trl}}
+    stand_in(monkeypatch, liger | trl | {"quack.cross_entropy": {"cross_entropy": _quack}})
 
 
 @pytest.mark.parametrize("variant", ["plain", "smoothing", "over"])

@@ -35,21 +35,14 @@ def _quack(hidden: Tensor, weight: Tensor, labels: Tensor, use_scaled_exp: bool,
     return _loss(hidden, weight, labels)
 
 
-@pytest.fixture(autouse=True)
-def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    liger = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=lambda *given: (_loss(*given), None, None))}
-    peers = {"liger_kernel.ops.fused_linear_cross_entropy": liger, "cut_cross_entropy": {"linear_cross_entropy": _loss}}
-    stand_in(monkeypatch, peers | {"quack.linear_cross_entropy": {"chunked_linear_cross_entropy": _quack}})
-
-
-@variants
-def test_every_contender_is_called_rightly(variant: str) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        case, inputs = given(variant, dtype)
-        for contender in linear_cross_entropy.BENCH.contenders(case):
-            if not (contender.compiles or contender.floor):
-                call = contender.make(case)
-                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+def _by_token(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, ignore_index: int = -100, tiles: int = 1,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """As Liger's kernels for Hopper: the loss of each token in fp32, and its entropy in bf16."""
+    assert (temperature, ignore_index, tiles) == (1.0, -100, 1)
+    log_prob, entropy = linear_cross_entropy._logits_policy(hidden, weight, labels)
+    return (-log_prob, entropy.bfloat16()) if return_entropy else -log_prob
 
 
 class _Trl:
@@ -58,19 +51,39 @@ class _Trl:
     @staticmethod
     def apply(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, *rest: object) -> tuple[Tensor, ...]:
         assert bias is None
-        assert rest == (1.0, 32768, None, 1.0, ("entropy",))
+        assert rest in ((1.0, 32768, None, 1.0, ("entropy",)), (1.0, 32768, None, 1.0, ()))
         assert bool((targets >= 0).all())
         return linear_cross_entropy._logits_policy(hidden, weight, targets)
 
 
+@pytest.fixture(autouse=True)
+def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # as the contender sets it, but gone after the test
+    liger = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=lambda *given: (_loss(*given), None, None))}
+    peers = {"liger_kernel.ops.fused_linear_cross_entropy": liger, "cut_cross_entropy": {"linear_cross_entropy": _loss}}
+    by_token = {"LigerFusedScaledCrossEntropySM90Function": SimpleNamespace(apply=_by_token)}
+    peers["liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"] = by_token
+    peers["trl.kernels.chunked_logprob"] = {"ChunkedLogProbFunction": _Trl}
+    stand_in(monkeypatch, peers | {"quack.linear_cross_entropy": {"chunked_linear_cross_entropy": _quack}})
+
+
+@variants
+def test_every_contender_is_called_rightly(variant: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        case, inputs = given(variant, dtype)
+        for contender in linear_cross_entropy.BENCH.contenders(case):
+            if not (contender.compiles or contender.floor or contender.lacks):
+                call = contender.make(case)
+                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+
+
 @policies
-def test_every_contender_of_a_policy_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, {"trl.kernels.chunked_logprob": {"ChunkedLogProbFunction": _Trl}})
+def test_every_contender_of_a_policy_is_called_rightly(variant: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case, inputs = given(variant, dtype)
         assert inputs.asked.keys() == (set() if "forward" in variant else {"hidden", "weight"})
         for contender in linear_cross_entropy.BENCH.contenders(case):
-            if not (contender.compiles or contender.floor):
+            if not (contender.compiles or contender.floor or contender.lacks):
                 call = contender.make(case)
                 assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
 
@@ -88,8 +101,14 @@ def test_a_policys_run_is_set_against_its_products(variant: str, tmp_path: Path,
 
 
 def test_the_chunked_loss_of_pytorch_is_a_contender_where_there_is_one() -> None:
-    names = [contender.name for contender in linear_cross_entropy.BENCH.contenders(given("mean")[0])]
-    assert ("F.linear_cross_entropy" in names) is hasattr(F, "linear_cross_entropy")
+    found = {contender.name: contender for contender in linear_cross_entropy.BENCH.contenders(given("mean")[0])}
+    assert (found["F.linear_cross_entropy"].lacks is None) is hasattr(F, "linear_cross_entropy")
+
+
+def test_an_old_pytorch_is_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    found = {contender.name: contender for contender in linear_cross_entropy.BENCH.contenders(given("mean")[0])}
+    assert found["F.linear_cross_entropy"].lacks == f"PyTorch {torch.__version__} has none, 2.13 has"
 
 
 @variants

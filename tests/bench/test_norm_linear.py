@@ -99,7 +99,11 @@ def test_a_reference_that_fails_leaves_no_ratio(tmp_path: Path, monkeypatch: pyt
 
 def test_packages_without_a_function_are_named_with_the_op() -> None:
     plans = [runner.BenchPlan(registry.load(op), [], lambda _: True) for op in ("bias_activation", "norm", "norm_linear")]
-    assert command._without(plans[:1])["Apex"] == "has activations in matrix products only"
-    several = command._without(plans)
-    assert several["Apex"].startswith("bias_activation: has activations in matrix products only; norm_linear: ")
-    assert several["Megatron-core"].startswith("norm: takes its norms from")
+    for plan in plans:
+        plan.cases = plan.bench.cases(torch.device("cuda"), torch.bfloat16, True)
+    assert command._without(plans[:1], ["Apex"]) == ["bias_activation: Apex (has activations in matrix products only)"]
+    of_activation, of_norm, of_product = command._without(plans, ["Liger", "Apex", "Megatron-core", "CCE"])
+    assert of_activation == "bias_activation: Apex (has activations in matrix products only); nothing like it in CCE"
+    assert of_norm.startswith("norm: Megatron-core (takes its norms from")
+    assert of_product.startswith("norm_linear: Liger (has no norm with the product that follows); Apex (")
+    assert command._without(plans, ["Liger"])[:1] == [of_product.partition("; ")[0]]  # the others compare with it

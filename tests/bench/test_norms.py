@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, only, stand_in, wrong
+from bench.benching import bench, cute, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -150,6 +151,16 @@ def _quack_layer_backward(
     return dx.to(x.dtype), (dy * normed).sum(0).to(weight.dtype), dy.sum(0).to(weight.dtype)
 
 
+def _cudnn_rms(input: Tensor, weight: Tensor, bias: None = None, eps: float = 1.0) -> Tensor:
+    assert weight.dtype == input.dtype
+    return F.rms_norm(input, weight.shape, weight, eps)
+
+
+def _cudnn_layer(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float = 1.0) -> Tensor:
+    assert weight.dtype == bias.dtype == torch.float32
+    return F.layer_norm(input.float(), normalized_shape, weight, bias, eps).to(input.dtype)
+
+
 def _apex_rms(input: Tensor, weight: Tensor, normalized_shape: tuple[int, ...], eps: float = 1.0) -> Tensor:
     return F.rms_norm(input, normalized_shape, weight, eps)
 
@@ -173,6 +184,8 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": _function(_liger_rms)},
         "liger_kernel.ops.layer_norm": {"LigerLayerNormFunction": _function(_liger_layer)},
         "liger_kernel.ops.fused_add_rms_norm": {"LigerFusedAddRMSNormFunction": _function(_liger_adding)},
+        **cute(rms_norm=_liger_rms, layer_norm=_liger_layer, fused_add_rms_norm=_liger_adding),
+        "cudnn.ops.norm": {"rms_norm": _cudnn_rms, "layer_norm": _cudnn_layer},
         "quack": {"rmsnorm": _quack},
         "quack.rmsnorm": {"layernorm_fwd": _quack_layer_forward, "layernorm_bwd": _quack_layer_backward},
         "apex.normalization.fused_layer_norm": {"fused_rms_norm_affine": _apex_rms, "fused_layer_norm_affine": _apex_layer},
@@ -188,7 +201,9 @@ def test_every_peer_of_the_norms_is_called_rightly(variant: str) -> None:
     found = {contender.name: contender for contender in norm.BENCH.contenders(case) if contender.package}
     for contender in found.values():
         assert not wrong(norm, case, inputs, contender.make(case)), contender.name
-    assert ("QuACK" in found, "Apex" in found) == (variant != "layer+residual", "residual" not in variant)
+    with_sum, alone = ("QuACK", "Liger, CuTe"), ("Apex", "cuDNN frontend")
+    assert [name in found for name in with_sum] == [variant != "layer+residual"] * 2
+    assert [name in found for name in alone] == ["residual" not in variant] * 2
     assert {contender.package for contender in found.values()} <= set(peers.PACKAGES)
 
 
@@ -210,6 +225,36 @@ def test_transformer_engine_is_looked_for_without_importing_it(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     assert peers.find_peers()["Transformer Engine"] == "of unknown version"
+
+
+def test_a_fallback_of_liger_is_refused_once_and_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger may use Triton for a part of other functions: strictness outlives no call, and no later call is slowed by it."""
+    seen: list[str | None] = []
+
+    def norm_of(*_: object, impl: str) -> None:
+        seen.append(os.environ.get("LIGER_KERNEL_STRICT"))
+
+    stand_in(monkeypatch, {"liger_kernel.functional": {"rms_norm": norm_of}})
+    monkeypatch.delenv("LIGER_KERNEL_STRICT", raising=False)
+    function = peers.liger_cute("rms_norm")
+    function()
+    assert "LIGER_KERNEL_STRICT" not in os.environ
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "0")
+    function()
+    peers.liger_cute("rms_norm")()
+    assert seen == ["1", "0", "1"]
+    assert os.environ["LIGER_KERNEL_STRICT"] == "0"
+
+
+def test_parameters_in_fp32_are_made_once_and_pass_gradients_on() -> None:
+    convert, weight = peers.in_fp32(), Parameter(torch.randn(4, dtype=torch.bfloat16))
+    (wide,) = convert(weight)
+    assert wide.dtype == torch.float32 and torch.equal(wide, weight.float())
+    assert convert(weight)[0].data_ptr() == wide.data_ptr()
+    (grad,) = torch.autograd.grad((wide * 3).sum(), weight)
+    assert grad.dtype == torch.bfloat16 and torch.equal(grad, torch.full_like(weight, 3))
+    other = Parameter(torch.randn(4, dtype=torch.bfloat16))
+    assert torch.equal(convert(other)[0], other.float())
 
 
 # ---- what is said ----

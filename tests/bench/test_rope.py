@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, only, stand_in, wrong
+from bench.benching import bench, cute, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import rope
@@ -43,9 +43,26 @@ class _Norm:
         return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 
 
+def _cute_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting_mode: str) -> Tensor:
+    return _Norm.apply(x, weight, eps, offset, casting_mode)
+
+
+def _quack_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    assert x.shape[1] == cos.shape[0] and x.shape[-1] == 2 * cos.shape[1]
+    return rope.rope_reference(x, x, cos, sin, interleaved=interleaved)[0]
+
+
+def _quack_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float() + weight_offset, eps).to(x.dtype)
+
+
 @pytest.fixture(autouse=True)
 def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
+        **cute(rms_norm=_cute_norm),
+        "liger_kernel.ops.cutedsl.ops.rope": {"LigerRopeFunction": _OverInputs},
+        "quack": {"rmsnorm": _quack_norm},
+        "quack.rotary": {"apply_rotary_emb": _quack_rope},
         "liger_kernel.ops.rope": {"LigerRopeFunction": _OverInputs},
         "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": _Norm},
     }
@@ -57,7 +74,8 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
     case, inputs = given(variant)
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
     contenders = rope.BENCH.contenders(case)
-    expected = {"halves": ["Liger"], "interleaved": []}.get(variant, ["rms_norm, then rope", "Liger"])
+    liger = ["Liger", "Liger, CuTe"]
+    expected = [*{"halves": liger, "interleaved": []}.get(variant, ["rms_norm, then rope", *liger]), "QuACK"]
     assert [contender.name for contender in contenders][3:] == expected
     for contender in contenders:
         if not contender.compiles:

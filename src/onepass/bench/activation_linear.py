@@ -5,6 +5,7 @@ Time      matrix products dominate, so times are relative to those of `separate`
 Bytes     forward reads x and the weight and writes y; backward reads dy, x and the weight, and writes dx and dweight.
 Gradients of x and of the product's weight. There are no biases, as in a Llama's MLP.
 Peers     eager and torch.compile: the activation's formula, then F.linear.
+          QuACK: F.gelu, then its product, whose backward has the activation's; without tuning, which takes minutes.
 Variants  `swiglu fp8` has products in eight bits (bench/fp8.py), over `onepass bf16`, beside torchao.
 """
 
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 
 from onepass.bench import fp8
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
+from onepass.bench.peers import compiled, imported
 from onepass.bench.products import Shapes, random_of, tiny
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.activations import find_activation
@@ -102,9 +103,23 @@ def _compiled(case: BenchCase) -> Call:
     return compiled(_eager(case))
 
 
+def _quack(case: BenchCase) -> Call:
+    function = partial(imported("quack.linear", "act_linear_func"), activation="gelu_tanh_approx", tuned=False)
+
+    def call(x: Tensor, weight: Tensor) -> Result:
+        y: Tensor = function(x, weight, F.gelu(x.detach(), approximate="tanh"))
+        return y
+
+    return call
+
+
 def _layers(case: BenchCase) -> nn.Module:
     _, inner, outer = case.shape
     return nn.Sequential(fp8.SwiGLU(), nn.Linear(inner, outer, bias=False, dtype=case.dtype))
+
+
+def _alternating(case: BenchCase) -> str | None:
+    return "its gates and linear parts alternate" if find_activation(case.kind).gated else None
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
@@ -115,6 +130,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("separate", _separate),
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
+        Contender("QuACK", _quack, package="QuACK", lacks=_alternating(case)),
     ]
 
 
@@ -125,6 +141,6 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 _APART = "has no activation with the product that follows, alone"
 BENCH = OpBench(
     OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
-    without={name: _APART for name in ("Liger", "QuACK", "Apex", "Megatron-core", "Transformer Engine")},
+    without={name: _APART for name in ("Liger", "Apex", "Megatron-core", "Transformer Engine")},
     baseline=_baseline, reference=lambda case: fp8.reference(case) if case.fp8 else "separate",
 )  # fmt: skip

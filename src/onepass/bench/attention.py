@@ -13,7 +13,9 @@ Options   `documents` of 44 to 4096 tokens, `short documents` of 512, `window` o
 Peers     rope + SDPA, flash, cuDNN: onepass's rope before PyTorch's attention, with the kernel of its choice or a given one.
           cuDNN's has no fixed order. torch.compile: eager rotation and PyTorch's attention. flash-attn 4: its public functions
           after onepass's rope, in the order of the case; where it is installed, onepass takes some of
-          its kernels by itself, as `explain` says.
+          its kernels by itself, as `explain` says. cuDNN frontend: onepass's `backend="cudnn"`, which is cuDNN's forward and,
+          through nvidia-cudnn-frontend, its backward in the order of the case. cuDNN flex: that package's own kernels in the
+          CuTe DSL, after onepass's rope, in the order of the case; their mask is made once. They have no softcap.
 """
 
 from __future__ import annotations
@@ -74,6 +76,10 @@ def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -
     return Inputs(tensors, frozenset({"qkv"}), grads, row_elements=heads * S * S)  # the formula's scores
 
 
+def _is_ordered(case: BenchCase) -> bool:
+    return case.variant in ("turned", "plain")
+
+
 def _heads(case: BenchCase) -> tuple[int, int]:
     return case.shape[2], case.shape[3]
 
@@ -105,7 +111,7 @@ def _in_order(case: BenchCase) -> Iterator[None]:
     """Use deterministic algorithms, unless the case allows any order. PyTorch reads the setting at run time, in backward too."""
     had, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(case.variant in ("turned", "plain"))
+    torch.use_deterministic_algorithms(_is_ordered(case))
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     try:
         yield
@@ -160,7 +166,7 @@ def _flash_attn_4(case: BenchCase) -> Call:
     given = with_options.options_of(case)
     left = given["window"] - 1 if "window" in given else None
     options = {"causal": True, "window_size": (left, None if left is None else 0), "softcap": given.get("softcap", 0.0)}
-    options["deterministic"] = case.variant in ("turned", "plain")
+    options["deterministic"] = _is_ordered(case)
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
         q, k, v = parts_of(qkv, *_heads(case))
@@ -172,6 +178,35 @@ def _flash_attn_4(case: BenchCase) -> Call:
                 q, k = rope(q, k, *tensors)
             y = of_rows(q, k, v, **options)[0]
         return y.flatten(2)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _cudnn_frontend(case: BenchCase) -> Call:
+    def call(qkv: Tensor, *tables: Tensor) -> Result:
+        return attention(qkv, *_heads(case), **_named(case, tables), deterministic=_is_ordered(case), backend="cudnn")
+
+    return call
+
+
+def _cudnn_flex(case: BenchCase) -> Call:
+    create_mask_plan, function = (imported("cudnn.flex_attention", name) for name in ("create_mask_plan", "flex_attn_func"))
+    plans: list[Any] = []
+
+    def call(qkv: Tensor, *tensors: Tensor) -> Result:
+        q, k, v = parts_of(qkv, *_heads(case))
+        boundaries = {}
+        if "documents" in case.variant:
+            q, k, v = q[0], k[0], v[0]
+            longest = max(with_options.lengths_of(case))
+            boundaries = {f"{name}_{x}": at for x in "qk" for name, at in (("cu_seqlens", tensors[0]), ("max_seqlen", longest))}
+        elif tensors:
+            q, k = rope(q, k, *tensors)
+        if not plans:
+            seen = with_options.visible_keys(case).to(qkv.device)
+            plans.append(create_mask_plan(seen, q, k, v, build_backward=True, **boundaries))
+        y: Tensor = function(q, k, v, mask_plan=plans[0], deterministic=_is_ordered(case))
+        return y.reshape(*qkv.shape[:2], -1)
 
     return call
 
@@ -192,15 +227,18 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
-    flash = [Contender("flash-attn 4", _flash_attn_4, package="flash-attn 4")] if torch.cuda.is_available() else []
+    lacks = with_options.needs_gpu()
+    flash = Contender("flash-attn 4", _flash_attn_4, package="flash-attn 4", lacks=lacks)
+    no_softcap = "no softcap" if case.variant == "softcap" else None
+    flex = Contender("cuDNN flex", _cudnn_flex, package="cuDNN frontend", lacks=lacks or no_softcap)
     if case.variant in _OPTIONS:
-        return [Contender("onepass", _ours, ours=True), *with_options.peers(case), *flash]
+        return [Contender("onepass", _ours, ours=True), *with_options.peers(case), flash, flex]
     found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
-        if torch.cuda.is_available():
-            found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)))
-    return [*found, *flash, Contender("torch.compile", _compiled, compiles=True)]
+        found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION), lacks=lacks))
+    found.append(Contender("cuDNN frontend", _cudnn_frontend, package="cuDNN frontend", lacks=lacks))
+    return [*found, flash, flex, Contender("torch.compile", _compiled, compiles=True)]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -30,6 +31,11 @@ def options_of(case: BenchCase) -> dict[str, Any]:
     if case.variant == "window":
         return {"window": min(1024, case.shape[1] // 3)}
     return {"softcap": 50.0} if case.variant == "softcap" else {}
+
+
+def needs_gpu() -> str | None:
+    """Why kernels for GPUs can't run here, or None."""
+    return None if torch.cuda.is_available() else "needs a GPU"
 
 
 def _heads(case: BenchCase) -> tuple[int, int]:
@@ -188,10 +194,25 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor
     return y.transpose(1, 2).flatten(2)
 
 
+def visible_keys(case: BenchCase) -> Tensor:
+    """Return the keys that each query sees, as cuDNN flex takes them: before the first number, and from the second to the third.
+
+    They are int32, of shape [1, 1 or 3, queries of all sequences or documents], and count from a sequence's or document's start.
+    """
+    lengths = lengths_of(case) if "documents" in case.variant else (case.shape[1],) * case.shape[0]
+    end = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in lengths])
+    window = options_of(case).get("window")
+    if window is None:
+        return end[None, None]
+    return torch.stack([torch.zeros_like(end), (end - window).clamp(min=0), end])[None].contiguous()
+
+
 def peers(case: BenchCase) -> list[Contender]:
     found = [Contender("flex_attention", _flex, compiles=True)]
-    if case.variant != "softcap" and torch.cuda.is_available():
-        found.append(Contender("varlen_attn", _varlen))
+    lacks = "no softcap" if case.variant == "softcap" else needs_gpu()
+    if find_spec("torch.nn.attention.varlen") is None:
+        lacks = f"PyTorch {torch.__version__} has none, 2.10 has"
+    found.append(Contender("varlen_attn", _varlen, lacks=lacks))
     if len(set(lengths_of(case))) == 1 and "documents" in case.variant:
         found.append(Contender("dense SDPA", _dense))
     return found

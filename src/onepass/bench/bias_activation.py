@@ -6,7 +6,8 @@ Bytes     forward reads x and writes y; backward reads dy and x and writes dx. T
           not counted. x is both of two tensors.
 Peers     eager and torch.compile: the addition and the activation's formula.
           Liger: an activation without a bias, so eager code adds it before. A contender of its own is Liger's function for a
-          gate and a linear part in one tensor (swiglu only). Its others take two tensors.
+          gate and a linear part in one tensor (swiglu only). Its others take two tensors. "Liger, CuTe" has its kernels in
+          the CuTe DSL.
           Megatron-core: the function that its configuration selects. For quick_geglu that is the one for experts, with token
           weights of 1. It sums the bias gradient from a rounded tensor, which is allowed, as in eager code.
           QuACK and Apex fuse activations into matrix products only. Transformer Engine has activations without a bias, and
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, on_copies
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
@@ -127,7 +128,14 @@ def _liger(case: BenchCase) -> Call:
         "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"),
         "geglu": ("liger_kernel.ops.geglu", "LigerGELUMulFunction"),
     }[_activation(case)]
-    function: Call = imported(module, name).apply
+    return _by_liger(case, imported(module, name).apply)
+
+
+def _liger_cute(case: BenchCase) -> Call:
+    return _by_liger(case, liger_cute(_activation(case)))
+
+
+def _by_liger(case: BenchCase, function: Call) -> Call:
     if case.variant in _PAIRS:
         return on_copies(function, 2)  # it writes gradients over its arguments
 
@@ -176,6 +184,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
     ]
     if _activation(case) in ("swiglu", "geglu"):
         found.append(Contender("Liger", _liger, package="Liger"))
+        found.append(Contender("Liger, CuTe", _liger_cute, package="Liger"))
     if case.variant == "swiglu":
         found.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
     if case.variant not in _PAIRS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     report = BenchReport()
     clock = clock_for(device)
     result = BenchRun(device, dtype, args.quick, peers, measure_ceilings(device, clock), runner.cpu_speed(clock, dtype))
-    report.header(result, _ours_runs_as(plans[0], device), _without(plans), skipped)
+    report.header(result, _ours_runs_as(plans[0], device), _without(plans, peers), skipped)
     stopped: int | None = None
     with report.ticking(sum(plan.steps() for plan in plans)) as tick:
         try:
@@ -130,15 +130,13 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
     wanted = [name.lower() for name in args.peer or ()]
 
     def keep(contender: Contender) -> bool:
-        if contender.package is not None and contender.package not in peers:
-            return False
         if contender.ours:
             return True
         if wanted:
             return any(name in contender.name.lower() for name in wanted)
         return not (args.quick and device.type == "cpu" and contender.compiles)
 
-    return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick)
+    return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick, peers)
 
 
 def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[runner.BenchPlan]:
@@ -169,10 +167,15 @@ def _ours_runs_as(plan: runner.BenchPlan, device: torch.device) -> str:
     return plan.bench.backend(case, plan.bench.inputs(case, device, torch.Generator(device=device)))
 
 
-def _without(plans: list[runner.BenchPlan]) -> dict[str, str]:
-    """Return package -> why it has nothing to compare, for each op."""
-    found: dict[str, list[str]] = {}
+def _without(plans: list[runner.BenchPlan], peers: Iterable[str]) -> list[str]:
+    """Return a line for each op: which installed packages have nothing to compare, and why."""
+    lines = []
     for plan in plans:
-        for name, why in plan.bench.without.items():
-            found.setdefault(name, []).append(why if len(plans) == 1 else f"{plan.bench.op}: {why}")
-    return {name: "; ".join(reasons) for name, reasons in found.items()}
+        compared = {contender.package for case in plan.cases for contender in plan.bench.contenders(case)}
+        why = plan.bench.without
+        parts = [f"{name} ({why[name]})" for name in peers if name in why]
+        if unlike := [name for name in peers if name not in compared and name not in why]:
+            parts.append(f"nothing like it in {', '.join(unlike)}")
+        if parts:
+            lines.append(f"{plan.bench.op}: {'; '.join(parts)}")
+    return lines

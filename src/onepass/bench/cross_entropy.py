@@ -2,7 +2,9 @@
 
 Bytes     forward reads the logits; backward reads them and writes their gradient.
 Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as models write it.
-          Liger: always writes the gradient over the logits, and in forward; others do it in backward.
+          Liger: always writes the gradient over the logits, and in forward; others do it in backward. "Liger, CuTe" has its
+          kernel in the CuTe DSL, which it doesn't choose by itself.
+          TRL: log-probabilities of its trainers, whose forward computes the entropies too; without label smoothing.
           QuACK: without label smoothing, which it lacks.
           Megatron-core's fused vocab-parallel loss is not compared. It needs a process group, and casts its gradient to bf16
           whatever the logits' dtype.
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, on_copies
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.runtime.backend import explain
 
@@ -97,9 +99,25 @@ def _liger(case: BenchCase) -> Call:
     return _called(on_copies(partial(function, label_smoothing=_SMOOTHING[case.variant]), 1))
 
 
+def _liger_cute(case: BenchCase) -> Call:
+    function = liger_cute("cross_entropy")
+    return _called(on_copies(lambda logits, labels: function(logits, labels, label_smoothing=_SMOOTHING[case.variant])[0], 1))
+
+
 def _quack(case: BenchCase) -> Call:
     loss = partial(imported("quack.cross_entropy", "cross_entropy"), reduction="mean")
     return _called(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
+
+
+def _trl(case: BenchCase) -> Call:
+    function = imported("trl.kernels", "selective_log_softmax_and_entropy")
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        kept = labels >= 0
+        total: Tensor = function(logits, labels, row_mask=kept)[0].sum()
+        return -total / kept.sum()
+
+    return _called(loss)
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
@@ -108,9 +126,12 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
         Contender("Liger", _liger, package="Liger"),
+        Contender("Liger, CuTe", _liger_cute, package="Liger"),
     ]
     if case.variant != "smoothing":
         found.append(Contender("QuACK", _quack, package="QuACK"))
+    if case.variant == "plain":
+        found.append(Contender("TRL", _trl, package="TRL"))
     return found
 
 

@@ -6,11 +6,14 @@ Gradients of x, and of the weight (and the bias) in an fp32 main_grad, by .backw
 Variants  `plain fp8` has products in eight bits (bench/fp8.py), over `onepass bf16`.
 Peers     `F.linear + add_` is what people run without Apex's extension; torch.compile compiles it. Apex's own kernel is one
           cuBLAS product; benchmarks/wgrad.py measures that product by itself. In eight bits torchao and Transformer Engine.
+          QuACK: its products, without tuning, which takes minutes for each shape; one adds to main_grad.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +22,7 @@ from torch.nn import Parameter
 
 from onepass.bench import fp8
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
+from onepass.bench.peers import compiled, imported
 from onepass.bench.products import Shapes, give_main_grad, random_of, tiny
 from onepass.ops.linear.linear import linear, linear_reference
 from onepass.runtime.backend import explain
@@ -81,6 +84,29 @@ def _ours(case: BenchCase, precision: Precision) -> Call:
     return partial(linear, precision=precision)
 
 
+class _QuackLinear(torch.autograd.Function):
+    """QuACK's linear function, with its product that adds in place: its own function adds to .grad, in the weight's type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Any, add_product: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.biased, ctx.products = weight.main_grad, bias is not None, (product, add_product)  # type: ignore[attr-defined]
+        y: Tensor = product(x, weight.t(), bias=bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (product, add_product) = ctx.saved_tensors, ctx.products
+        add_product(dy.t(), x, ctx.main_grad, dynamic_scheduler=True)
+        return product(dy, weight, dynamic_scheduler=True), None, dy.sum(0) if ctx.biased else None, None, None
+
+
+def _quack(case: BenchCase) -> Call:
+    products = [partial(imported("quack.gemm_interface", name), tuned=False) for name in ("gemm", "gemm_add_inplace")]
+    function: Callable[..., Tensor] = _QuackLinear.apply
+    return lambda x, weight, bias=None: function(x, weight, bias, *products)
+
+
 def _layers(case: BenchCase) -> nn.Module:
     _, inner, outer = case.shape
     return nn.Sequential(nn.Linear(inner, outer, bias=False, dtype=case.dtype))
@@ -94,6 +120,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("onepass", lambda case: linear, ours=True),
         Contender("F.linear + add_", lambda case: _linear),
         Contender("torch.compile", lambda case: compiled(_linear), compiles=True),
+        Contender("QuACK", _quack, package="QuACK"),
     ]
 
 
@@ -104,7 +131,7 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 _APART = "has no linear layer with a main_grad"
 BENCH = OpBench(
     OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
-    without={"Liger": _APART, "QuACK": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
+    without={"Liger": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
              "Transformer Engine": "compared in eight bits"},
     baseline=_baseline, reference=lambda case: fp8.reference(case) if case.fp8 else "F.linear + add_",
 )  # fmt: skip

@@ -10,13 +10,17 @@ Policy    "log_prob": log_prob and entropy of each token, both differentiated, a
           without gradients. "half": every second label is -100, and those who can compute the other rows alone.
 Peers     eager: F.cross_entropy of F.linear, with logits in the storage dtype or in fp32; torch.compile: the latter.
           F.linear_cross_entropy: in chunks that PyTorch chooses; without its options it is eager code.
-          Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning. TRL: its function of the trainers,
-          which takes rows that are kept; finding them is part of the call, as it is of onepass's.
+          Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning, which takes minutes for each shape.
+          Liger's row kernel is the one in the CuTe DSL where that runs. "Liger, Hopper": its kernels that write no logits.
+          They give each token's loss, and entropy, in bf16, and skip a check of the labels that waits for the GPU.
+          TRL: its function of the trainers, which takes rows that are kept; finding them is part of the call, as it is of
+          onepass's.
 Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported
+from onepass.bench.peers import compiled, imported, since_torch
 from onepass.bench.products import Shapes, give_main_grad, random_of
 from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -187,18 +191,21 @@ def _logits_policy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tens
     return torch.where(kept, log_prob, 0.0), torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
-def _trl_policy(case: BenchCase) -> Call:
+def _trl(case: BenchCase) -> Call:
     function = imported("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
+    outputs = ("entropy",) if "log_prob" in case.variant else ()
 
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
         kept = (labels >= 0).nonzero().squeeze(-1) if "half" in case.variant else None
         rows, targets = (hidden, labels) if kept is None else (hidden[kept], labels[kept])
-        log_prob, entropy = function.apply(rows, weight, None, targets, 1.0, 32768, None, 1.0, ("entropy",))[:2]
+        log_prob, entropy = function.apply(rows, weight, None, targets, 1.0, 32768, None, 1.0, outputs)[:2]
+        if not outputs:
+            return -log_prob.mean()
         if kept is None:
             return log_prob, entropy
         return tuple(t.new_zeros(len(labels)).index_copy(0, kept, t) for t in (log_prob, entropy))
 
-    return call
+    return call if outputs else _called(call)
 
 
 # ---- peers ----
@@ -207,6 +214,20 @@ def _trl_policy(case: BenchCase) -> Call:
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
     return _called(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
+
+
+def _liger_hopper(case: BenchCase) -> Call:
+    module = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+    function = imported(module, "LigerFusedScaledCrossEntropySM90Function").apply
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
+
+    def policy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss, entropy = function(hidden, weight, labels, 1.0, -100, 1, True)
+        return -loss, entropy.float()
+
+    if "log_prob" in case.variant:
+        return policy
+    return _called(lambda hidden, weight, labels: function(hidden, weight, labels).sum() / (labels >= 0).sum())
 
 
 def _cce(case: BenchCase) -> Call:
@@ -220,28 +241,29 @@ def _quack(case: BenchCase) -> Call:
 
 def _contenders(case: BenchCase) -> list[Contender]:
     floor = Contender(_floor(case), _products, floor=True)
+    lacks = None if case.dtype == torch.bfloat16 else "bf16 only"
+    hopper = Contender("Liger, Hopper", _liger_hopper, package="Liger", lacks=lacks)
     if "log_prob" in case.variant:
         return [
             Contender("onepass", _ours, ours=True),
             floor,
             Contender("eager fp32 logits", lambda case: _logits_policy),
             Contender("torch.compile", _compiled, compiles=True),
-            Contender("TRL", _trl_policy, package="TRL"),
+            hopper,
+            Contender("TRL", _trl, package="TRL"),
         ]
-    found = [
+    return [
         Contender("onepass", _ours, ours=True),
         floor,
         Contender("eager", lambda case: _called(_rounded_loss)),
         Contender("eager fp32 logits", lambda case: _called(_wide_loss)),
         Contender("torch.compile", _compiled, compiles=True),
-    ]
-    if hasattr(F, "linear_cross_entropy"):
-        found.append(Contender("F.linear_cross_entropy", _torch))
-    return [
-        *found,
+        Contender("F.linear_cross_entropy", _torch, lacks=since_torch("2.13", F, "linear_cross_entropy")),
         Contender("Liger", _liger, package="Liger"),
+        hopper,
         Contender("CCE", _cce, package="CCE"),
         Contender("QuACK", _quack, package="QuACK"),
+        Contender("TRL", _trl, package="TRL"),
     ]
 
 

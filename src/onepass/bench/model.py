@@ -83,6 +83,7 @@ class Contender:
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
     floor: bool = False  # does only a part of the work, as a lower bound of the time; its result is not checked
+    lacks: str | None = None  # why it can't run this case here: said below the table, in place of a row
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class CaseResult:
     copy: Measured  # plain copies of as many bytes as the case moves
     rows: list[Measured]
     reference: str | None = None  # OpBench.reference_of
+    left_out: dict[str, str] = field(default_factory=dict)  # contender -> why it has no row
 
 
 @dataclass

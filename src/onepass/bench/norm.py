@@ -5,12 +5,14 @@ Bytes     forward reads x and writes y; backward reads dy and x and writes dx. W
           for both inputs. Weight and bias are one row each and are not counted.
 Gradients of all inputs: x, the residual, the weight and the bias.
 Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after an addition if there is a residual.
-          Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default.
+          Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default. "Liger, CuTe" has its
+          kernels in the CuTe DSL, which refuse wide rows.
           QuACK: its layer norm is a forward and a backward function, wrapped in an autograd.Function here. Forward needs weight
           and bias in fp32; they are converted once and not timed.
           Apex: its fast layer norm, for the hidden sizes that it lists, and its general one.
           Transformer Engine: its modules, with the same parameters.
-          Only Liger and QuACK have a function that adds a residual, for RMSNorm.
+          cuDNN frontend: its functions, which build a graph for each shape. LayerNorm's parameters are converted to fp32 once.
+          Only Liger and QuACK have a function that adds a residual, for RMSNorm. None has a mode for a fixed order.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, with_parameters
+from onepass.bench.peers import compiled, imported, in_fp32, liger_cute, with_parameters
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.runtime.backend import explain
 
@@ -164,7 +166,14 @@ def _liger(case: BenchCase) -> Call:
         "layer": ("layer_norm", "LigerLayerNormFunction"),
         "rms+residual": ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"),
     }[case.variant]
-    function = imported(f"liger_kernel.ops.{module}", name).apply
+    return _by_liger(case, imported(f"liger_kernel.ops.{module}", name).apply)
+
+
+def _liger_cute(case: BenchCase) -> Call:
+    return _by_liger(case, liger_cute("fused_add_rms_norm" if _adds(case) else f"{_kind(case)}_norm"))
+
+
+def _by_liger(case: BenchCase, function: Callable[..., Any]) -> Call:
     eps = _EPS[_kind(case)]
 
     def rms(x: Tensor, weight: Tensor) -> Result:
@@ -223,6 +232,17 @@ def _quack_layer(case: BenchCase) -> Call:
     return call
 
 
+def _cudnn(case: BenchCase) -> Call:
+    kind = _kind(case)
+    function, wide = imported("cudnn.ops.norm", f"{kind}_norm"), in_fp32()
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
+        y: Tensor = function(x, case.shape[-1:], *wide(weight, bias), eps=_EPS["layer"])
+        return y
+
+    return layer if kind == "layer" else partial(function, eps=_EPS["rms"])
+
+
 def _apex(case: BenchCase) -> Call:
     kind = _kind(case)
     function = imported("apex.normalization.fused_layer_norm", f"fused_{kind}_norm_affine")
@@ -242,12 +262,15 @@ def _transformer_engine(case: BenchCase) -> Call:
 
 
 _PACKAGES: dict[str, list[tuple[str, str, Callable[[BenchCase], Call]]]] = {
-    "rms": [("Liger", "Liger", _liger), ("QuACK", "QuACK", _quack), ("Apex", "Apex", _apex)],
-    "layer": [
-        ("Liger", "Liger", _liger), ("QuACK", "QuACK", _quack_layer),
-        ("Apex", "Apex", _apex), ("Apex, fast", "Apex", _apex_fast),
+    "rms": [
+        ("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack),
+        ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex),
     ],
-    "rms+residual": [("Liger", "Liger", _liger), ("QuACK", "QuACK", _quack)],
+    "layer": [
+        ("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack_layer),
+        ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex), ("Apex, fast", "Apex", _apex_fast),
+    ],
+    "rms+residual": [("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack)],
     "layer+residual": [],
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +22,7 @@ class PeerPackage:
     distribution: str  # what to install
 
 
+_LIGER_STRICT = "LIGER_KERNEL_STRICT"
 PACKAGES = {
     "Liger": PeerPackage("liger_kernel", "liger-kernel"),
     "CCE": PeerPackage("cut_cross_entropy", "cut-cross-entropy"),
@@ -31,6 +33,7 @@ PACKAGES = {
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
     "torchao": PeerPackage("torchao", "torchao"),
+    "cuDNN frontend": PeerPackage("cudnn", "nvidia-cudnn-frontend"),
 }
 
 
@@ -53,6 +56,36 @@ def _version(package: PeerPackage) -> str | None:
 
 def imported(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
+
+
+def since_torch(version: str, module: Any, name: str) -> str | None:
+    """Return why PyTorch's function can't run: this PyTorch has none. Return None if it is there."""
+    return None if hasattr(module, name) else f"PyTorch {torch.__version__} has none, {version} has"
+
+
+def liger_cute(op: str) -> Callable[..., Any]:
+    """Return one of Liger's functions in the CuTe DSL, for Hopper and later.
+
+    Where Liger would run its Triton kernels instead, the first call raises, with Liger's reason.
+    """
+    function = partial(imported("liger_kernel.functional", op), impl="nvidia-cutedsl")
+    checked: list[bool] = []
+
+    def call(*args: Any, **options: Any) -> Any:
+        if checked:
+            return function(*args, **options)
+        had = os.environ.get(_LIGER_STRICT)  # not for longer: Liger's other functions may use Triton for a part
+        os.environ[_LIGER_STRICT] = "1"
+        try:
+            result = function(*args, **options)
+        finally:
+            del os.environ[_LIGER_STRICT]
+            if had is not None:
+                os.environ[_LIGER_STRICT] = had
+        checked.append(True)
+        return result
+
+    return call
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,3 +150,18 @@ def on_copies(call: Callable[..., Any], count: int) -> Callable[..., Any]:
         return call(*given, *args[count:])
 
     return called
+
+
+def in_fp32() -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function that returns parameters in fp32, converted once and not timed. Their gradients go to the parameters."""
+    held: list[Tensor] = []
+    wide: list[Tensor] = []
+
+    def converted(*parameters: Tensor) -> tuple[Tensor, ...]:
+        if not held or held[0] is not parameters[0]:
+            held[:] = parameters
+            wide[:] = (parameter.detach().float() for parameter in parameters)
+        result: tuple[Tensor, ...] = _Replaced.apply(wide, *parameters)  # type: ignore[no-untyped-call]
+        return result
+
+    return converted

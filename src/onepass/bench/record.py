@@ -69,7 +69,16 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "triton": triton.__version__ if triton else None,
         "cuda": torch.version.cuda,
+        "cudnn": None if (cudnn := torch.backends.cudnn.version()) is None else str(cudnn),
+        "cutlass_dsl": _installed("nvidia-cutlass-dsl"),
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:
@@ -108,6 +117,11 @@ def as_json(run: BenchRun) -> dict[str, Any]:
         "quick": run.quick,
         "ceilings": {**_rounded_all(asdict(run.ceilings)), "copy_gbs_at_end": _rounded(run.copy_gbs_at_end)},
         "cpu_time": [_cpu_time(times) | {"references": _calls(run.cpu_speed)} for times in run.cpu],
+        "left_out": [
+            {"op": result.case.op, "case": result.case.name, "contender": name, "reason": why}
+            for result in run.cases
+            for name, why in result.left_out.items()
+        ],
         "rows": [_row(result, row) for result in run.cases for row in (result.copy, *result.rows)],
     }
 

@@ -81,15 +81,17 @@ class BenchReport:
 
     # ---- output ----
 
-    def header(self, run: BenchRun, ours: str, without: dict[str, str], skipped: str | None) -> None:
+    def header(self, run: BenchRun, ours: str, without: list[str], skipped: str | None) -> None:
         has = versions()
         lines = [
             f"[bold]onepass {has['onepass']}[/] ({commit() or 'no checkout'}) on [bold]{escape(device_name(run.device))}[/]",
-            f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, Python {has['python']}; {short(run.dtype)}; "
+            f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, cuDNN {has['cudnn'] or 'not installed'}, "
+            f"CuTe DSL {has['cutlass_dsl'] or 'not installed'}, Python {has['python']}; {short(run.dtype)}; "
             f"onepass runs as [bold]{ours}[/]",
             _ceilings(run),
             _cpu_speed(run),
-            f"peers  {_peers(run.peers, without)}{'; ' + skipped if skipped else ''}",
+            escape(f"peers  {_peers(run.peers)}{'; ' + skipped if skipped else ''}"),
+            *(f"[dim]{escape(line)}[/]" for line in without),
         ]
         for line in (*lines, _LEGEND):
             self.say(line)
@@ -128,13 +130,13 @@ class BenchReport:
             cells = [_styled(column.cell(row), _BEST if best.get(column.fastest or "") is row else "") for column in columns]
             style = _OURS if row.ours else "dim" if row is result.copy else ""
             table.add_row(self._name(row.contender, row.ours), *cells, style=style)
-        verdicts = [said for said in (against_best(result), bound_by_calls(result)) if said]
+        verdicts = [said for said in (against_best(result), bound_by_calls(result), left_out(result)) if said]
         with self._aside():
             self.console.print(heading, table, sep="\n")
             for row in result.rows:
                 if row.message:
                     self.console.print(f"  [red]{escape(row.contender)}: {escape(row.message)}[/]")
-            self.console.print(*(f"  [dim]{verdict}[/]" for verdict in verdicts), "", sep="\n")
+            self.console.print(*(f"  [dim]{escape(verdict)}[/]" for verdict in verdicts), "", sep="\n")
 
     def _name(self, name: str, ours: bool) -> str:
         return ("> " if ours else "  ") + escape(name)
@@ -239,6 +241,14 @@ def bound_by_calls(result: CaseResult) -> str | None:
     return "bound by the CPU's calls: " + "; ".join(parts) if parts else None
 
 
+def left_out(result: CaseResult) -> str | None:
+    """Name the contenders that have no row, by the reasons."""
+    named: dict[str, list[str]] = {}
+    for name, why in result.left_out.items():
+        named.setdefault(why, []).append(name)
+    return "without " + "; ".join(f"{', '.join(names)} ({why})" for why, names in named.items()) if named else None
+
+
 _LEGEND = "[dim]ratios are speeds, and more is better: x over another's, of copy over a copy's[/]"
 
 
@@ -254,9 +264,9 @@ def _ceilings(run: BenchRun) -> str:
     return "ceilings of this run: " + ", ".join(parts)
 
 
-def _peers(found: dict[str, str], without: dict[str, str]) -> str:
-    parts = [f"{name} {version}" + (f" ({without[name]})" if name in without else "") for name, version in found.items()]
-    absent = [name for name in PACKAGES if name not in found]
+def _peers(found: dict[str, str]) -> str:
+    parts = [f"{name} {version}" for name, version in found.items()]
+    absent = [f"{name} ({package.distribution})" for name, package in PACKAGES.items() if name not in found]
     return ", ".join(parts or ["none but PyTorch"]) + (f"; not installed: {', '.join(absent)}" if absent else "")
 
 

@@ -8,6 +8,8 @@ Peers     eager and torch.compile: as models write it, with heads before tokens 
           rms_norm, then rope: onepass's own ops, one after the other.
           Liger: the same tables. It writes over q and k, and over their gradients. It gets copies, made at its first call. Later
           calls find the previous call's results there: the same work on other numbers. With a norm: its two kernels a tensor.
+          "Liger, CuTe" has its kernels in the CuTe DSL, also where Liger itself would choose those in Triton.
+          QuACK: onepass's tables; one tensor a call. With a norm: its two kernels a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, on_copies
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.ops.norm.norm import rms_norm
 from onepass.runtime.backend import explain
@@ -204,16 +206,38 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _liger(case: BenchCase) -> Call:
-    function = imported("liger_kernel.ops.rope", "LigerRopeFunction").apply
+    return _by_liger(case, "ops", lambda: imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply)
+
+
+def _liger_cute(case: BenchCase) -> Call:
+    return _by_liger(case, "ops.cutedsl.ops", lambda: liger_cute("rms_norm"))
+
+
+def _by_liger(case: BenchCase, package: str, find_norm: Callable[[], Callable[..., Tensor]]) -> Call:
+    function = imported(f"liger_kernel.{package}.rope", "LigerRopeFunction").apply
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return function(q, k, cos[None], sin[None])
 
     if case.variant in _NORMS:  # it writes over the norms' results
-        norm = imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply
+        norm = find_norm()
         how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
         return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, _EPS, *how))
     return on_copies(_as_models_do(case, turned), 2)
+
+
+# ---- a peer that takes onepass's tables ----
+
+
+def _quack(case: BenchCase) -> Call:
+    function = partial(imported("quack.rotary", "apply_rotary_emb"), interleaved=case.variant == "interleaved")
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
+        return function(q, cos, sin), function(k, cos, sin)
+
+    if case.variant in _NORMS:
+        return _after_norms(turned, partial(imported("quack", "rmsnorm"), eps=_EPS, weight_offset=float(_is_centered(case))))
+    return turned
 
 
 def _contenders(case: BenchCase) -> list[Contender]:
@@ -226,7 +250,8 @@ def _contenders(case: BenchCase) -> list[Contender]:
         found.append(Contender("rms_norm, then rope", _one_after_the_other))
     if case.variant != "interleaved":
         found.append(Contender("Liger", _liger, package="Liger"))
-    return found
+        found.append(Contender("Liger, CuTe", _liger_cute, package="Liger"))
+    return [*found, Contender("QuACK", _quack, package="QuACK")]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:

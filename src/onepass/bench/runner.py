@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from onepass.bench.model import (
     Result,
     differentiate,
 )
-from onepass.bench.peers import forget_compiled
+from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS = 5
@@ -57,13 +57,26 @@ class BenchPlan:
     cases: list[BenchCase]
     keep: Callable[[Contender], bool]
     quick: bool = False
+    peers: Container[str] = frozenset(PACKAGES)  # the installed packages
 
     @property
     def cpu_rounds(self) -> int:
         return CPU_ROUNDS_QUICK if self.quick else CPU_ROUNDS
 
     def contenders(self, case: BenchCase) -> list[Contender]:
+        return [contender for contender in self._wanted(case) if self._lacks(contender) is None]
+
+    def left_out(self, case: BenchCase) -> dict[str, str]:
+        """Return why contenders that the request names, or all peers, have no row."""
+        return {contender.name: why for contender in self._wanted(case) if (why := self._lacks(contender)) is not None}
+
+    def _wanted(self, case: BenchCase) -> list[Contender]:
         return [contender for contender in self.bench.contenders(case) if self.keep(contender)]
+
+    def _lacks(self, contender: Contender) -> str | None:
+        if contender.package is not None and contender.package not in self.peers:
+            return "not installed"
+        return contender.lacks
 
     def variants(self) -> Iterator[list[BenchCase]]:
         """Yield consecutive cases that have the same variant and dtype."""
@@ -149,7 +162,7 @@ def _time_case(
             _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
     reference = plan.bench.reference_of(case)
     _set_against(by_name.get(reference or ""), rows, case)
-    return CaseResult(case, copy, rows, reference)
+    return CaseResult(case, copy, rows, reference, plan.left_out(case))
 
 
 def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:

@@ -5,19 +5,21 @@ Bytes     forward reads the scores and the mask, and writes y; backward reads y 
 Shapes    sequences x heads x rows x columns.
 Peers     eager and torch.compile: the scores in fp32, scaled, masked, and rounded after the softmax, as models write it. A causal
           mask is made once and not timed.
+          Liger, in Triton and in the CuTe DSL, and QuACK neither scale nor mask: eager code does that before.
 Errors    onepass saves the rounded y that it returns, and so does its baseline; eager code saves y in fp32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
+from onepass.bench.peers import compiled, imported, liger_cute
 from onepass.ops.softmax.softmax import softmax
 from onepass.runtime.backend import explain
 
@@ -127,10 +129,44 @@ def _compiled(case: BenchCase) -> Call:
     return _with_causal_mask(case, compiled(_written))
 
 
+# ---- peers that neither scale nor mask ----
+
+
+def _prepared(case: BenchCase, function: Callable[[Tensor], Tensor]) -> Call:
+    """Return a function that scales and masks before the peer's softmax of rows."""
+
+    def call(x: Tensor, mask: Tensor | None) -> Tensor:
+        z = x * SCALE
+        if mask is not None:
+            z = z.masked_fill(mask, -math.inf)
+        return function(z.flatten(0, -2)).view_as(x)
+
+    return _with_causal_mask(case, call)
+
+
+def _liger(case: BenchCase) -> Call:
+    return _prepared(case, imported("liger_kernel.ops.softmax", "LigerSoftmaxFunction").apply)
+
+
+def _liger_cute(case: BenchCase) -> Call:
+    return _prepared(case, liger_cute("softmax"))
+
+
+def _quack(case: BenchCase) -> Call:
+    return _prepared(case, imported("quack", "softmax"))
+
+
 def _contenders(case: BenchCase) -> list[Contender]:
-    """Return the contenders. Eager's fp32 tensors don't fit beside the others' graphs if one of them takes 16 GiB."""
-    eager = [Contender("eager", _eager)] if math.prod(case.shape) < 1 << 32 else []
-    return [Contender("onepass", _ours, ours=True), *eager, Contender("torch.compile", _compiled, compiles=True)]
+    # beside the others' graphs, if one of eager's fp32 tensors takes 16 GiB
+    lacks = "its tensors don't fit beside the others'" if math.prod(case.shape) >= 1 << 32 else None
+    return [
+        Contender("onepass", _ours, ours=True),
+        Contender("eager", _eager, lacks=lacks),
+        Contender("torch.compile", _compiled, compiles=True),
+        Contender("Liger", _liger, package="Liger", lacks=lacks),
+        Contender("Liger, CuTe", _liger_cute, package="Liger", lacks=lacks),
+        Contender("QuACK", _quack, package="QuACK", lacks=lacks),
+    ]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
@@ -138,12 +174,10 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
     return explain(OP, given["x"], scale=SCALE, mask=given.get("mask"), causal=case.variant == "causal").backend
 
 
-_NONE = "has a softmax that neither scales nor masks"
 _EXTENSION = "has scaled softmaxes as a CUDA extension, which is not built here"
 BENCH = OpBench(
     OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
     without={
-        "Liger": _NONE, "QuACK": _NONE, "Apex": _EXTENSION, "Megatron-core": "calls Apex's extension",
-        "Transformer Engine": _EXTENSION,
+        "Apex": _EXTENSION, "Megatron-core": "calls Apex's extension", "Transformer Engine": _EXTENSION,
     },
 )  # fmt: skip
