@@ -41,6 +41,7 @@ def test_kernels_for_gpus_are_named_where_there_is_none() -> None:
     }  # fmt: skip
     assert lacking["turned, any order"]["cuDNN"] == lacking["window"]["varlen_attn"] == "needs a GPU"
     assert lacking["softcap"]["varlen_attn"] == "no softcap"
+    assert lacking["softcap"]["flex_attention"] == "needs a GPU"
 
 
 @pytest.mark.parametrize("variant", ["turned", "plain", "turned, any order"])

@@ -208,7 +208,7 @@ def visible_keys(case: BenchCase) -> Tensor:
 
 
 def peers(case: BenchCase) -> list[Contender]:
-    found = [Contender("flex_attention", _flex, compiles=True)]
+    found = [Contender("flex_attention", _flex, compiles=True, lacks=needs_gpu())]
     lacks = "no softcap" if case.variant == "softcap" else needs_gpu()
     if find_spec("torch.nn.attention.varlen") is None:
         lacks = f"PyTorch {torch.__version__} has none, 2.10 has"
