@@ -74,7 +74,7 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
     case, inputs = given(variant)
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
     contenders = rope.BENCH.contenders(case)
-    liger = ["Liger", "Liger, CuTe"]
+    liger = ["Liger", "Liger CuTe"]
     expected = [*{"halves": liger, "interleaved": []}.get(variant, ["rms_norm, then rope", *liger]), "QuACK"]
     assert [contender.name for contender in contenders][3:] == expected
     for contender in contenders:

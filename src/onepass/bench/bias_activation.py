@@ -6,7 +6,7 @@ Bytes     forward reads x and writes y; backward reads dy and x and writes dx. T
           not counted. x is both of two tensors.
 Peers     eager and torch.compile: the addition and the activation's formula.
           Liger: an activation without a bias, so eager code adds it before. A contender of its own is Liger's function for a
-          gate and a linear part in one tensor (swiglu only). Its others take two tensors. "Liger, CuTe" has its kernels in
+          gate and a linear part in one tensor (swiglu only). Its others take two tensors. "Liger CuTe" has its kernels in
           the CuTe DSL.
           Megatron-core: the function that its configuration selects. For quick_geglu that is the one for experts, with token
           weights of 1. It sums the bias gradient from a rounded tensor, which is allowed, as in eager code.
@@ -184,7 +184,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
     ]
     if _activation(case) in ("swiglu", "geglu"):
         found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger, CuTe", _liger_cute, package="Liger"))
+        found.append(Contender("Liger CuTe", _liger_cute, package="Liger"))
     if case.variant == "swiglu":
         found.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
     if case.variant not in _PAIRS:

@@ -2,7 +2,7 @@
 
 Bytes     forward reads the logits; backward reads them and writes their gradient.
 Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as models write it.
-          Liger: always writes the gradient over the logits, and in forward; others do it in backward. "Liger, CuTe" has its
+          Liger: always writes the gradient over the logits, and in forward; others do it in backward. "Liger CuTe" has its
           kernel in the CuTe DSL, which it doesn't choose by itself.
           TRL: log-probabilities of its trainers, whose forward computes the entropies too; without label smoothing.
           QuACK: without label smoothing, which it lacks.
@@ -126,7 +126,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
         Contender("Liger", _liger, package="Liger"),
-        Contender("Liger, CuTe", _liger_cute, package="Liger"),
+        Contender("Liger CuTe", _liger_cute, package="Liger"),
     ]
     if case.variant != "smoothing":
         found.append(Contender("QuACK", _quack, package="QuACK"))

@@ -11,7 +11,7 @@ Policy    "log_prob": log_prob and entropy of each token, both differentiated, a
 Peers     eager: F.cross_entropy of F.linear, with logits in the storage dtype or in fp32; torch.compile: the latter.
           F.linear_cross_entropy: in chunks that PyTorch chooses; without its options it is eager code.
           Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning, which takes minutes for each shape.
-          Liger's row kernel is the one in the CuTe DSL where that runs. "Liger, Hopper": its kernels that write no logits.
+          Liger's row kernel is the one in the CuTe DSL where that runs. "Liger Hopper": its kernels that write no logits.
           They give each token's loss, and entropy, in bf16, and skip a check of the labels that waits for the GPU.
           TRL: its function of the trainers, which takes rows that are kept; finding them is part of the call, as it is of
           onepass's.
@@ -242,7 +242,7 @@ def _quack(case: BenchCase) -> Call:
 def _contenders(case: BenchCase) -> list[Contender]:
     floor = Contender(_floor(case), _products, floor=True)
     lacks = None if case.dtype == torch.bfloat16 else "bf16 only"
-    hopper = Contender("Liger, Hopper", _liger_hopper, package="Liger", lacks=lacks)
+    hopper = Contender("Liger Hopper", _liger_hopper, package="Liger", lacks=lacks)
     if "log_prob" in case.variant:
         return [
             Contender("onepass", _ours, ours=True),

@@ -5,7 +5,7 @@ Bytes     forward reads x and writes y; backward reads dy and x and writes dx. W
           for both inputs. Weight and bias are one row each and are not counted.
 Gradients of all inputs: x, the residual, the weight and the bias.
 Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after an addition if there is a residual.
-          Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default. "Liger, CuTe" has its
+          Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default. "Liger CuTe" has its
           kernels in the CuTe DSL, which refuse wide rows.
           QuACK: its layer norm is a forward and a backward function, wrapped in an autograd.Function here. Forward needs weight
           and bias in fp32; they are converted once and not timed.
@@ -263,14 +263,14 @@ def _transformer_engine(case: BenchCase) -> Call:
 
 _PACKAGES: dict[str, list[tuple[str, str, Callable[[BenchCase], Call]]]] = {
     "rms": [
-        ("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack),
+        ("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack),
         ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex),
     ],
     "layer": [
-        ("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack_layer),
+        ("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack_layer),
         ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex), ("Apex, fast", "Apex", _apex_fast),
     ],
-    "rms+residual": [("Liger", "Liger", _liger), ("Liger, CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack)],
+    "rms+residual": [("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack)],
     "layer+residual": [],
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ Peers     eager and torch.compile: as models write it, with heads before tokens 
           rms_norm, then rope: onepass's own ops, one after the other.
           Liger: the same tables. It writes over q and k, and over their gradients. It gets copies, made at its first call. Later
           calls find the previous call's results there: the same work on other numbers. With a norm: its two kernels a tensor.
-          "Liger, CuTe" has its kernels in the CuTe DSL, also where Liger itself would choose those in Triton.
+          "Liger CuTe" has its kernels in the CuTe DSL, also where Liger itself would choose those in Triton.
           QuACK: onepass's tables; one tensor a call. With a norm: its two kernels a tensor.
 """
 
@@ -250,7 +250,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         found.append(Contender("rms_norm, then rope", _one_after_the_other))
     if case.variant != "interleaved":
         found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger, CuTe", _liger_cute, package="Liger"))
+        found.append(Contender("Liger CuTe", _liger_cute, package="Liger"))
     return [*found, Contender("QuACK", _quack, package="QuACK")]
 
 

@@ -164,7 +164,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager, lacks=lacks),
         Contender("torch.compile", _compiled, compiles=True),
         Contender("Liger", _liger, package="Liger", lacks=lacks),
-        Contender("Liger, CuTe", _liger_cute, package="Liger", lacks=lacks),
+        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=lacks),
         Contender("QuACK", _quack, package="QuACK", lacks=lacks),
     ]
 
