@@ -48,7 +48,8 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(found["cpu_time"][0]["references"]) == {"F.rms_norm(x)", "F.gelu(x + bias)"}
     rows = rows_of(data)
     assert {"copy", "onepass", "eager"} <= set(rows)
-    assert "torch.compile" not in rows  # left out of --quick on a CPU
+    assert "torch.compile" not in rows  # left out of --quick
+    assert len({row["case"] for row in found["rows"]}) == command.QUICK_CASES
     ours = rows["onepass"]
     assert ours["status"] == "ok"
     assert set(ours["errors"]) == {"y", "dx", "dbias"}

@@ -22,6 +22,7 @@ from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
 from onepass.runtime.errors import CommandError, check_output
 from onepass.runtime.install_hint import install_hint
 
+QUICK_CASES = 2  # of each op
 _NAMED = ("bf16", "fp16", "fp32")  # not fp64: errors are measured against it
 
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
     known = ", ".join(registry.known_ops())
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
-    parser.add_argument("--quick", action="store_true", help="a few small cases, done in a minute or two")
+    parser.add_argument("--quick", action="store_true", help="the first cases of each op, done in a minute or two")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     huggingface.refuse_options(args)
     dtype = DTYPES[args.dtype]
     peers = find_peers()
-    skipped = "torch.compile left out of --quick on a CPU" if args.quick and device.type == "cpu" else None
+    skipped = "what compiles is left out of --quick (--peer names it)" if args.quick else None
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
     plans = _chosen(plans, args)
 
@@ -134,13 +135,13 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
             return True
         if wanted:
             return any(name in contender.name.lower() for name in wanted)
-        return not (args.quick and device.type == "cpu" and contender.compiles)
+        return not (args.quick and contender.compiles)
 
     return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick, peers)
 
 
 def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[runner.BenchPlan]:
-    """Apply --case. Raise CommandError with the known names if --case or --peer matches none."""
+    """Apply --case and --quick. Raise CommandError with the known names if --case or --peer matches none."""
     plans = [plan for plan in plans if plan.cases]
     if not plans:
         raise CommandError("ops must have cases on this GPU, but these are all in eight bits, which need compute capability 8.9")
@@ -155,6 +156,9 @@ def _chosen(plans: list[runner.BenchPlan], args: argparse.Namespace) -> list[run
         plans = [plan for plan in plans if plan.cases]
         if not plans:
             raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in cases)}")
+    elif args.quick:
+        for plan in plans:
+            plan.cases = plan.cases[:QUICK_CASES]
     return plans
 
 
