@@ -238,7 +238,6 @@ def test_positions(kind, shape):
     torch.testing.assert_close(ours(x, None, positions), theirs(x, None, positions), rtol=1e-5, atol=1e-6)
 
 
-
 @pytest.mark.parametrize("biased", (False, True))
 def test_plain_layers_are_one_product(biased, monkeypatch):
     """As on a GPU: of w1 and w3, whose results lie side by side without a copy."""
@@ -296,6 +295,53 @@ def test_a_norm_within_one_product(biased, monkeypatch):
         found.append([y, x.grad, residual.grad, norm.weight.grad, *(parameter.grad for parameter in module.parameters())])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("name", ("block", "gqa", "feed_forward"))
+def test_precision(name, monkeypatch):
+    """Every product of the block's is in eight bits: those that are, are counted."""
+    config = of_block(
+        size=16, feed_forward=feed_forward.FeedForward.Config(w1=new_linear(16), w3=new_linear(16), w2=new_linear(16))
+    )
+    config.attention = of_gqa(16)
+    if name != "block":
+        config = config.attention if name == "gqa" else config.feed_forward
+    theirs = config.build().bfloat16()
+    ours = getattr(onepass_titan, name)(config, precision="fp8").build().bfloat16()
+    ours.load_state_dict(theirs.state_dict())
+    taken = {each: [] for each in ("linear", "norm_linear", "activation_linear")}
+    for each in taken:
+        op = getattr(onepass_titan, each)
+        monkeypatch.setattr(
+            onepass_titan, each, lambda *given, op=op, each=each, **o: taken[each].append(o["precision"]) or op(*given, **o)
+        )
+    x = torch.randn(2, 16, 16, dtype=torch.bfloat16)
+    rest = () if name == "feed_forward" else (None,)
+    found, expected = ours(x, *rest), theirs(x, *rest)
+    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.1
+    counts = {"block": (3, 1, 1), "gqa": (2, 0, 0), "feed_forward": (2, 0, 1)}[name]
+    assert taken == dict(zip(taken, (["fp8"] * count for count in counts), strict=True))
+
+
+@pytest.mark.parametrize("name", ("gqa", "feed_forward"))
+def test_layers_that_have_no_precision(name):
+    config = (
+        of_gqa(wo=SQUARED) if name == "gqa" else feed_forward.FeedForward.Config(w1=new_linear(), w3=SQUARED, w2=new_linear())
+    )
+    with pytest.raises(
+        NotImplementedError, match=rf"{name} can't replace .*with a precision its w\w must be Linear.Config, but is Squared"
+    ):
+        getattr(onepass_titan, name)(config, precision="fp8")
+    getattr(onepass_titan, name)(config)
+
+
+def test_precision_trains(tmp_path):
+    config = new_config(tmp_path, (), "sdpa")
+    config.override.imports = [(f"{OURS}.block", {"precision": "fp8"}), f"{OURS}.loss"]
+    for given in (config, in_bf16 := new_config(tmp_path, (), "sdpa")):
+        given.training.mixed_precision_param = "bfloat16"
+    found = torch.tensor([train(given)[0] for given in (config, in_bf16)])
+    torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0)
 
 
 def test_a_layer_that_is_not_plain(monkeypatch):
@@ -367,8 +413,8 @@ def test_a_loss_without_gradients(tmp_path):
 # ---- what is refused ----
 
 
-def new_linear(**options):
-    return linear.Linear.Config(in_features=8, out_features=8, **options)
+def new_linear(size=8, **options):
+    return linear.Linear.Config(in_features=size, out_features=size, **options)
 
 
 class Scaled(nn_modules.RMSNorm):
@@ -398,17 +444,19 @@ class GatedAttention(attention.GQAttention):
         pass
 
 
-QKV = {"head_dim": 8, "n_heads": 1, "n_kv_heads": 1, "wqkv": linear.Linear.Config(in_features=8, out_features=24)}
+def of_qkv(kind=attention.FusedQKVLinear, size=8):
+    wqkv = linear.Linear.Config(in_features=size, out_features=3 * size)
+    return kind.Config(head_dim=size, n_heads=1, n_kv_heads=1, wqkv=wqkv)
 
 
-def of_gqa(kind=attention.GQAttention, **options):
-    given = {"qkv_linear": attention.FusedQKVLinear.Config(**QKV), "rope": rope.ComplexRoPE.Config(dim=8, max_seq_len=4)}
-    given |= {"inner_attention": attention.ScaledDotProductAttention.Config(), **options}
-    return kind.Config(n_heads=1, dim=8, wo=new_linear(), **given)
+def of_gqa(size=8, kind=attention.GQAttention, **options):
+    given = {"qkv_linear": of_qkv(size=size), "rope": rope.ComplexRoPE.Config(dim=size, max_seq_len=16)}
+    given |= {"inner_attention": attention.ScaledDotProductAttention.Config(), "wo": new_linear(size), **options}
+    return kind.Config(n_heads=1, dim=size, **given)
 
 
-def of_block(kind=llama3.Llama3TransformerBlock, **options):
-    norm = nn_modules.RMSNorm.Config(normalized_shape=8)
+def of_block(kind=llama3.Llama3TransformerBlock, size=8, **options):
+    norm = nn_modules.RMSNorm.Config(normalized_shape=size)
     return kind.Config(**{"attention": of_gqa(), "attention_norm": norm, "ffn_norm": norm, **options})
 
 
@@ -424,14 +472,14 @@ REFUSED = [
         "Squared",
     ),
     ("attention", attention.FlexAttention.Config(), r"FlexAttention\.Config .*attn_backend='varlen'.*flex_as_documents"),
-    ("gqa", of_gqa(qkv_linear=AllGatherFusedQKVLinear.Config(**QKV)), r"qkv_linear must .*AllGatherFusedQKVLinear"),
+    ("gqa", of_gqa(qkv_linear=of_qkv(AllGatherFusedQKVLinear)), r"qkv_linear must .*AllGatherFusedQKVLinear"),
     ("gqa", of_gqa(rope=Turned.Config(dim=8, max_seq_len=4)), r"rope must be .*Turned"),
     ("gqa", of_gqa(qk_norm=Scaled.Config(normalized_shape=8)), r"qk_norm must be RMSNorm\.Config or NoneType, but is Scaled"),
-    ("gqa", of_gqa(GatedAttention), r"GatedAttention\.Config .*GQAttention\.Config alone"),
+    ("gqa", of_gqa(kind=GatedAttention), r"GatedAttention\.Config .*GQAttention\.Config alone"),
     ("gqa", of_gqa(inner_attention=attention.FlexAttention.Config()), r"FlexAttention\.Config .*flex_as_documents"),
     ("block", of_block(deepseek_v3.DeepSeekV3TransformerBlock), r"DeepSeekV3TransformerBlock\.Config .*Llama3.* or Qwen3"),
     ("block", of_block(ffn_norm=Scaled.Config(normalized_shape=8)), r"Scaled\.Config .*RMSNorm\.Config alone"),
-    ("gqa", of_block(attention=of_gqa(GatedAttention)), r"GatedAttention\.Config"),
+    ("gqa", of_block(attention=of_gqa(kind=GatedAttention)), r"GatedAttention\.Config"),
     ("loss", MSELoss.Config(), r"MSELoss\.Config"),
     ("loss", ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), r"MSELoss\.Config .*CrossEntropyLoss\.Config alone"),
 ]

@@ -31,6 +31,7 @@ def refused(name, at):
 
 QWEN3 = titan.test_other_models, "qwen3", ("feed_forward", "gqa", "loss"), FOLDER
 APART, BLOCK = (titan.test_projections_apart, titan.PACKED, "sdpa", FOLDER), steps("block", "loss")
+EIGHT = titan.test_precision, "block", PATCH
 WITHIN = titan.test_a_norm_within_one_product, True, PATCH
 COMPLEX = titan.test_rope, "complex_rope", titan.rope.ComplexRoPE, None
 HALVES = titan.test_rope, "cos_sin_rope", titan.rope.CosSinRoPE, None
@@ -39,12 +40,11 @@ CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_wit
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
     "an epsilon of its own": ("Norm.forward", "self.eps", "1e-2", steps("norm")),
     "a norm without its weight": ("Norm.forward", "self.weight", "None", steps("norm")),
-    "w1 and w3 exchanged": ("GatedFeedForward.forward", "(x, self.w1, self.w3)", "(x, self.w3, self.w1)", steps("feed_forward")),
-    "w1 and w3 exchanged, after a norm": ("GatedFeedForward.forward", "norm, self.w1, self.w3", "norm, self.w3, self.w1", BLOCK),
+    "w1 and w3 exchanged": ("GatedFeedForward.forward", "self.w1, self.w3", "self.w3, self.w1", steps("feed_forward")),
     "layers that are not plain in one product": ("_parameters", "type(layer) is not Linear for", "False for", (titan.test_a_layer_that_is_not_plain, PATCH)),
     "two products for one": ("_side_by_side", "if weights and", "if not weights and", (titan.test_plain_layers_are_one_product, False, PATCH)),
     "biases left out": ("_side_by_side", "projections(x, weights, biases)", "projections(x, weights, [])", (titan.test_plain_layers_are_one_product, True, PATCH)),
-    "stock's product after the activation": ("feed_forward", ", w2=derive(config.w2, ActivationLinear.Config)", "", steps("feed_forward")),
+    "stock's product after the activation": ("feed_forward", ", w2=derive(config.w2, ActivationLinear.Config, precision=precision)", "", steps("feed_forward")),
     "a bias that is dropped": ("feed_forward", " or config.w2.bias", "", refused("feed_forward", 1)),
     "another product after the activation": ("feed_forward", "type(config.w2) is not Linear.Config", "False", refused("feed_forward", 2)),
     "a projection's parts in another order": ("PackedAttention.forward", '"wq", "wk", "wv"', '"wq", "wv", "wk"', APART),
@@ -69,13 +69,18 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "no product of two that keeps its norm's input": ("_norm_side_by_side", "if weights and", "if not weights and", WITHIN),
     "one product's norm with another epsilon": ("_norm_side_by_side", '"eps": norm.eps', '"eps": 1e-2', BLOCK),
     "a norm left out where layers stay apart": ("_norm_side_by_side", "norm(h), *layers", "h, *layers", BLOCK),
-    "the sum before the norm left out of the result": ("GatedFeedForward.forward", "return h + self.w2(packed)", "return x + self.w2(packed)", BLOCK),
+    "the sum before the norm left out of the result": ("GatedFeedForward.forward", "else h + self", "else x + self", BLOCK),
     "the attention's norm for the MLP's": ("_FoldedNorms.forward", "norm=self.ffn_norm, residual=x", "norm=self.attention_norm, residual=x", BLOCK),
     "no residual of attention": ("_FoldedNorms.forward", ", residual=x", "", BLOCK),
     "experts of what is not normalised": ("_FoldedNorms.forward", "self.moe(self.ffn_norm(h))", "self.moe(h)", (titan.test_moe_blocks, FOLDER)),
     "experts without attention": ("_FoldedNorms.forward", "h = attended + x", "h = x", (titan.test_moe_blocks, FOLDER)),
     "blocks whose norms are others": ("block", '("attention_norm", "ffn_norm")', '("attention_norm",)', refused("block", 1)),
     "blocks that are others": ("block", '_check("block", config, *_BLOCKS)', "pass", refused("block", 0)),
+    "products in sixteen bits": ("_side_by_side", "precision=precision) for", "precision=None) for", EIGHT),
+    "a product down in sixteen bits": ("ActivationLinear.forward", "(packed, self.weight, precision=self.precision)", "(packed, self.weight)", EIGHT),
+    "a norm's product in sixteen bits": ("_norm_side_by_side", '"precision": precision', '"precision": None', EIGHT),
+    "attention's products in sixteen bits": ("gqa", ", precision=precision)", ")", EIGHT),
+    "other layers in eight bits": ("_check_plain", "type(found) is not Linear.Config", "False", (titan.test_layers_that_have_no_precision, "gqa")),
     "halves for neighbours": ("InterleavedRoPE.apply_rotary_emb", "interleaved=True", "interleaved=False", COMPLEX),
     "sines for cosines": ("_complex_tables", ".unbind(-1)", ".flip(-1).unbind(-1)", COMPLEX),
     "cosines twice": ("_cos_sin_tables", "[::2]", "[:2]", HALVES),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from dataclasses import make_dataclass
+from dataclasses import field, make_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,11 +26,13 @@ from onepass.integrations.tested import TESTED
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
+from onepass.ops.linear.linear import linear
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 _TESTED = TESTED["torchtitan"][-1]
 _VERSION = Seams("torchtitan", _TESTED).version  # warns of a newer one
@@ -78,10 +80,11 @@ def _check(name: str, config: Any, *known: Any) -> None:
         _refuse(name, config, f"it takes {' or '.join(each.__qualname__ for each in known)} alone, and no subclass")
 
 
-def _config(owner: str, stock: Any) -> Any:
-    """Return a config with stock's fields, of which torchtitan builds the owner."""
+def _config(owner: str, stock: Any, *more: str) -> Any:
+    """Return a config with stock's fields and more, None by default, of which torchtitan builds the owner."""
     own = {"__module__": __name__}
-    return make_dataclass(f"{owner}.Config", (), bases=(stock.Config,), namespace=own, kw_only=True, slots=True)
+    added = [(name, Any, field(default=None)) for name in more]
+    return make_dataclass(f"{owner}.Config", added, bases=(stock.Config,), namespace=own, kw_only=True, slots=True)
 
 
 def _check_seam(stock: Any, name: str, *arguments: str) -> None:
@@ -97,8 +100,8 @@ def _check_seam(stock: Any, name: str, *arguments: str) -> None:
 
 
 _check_seam(FeedForward, "forward", "self", "x")
-for _block in (Llama3TransformerBlock, Qwen3TransformerBlock):
-    _check_seam(_block, "forward", "self", "x", "attention_masks", "positions")
+_check_seam(Llama3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
+_check_seam(Qwen3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
 _check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
 _check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
 _check_seam(
@@ -130,14 +133,18 @@ def norm(config: Any) -> Any:
 class ActivationLinear(Linear):
     """The activation and the product down, as one op. It keeps what came up, and rebuilds the activation in backward."""
 
-    Config = _config("ActivationLinear", Linear)
+    Config = _config("ActivationLinear", Linear, "precision")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.precision = config.precision
 
     def forward(self, packed: Tensor) -> Tensor:
         """packed: gates and values. Of a DTensor each rank has its own columns of both, which no placement of the whole says."""
         if not isinstance(packed, DTensor):
-            return activation_linear(packed, self.weight)
+            return activation_linear(packed, self.weight, precision=self.precision)
         weight: Any = self.weight
-        y = activation_linear(packed.to_local(), weight.to_local())
+        y = activation_linear(packed.to_local(), weight.to_local(), precision=self.precision)
         return DTensor.from_local(y, packed.device_mesh, [Partial()], run_check=False)
 
 
@@ -146,36 +153,40 @@ class GatedFeedForward(FeedForward):
 
     def forward(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """With a norm: h + w2(...) of norm(h), h being x + residual."""
-        if norm is None:
-            return self.w2(_side_by_side(x, self.w1, self.w3))  # type: ignore[no-any-return]
-        packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3)
-        return h + self.w2(packed)  # type: ignore[no-any-return]
+        packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3, precision=self.w2.precision)
+        return self.w2(packed) if norm is None else h + self.w2(packed)  # type: ignore[no-any-return]
 
 
-def _side_by_side(x: Tensor, *layers: Any) -> Tensor:
+def _side_by_side(x: Tensor, *layers: Any, precision: Precision = None) -> Tensor:
     """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
     weights, biases = _parameters(layers)
-    if weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
+    parts: list[Any]
+    if precision is not None:
+        parts = [linear(x, layer.weight, layer.bias, precision=precision) for layer in layers]
+    elif weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
         return projections(x, weights, biases)
-    parts = [layer(x) for layer in layers]
-    if len(parts) == 1:
-        return parts[0]  # type: ignore[no-any-return]
-    if not isinstance(parts[0], DTensor):
-        return torch.cat(parts, -1)
+    else:
+        parts = [layer(x) for layer in layers]
+    if len(parts) == 1 or not isinstance(parts[0], DTensor):
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     packed = torch.cat([part.to_local() for part in parts], -1)
     return DTensor.from_local(packed, parts[0].device_mesh, parts[0].placements, run_check=False)
 
 
-def _norm_side_by_side(x: Tensor, residual: Tensor | None, norm: Any, *layers: Any) -> tuple[Tensor, Tensor]:
+def _norm_side_by_side(
+    x: Tensor, residual: Tensor | None, norm: Any, *layers: Any, precision: Precision = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_side_by_side` of norm(h), and h, which is x + residual. Plain layers keep h alone for backward, and not its norm."""
+    if norm is None:
+        return _side_by_side(x, *layers, precision=precision), x
     weights, biases = _parameters(layers)
     if len(weights) == 1:
-        of_norm = {"eps": norm.eps, "residual": residual, "return_input": True}
+        of_norm = {"eps": norm.eps, "residual": residual, "return_input": True, "precision": precision}
         return norm_linear(x, norm.weight, weights[0], biases[0] if biases else None, **of_norm)  # type: ignore[no-any-return]
-    if weights and use_compiled_projections(x, norm.weight, weights, biases):
+    if weights and precision is None and use_compiled_projections(x, norm.weight, weights, biases):
         return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases)
     h = x if residual is None else x + residual
-    return _side_by_side(norm(h), *layers), h
+    return _side_by_side(norm(h), *layers, precision=precision), h
 
 
 def _parameters(layers: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -187,11 +198,22 @@ def _parameters(layers: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @override(target=FeedForward.Config, description="onepass.activation_linear")
-def feed_forward(config: Any) -> Any:
+def feed_forward(config: Any, *, precision: Precision = None) -> Any:
+    """precision: "fp8" for products in eight bits, as of `onepass.linear`."""
     _check("feed_forward", config, FeedForward.Config)
     if type(config.w2) is not Linear.Config or config.w2.bias:
         _refuse("feed_forward", config, f"its w2 must be Linear.Config without a bias, but is {config.w2}")
-    return derive(config, GatedFeedForward.Config, w2=derive(config.w2, ActivationLinear.Config))
+    _check_plain("feed_forward", precision, config, w1=config.w1, w3=config.w3)
+    return derive(config, GatedFeedForward.Config, w2=derive(config.w2, ActivationLinear.Config, precision=precision))
+
+
+def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) -> None:
+    """Refuse to run layers in eight bits that compute something else, or are in eight bits by torchtitan."""
+    if recipe_of(precision) is None:
+        return
+    for layer, found in layers.items():
+        if type(found) is not Linear.Config:
+            _refuse(name, config, f"with a precision its {layer} must be Linear.Config, but is {type(found).__qualname__}")
 
 
 # ---- rope ----
@@ -317,10 +339,11 @@ def _inner(name: str, config: Any, flex_as_documents: bool) -> Any:
 class PackedAttention(GQAttention):
     """Takes the projection of q, k and v as it is: the rotation, and the norms of heads, are attention's."""
 
-    Config = _config("PackedAttention", GQAttention)
+    Config = _config("PackedAttention", GQAttention, "precision")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.precision = config.precision
         self.by_group = isinstance(self.qkv_linear, FusedQKVLinear)
         self.interleaved = isinstance(self.rope, ComplexRoPE)
 
@@ -333,7 +356,7 @@ class PackedAttention(GQAttention):
         """With a norm: of norm(x)."""
         names = ("wqkv",) if self.by_group else ("wq", "wk", "wv")
         layers = [getattr(self.qkv_linear, name) for name in names]
-        qkv = _side_by_side(x_BLD, *layers) if norm is None else _norm_side_by_side(x_BLD, None, norm, *layers)[0]
+        qkv, _ = _norm_side_by_side(x_BLD, None, norm, *layers, precision=self.precision)
         local = qkv.to_local() if isinstance(qkv, DTensor) else qkv
         shared = self.n_heads // self.n_kv_heads
         groups = local.shape[-1] // ((shared + 2) * self.head_dim)  # of this rank
@@ -352,7 +375,7 @@ class PackedAttention(GQAttention):
             y = attend(local, shared * groups, groups, cos=tables[0], sin=tables[1], **options)
         if isinstance(qkv, DTensor):
             y = DTensor.from_local(y, qkv.device_mesh, qkv.placements, run_check=False)
-        return self.wo(y)  # type: ignore[no-any-return]
+        return _side_by_side(y, self.wo, precision=self.precision)
 
     def _tables(self, length: int, positions: Tensor | None) -> list[Tensor]:
         """Return cos and sin of the positions: [length, R/2], or [rows, length, R/2]."""
@@ -367,20 +390,23 @@ def _shared(weight: Any) -> Tensor:
 
 
 @override(target=GQAttention.Config, description="onepass.attention, of the projection as it is")
-def gqa(config: Any, *, flex_as_documents: bool = False) -> Any:
-    """In the place of `attention`, `complex_rope` and `cos_sin_rope`. flex_as_documents: as of `attention`."""
+def gqa(config: Any, *, flex_as_documents: bool = False, precision: Precision = None) -> Any:
+    """In the place of `attention`, `complex_rope` and `cos_sin_rope`. The options are `attention`'s and `feed_forward`'s."""
     _check("gqa", config, GQAttention.Config)
     known = {
         "qkv_linear": (FusedQKVLinear.Config, QKVLinear.Config),
         "rope": (ComplexRoPE.Config, CosSinRoPE.Config),
         "qk_norm": (RMSNorm.Config, type(None)),
     }
-    for field, kinds in known.items():
-        found = type(getattr(config, field))
+    for name, kinds in known.items():
+        found = type(getattr(config, name))
         if found not in kinds:
             wanted = " or ".join(kind.__qualname__ for kind in kinds)
-            _refuse("gqa", config, f"its {field} must be {wanted}, but is {found.__qualname__}")
-    return derive(config, PackedAttention.Config, inner_attention=_inner("gqa", config.inner_attention, flex_as_documents))
+            _refuse("gqa", config, f"its {name} must be {wanted}, but is {found.__qualname__}")
+    layers = {name: getattr(config.qkv_linear, name) for name in ("wqkv", "wq", "wkv") if hasattr(config.qkv_linear, name)}
+    _check_plain("gqa", precision, config, wo=config.wo, **layers)
+    inner = _inner("gqa", config.inner_attention, flex_as_documents)
+    return derive(config, PackedAttention.Config, inner_attention=inner, precision=precision)
 
 
 # ---- block ----
@@ -417,14 +443,14 @@ _BLOCKS: dict[Any, Any] = {Llama3TransformerBlock.Config: Llama3Block, Qwen3Tran
 
 
 @override(target=TransformerBlock.Config, description="onepass's attention and products, the norms in them")
-def block(config: Any, *, flex_as_documents: bool = False) -> Any:
-    """In the place of all other overrides of a block's parts. flex_as_documents: as of `attention`."""
+def block(config: Any, *, flex_as_documents: bool = False, precision: Precision = None) -> Any:
+    """In the place of all other overrides of a block's parts. The options are theirs."""
     _check("block", config, *_BLOCKS)
-    for field in ("attention_norm", "ffn_norm"):
-        _check(f"block, of its {field},", getattr(config, field), RMSNorm.Config)
-    parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents)}
+    for name in ("attention_norm", "ffn_norm"):
+        _check(f"block, of its {name},", getattr(config, name), RMSNorm.Config)
+    parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents, precision=precision)}
     if config.feed_forward is not None:
-        parts["feed_forward"] = feed_forward(config.feed_forward)
+        parts["feed_forward"] = feed_forward(config.feed_forward, precision=precision)
     return derive(config, _BLOCKS[type(config)].Config, **parts)
 
 
