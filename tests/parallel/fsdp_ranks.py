@@ -1,6 +1,5 @@
 """Ranks of tests/parallel/test_fsdp.py: train under fully_shard, with onepass and by PyTorch alone. Results are saved."""
 
-import os
 import warnings
 from unittest.mock import patch
 
@@ -15,9 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.gradients.fsdp import FSDPMainGrads
