@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import join
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
-
 import onepass
 
 TP = {"tensor_parallel_degree": 2}

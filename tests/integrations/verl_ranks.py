@@ -1,14 +1,10 @@
 """Ranks of tests/integrations/test_verl.py: verl's output processor over tensor-parallel ranks, and what it should return."""
 
-import os
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from parallel.meeting import join
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.integrations import verl

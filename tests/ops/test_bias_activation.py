@@ -107,6 +107,16 @@ def test_the_formula_by_hand(activation, backend):
     torch.testing.assert_close(y, torch.tensor([expected], device=DEVICE), rtol=1e-5, atol=1e-6)
 
 
+@backends
+def test_the_clamps_boundary_passes_gradient(backend):
+    """PyTorch's own clamp does so before 2.14 alone."""
+    gate, linear = [2.0, 1.0, -2.0, math.nan, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5, 1.0, -1.0, 2.0, math.nan]
+    x = torch.tensor([gate, linear], device=DEVICE).view(1, -1).requires_grad_()
+    onepass.bias_activation(x, activation="swiglu", clamp=1.0, backend=backend).backward(torch.ones(1, 8, device=DEVICE))
+    passes = (x.grad != 0).view(2, -1).tolist()  # NaN is not 0
+    assert passes[0][:4] == [False, True, True, False] and passes[1][4:] == [True, True, False, False]
+
+
 def test_shorthands():
     x, bias, _ = tensors()
     for name in ("gelu", "swiglu", "geglu", "quick_geglu"):

@@ -37,7 +37,7 @@ OPTIONS = {  # what a row's loss is made of, and what is asked for beside it
 frozen = ("hidden", "weight", "bias", "token_weight", "hidden bias", "weight bias token_weight")
 
 
-def check(case, backend="torch", seeds=2 if DEVICE == "cpu" else 4, worst=True):
+def check(case, backend="torch", seeds=4, worst=True):
     report = judge_case(module, case, seeds, backend)
     if not worst:
         report.findings = [finding for finding in report.findings if finding.measure != "worst row"]

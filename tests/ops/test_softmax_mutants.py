@@ -54,7 +54,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "backward without the scale": (kernels, "_softmax_backward_kernel", " * scale", ""),
     "backward without the row's sum": (kernels, "_softmax_backward_kernel", "(dy - total[:, None])", "dy"),
     "the row's sum of dy alone": (kernels, "_softmax_backward_kernel", "y.to(tl.float32) * ", ""),
-    "NaN in dy where y is 0 counts": (kernels, "_softmax_backward_kernel", "tl.where(y == 0, 0.0, y.to(tl.float32) * dy.to(tl.float32))", "y.to(tl.float32) * dy.to(tl.float32)"),
+    "NaN in dy where y is 0 counts": (kernels, "_softmax_backward_kernel", "tl.where(y.to(tl.float32) == 0, 0.0, y.to(tl.float32) * dy.to(tl.float32))", "y.to(tl.float32) * dy.to(tl.float32)"),
     "dy read at y's stride": (kernels, "_softmax_backward_kernel", " * DY_ROW", " * Y_ROW"),
     "backward: a store one row too far": (kernels, "_softmax_backward_kernel", "rows < M", "rows <= M"),
     "backward: rows counted over all matrices": (kernels, "_softmax_backward_kernel", " % S, RUN", " % (S - 1), RUN"),

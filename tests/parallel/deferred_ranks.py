@@ -1,6 +1,5 @@
 """Ranks of tests/parallel/test_deferred_ranks.py: deferred gradients in a group and in pipeline schedules. Results are saved."""
 
-import os
 from unittest import mock
 
 import torch
@@ -8,9 +7,6 @@ import torch.distributed as dist
 from parallel.meeting import drawn, join
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.gradients import deferred

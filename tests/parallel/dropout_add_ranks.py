@@ -7,9 +7,6 @@ import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
-
 import onepass
 from onepass.kernels.language import triton
 

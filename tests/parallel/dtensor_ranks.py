@@ -1,6 +1,5 @@
 """Ranks of tests/parallel/test_dtensor.py: every op on DTensors, placed in every way, against the same call on plain tensors."""
 
-import os
 
 import torch
 import torch.distributed as dist
@@ -8,9 +7,6 @@ from parallel.meeting import join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass import nn

@@ -12,9 +12,6 @@ import torch.distributed as dist
 from parallel.meeting import drawn, join
 from torch.utils.checkpoint import checkpoint
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
-
 import onepass
 from onepass.gradients import fp8_product, fp8_scales, fp8_weight
 from onepass.kernels import fp8_cast, fp8_turn, scaled_product

@@ -1,6 +1,5 @@
 """Ranks of tests/parallel/test_fsdp.py: train under fully_shard, with onepass and by PyTorch alone. Results are saved."""
 
-import os
 import warnings
 from unittest.mock import patch
 
@@ -15,9 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.gradients.fsdp import FSDPMainGrads
@@ -75,7 +71,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two uses of one weight, which belongs to the root module."""
+    """Blocks between two uses of one weight, which belongs to the root module: by onepass and by PyTorch."""
 
     def __init__(self, plain=False, checkpointed=False):
         super().__init__()
@@ -88,11 +84,10 @@ class Model(nn.Module):
                 parameter.copy_(drawn(torch.randn, parameter.shape, generator=generator).mul_(0.3))
 
     def forward(self, x):
-        mixed = F.linear if self.plain else onepass.linear
-        x = mixed(x, self.mix)
+        x = (F.linear if self.plain else onepass.linear)(x, self.mix)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return mixed(x, self.mix)
+        return F.linear(x, self.mix)
 
 
 def batch(rank, microbatch):
@@ -137,6 +132,7 @@ def trained(rank, mesh, plain=False, each=False, at_the_end=False, main_grad=Fal
     """Return the whole gradients, summed over the microbatches and averaged over the ranks."""
     model = sharded(mesh, plain, **options)
     in_products = FSDPMainGrads(model) if in_products else None
+    assert in_products is None or in_products.reason is None
     if main_grad:  # on the sharded parameters: ops see unsharded ones without it
         for parameter in model.parameters():
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape), False
@@ -272,7 +268,7 @@ def refused(mesh):
     said = []
     twice = sharded(mesh)
     kept = FSDPMainGrads(twice)
-    low = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    low = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
     for model in (nn.Linear(4, 4), twice, low):
         try:
             FSDPMainGrads(model)

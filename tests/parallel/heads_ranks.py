@@ -1,6 +1,5 @@
 """Ranks of tests/parallel/test_heads.py: heads with LoRA, under fully_shard and gathered as ZeRO-3 does. Results are saved."""
 
-import os
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 

@@ -7,6 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
+    import onepass.testing.interpreter  # noqa: F401
+
 
 def join(rank, ranks, folder, backend="gloo"):
     """Join the process group. Use one thread, as there are more ranks than cores. With NCCL, make the rank's GPU the default."""

@@ -14,9 +14,6 @@ import torch.distributed.checkpoint as dcp
 from parallel.meeting import join
 from torch import nn
 
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
-
 import onepass
 from onepass.nn import MLP, linear, mlp, sharded_state_dict
 from onepass.parallel import reduce_sequence_parallel_grads

@@ -4,7 +4,6 @@ A case makes its modules from one seed and runs them. With each result it return
 dimension to concatenate along, ALIKE if all ranks have the whole, or SUM. Without a group it runs the undivided module.
 """
 
-import os
 from unittest import mock
 
 import torch
@@ -12,9 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel.meeting import drawn, join
 from torch import nn
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.nn import (

@@ -1,14 +1,10 @@
 """Ranks of tests/parallel/test_products.py: run tensor-parallel linear layers, and save the results for the tests."""
 
-import os
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from parallel.meeting import drawn, join
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.parallel import tensor_parallel as product

@@ -68,7 +68,7 @@ def test_what_is_undone_or_unknown_is_fsdps_own(found):
     for mine in found:
         assert mine["undone"] == 0
         warning, reason, reduced = mine["stock"]
-        assert "PyTorch 3.0.1 is not one of 2.11 to 2.14" in reason and reason in warning and reduced
+        assert "PyTorch 3.0.1 is not one of 2.11 to 2.15" in reason and reason in warning and reduced
 
 
 def test_models_that_cannot_be_taken(found):

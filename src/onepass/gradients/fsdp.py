@@ -3,6 +3,7 @@
 FSDP2 keeps gradients of microbatches that it doesn't reduce in buffers of its reduction's type, each as large as the unsharded
 weight. To them it adds what autograd has made in the weight's type. Here that buffer is the unsharded parameter's main_grad:
 products add to it, and FSDP2's reduce-scatter reads it. It has memory from a parameter's first gradient until that is reduced.
+From PyTorch 2.15 on FSDP2's buffer is the unsharded parameter's `.grad`.
 
 FSDP2 has no public way to this. `unsupported` names what of it is used, and where that isn't there gradients stay as they are.
 """
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written
 
-_TESTED = (2, 11), (2, 14)  # the first and the last PyTorch
-_OF_PARAMETERS = "init_unsharded_param", "to_accumulated_grad_if_needed"
+_TESTED = (2, 11), (2, 15)  # the first and the last PyTorch
 
 
 class _Held(NamedTuple):
@@ -124,11 +124,11 @@ class FSDPMainGrads:
         for parameter, each in held:
             if not each.buffer.has_memory:
                 continue
-            grad = ensure_written(each.main_grad)
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = grad
-            elif parameter.unsharded_accumulated_grad is not grad:
-                parameter.unsharded_accumulated_grad += grad
+            grad, theirs = ensure_written(each.main_grad), parameter.unsharded_accumulated_grad
+            if theirs is not grad:
+                _set_accumulated_grad(parameter, grad if theirs is None else grad.add_(theirs))
+        if _in_leaf(held[0][0]):  # FSDP2 widens the others by itself
+            return
         for parameter in group.fsdp_params:  # what is reduced together must be of one type
             if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
                 parameter.to_accumulated_grad_if_needed()
@@ -140,20 +140,31 @@ class FSDPMainGrads:
                 held.buffer.release()
 
 
+def _in_leaf(parameter: Any) -> bool:
+    """Whether gradients accumulate in the unsharded parameter's own `.grad`, as from PyTorch 2.15 on."""
+    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def _set_accumulated_grad(parameter: Any, grad: Tensor) -> None:
+    if _in_leaf(parameter):
+        parameter._unsharded_param.grad = grad
+    else:
+        parameter.unsharded_accumulated_grad = grad
+
+
 def unsupported(groups: list[Any]) -> str | None:
     """Why this PyTorch's FSDP2 can't take gradients so, or None."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not _TESTED[0] <= version <= _TESTED[1]:
-        return f"PyTorch {torch.__version__} is not one of 2.11 to 2.14, whose FSDP2 is known"
+        return f"PyTorch {torch.__version__} is not one of 2.11 to 2.15, whose FSDP2 is known"
     for group in groups:
         if not callable(getattr(group, "post_backward", None)):
             return "its parameter groups have no post_backward"
         for parameter in group.fsdp_params:
-            for name in _OF_PARAMETERS:
-                if not callable(getattr(parameter, name, None)):
+            needed = "init_unsharded_param", "unsharded_accumulated_grad", "to_accumulated_grad_if_needed"
+            for name in needed[:2] if _in_leaf(parameter) else needed:
+                if not hasattr(parameter, name):
                     return f"its parameters have no {name}"
-            if not hasattr(parameter, "unsharded_accumulated_grad"):
-                return "its parameters have no unsharded_accumulated_grad"
     return None
 
 
@@ -173,9 +184,11 @@ def _groups_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _check_policy(group: Any) -> None:
-    policy = group.mp_policy
     for parameter in group.fsdp_params:
-        dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+        if _in_leaf(parameter):
+            dtype = parameter.mp_policy.reduce_dtype or parameter.sharded_param.grad_dtype
+        else:
+            dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or parameter.sharded_param.dtype
         if dtype is not torch.float32:
             raise ValueError(
                 f"mp_policy must reduce gradients in fp32, but reduces in {dtype}: give fully_shard a "

@@ -23,8 +23,8 @@ Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an
 
 A read or write outside of a kernel's tensors raises (`interpreter_bounds.py`).
 
-Not repaired: libdevice, inline assembly, bf16 atomics and `tl.dot_scaled`. `tl.maximum` keeps the NaN that a GPU drops. A
-program's cost hardly depends on its block size, so test with few programs of large blocks.
+Not repaired: libdevice, inline assembly, bf16 atomics and `tl.dot_scaled`. `tl.maximum` keeps the NaN that a GPU drops, before
+Triton 3.8. A program's cost hardly depends on its block size, so test with few programs of large blocks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ The models are: one with only the loss replaced, one with all of onepass, and on
 """
 
 import copy
-import os
 from itertools import product
 
 import torch
@@ -13,9 +12,6 @@ from parallel.meeting import join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter
 
 import onepass
 from onepass.integrations import huggingface

@@ -20,6 +20,11 @@ class ActivationOptions(NamedTuple):
     seed_number: int | None = None  # dropout's seed where it is no tensor: in plain eager mode on a GPU
 
 
+def _clamped(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp x. The boundary passes gradient, as torch.clamp's does only before PyTorch 2.14. NaN does not."""
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def activation_formula(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, linear: Tensor | None = None
 ) -> Tensor:
@@ -33,7 +38,7 @@ def activation_formula(
     if act.gated:
         gate, linear = z.chunk(2, -1) if linear is None else (z, linear.to(wide))
         if options.clamp is not None:
-            gate, linear = gate.clamp(max=options.clamp), linear.clamp(-options.clamp, options.clamp)
+            gate, linear = _clamped(gate, -torch.inf, options.clamp), _clamped(linear, -options.clamp, options.clamp)
         if options.linear_offset:  # -0.0 + 0.0 would be 0.0
             linear = linear + options.linear_offset
         y = act.formula(gate) * linear

@@ -168,7 +168,7 @@ def _backward_codes_kernel(
         z = still_packed(loaded[3 * i]).to(tl.float32) + bias
         if GATED:
             linear = still_packed(loaded[3 * i + 1]).to(tl.float32) + bias2
-            if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
+            if clamp is not None:  # the boundary itself passes gradient, NaN does not
                 passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
                 z, linear = clamp_halves(z, linear, clamp)
             if offset is not None:

@@ -113,7 +113,7 @@ def _backward_kernel(
                 linear = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), within, 0, 1, RUN) + bias2
             else:
                 linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
-            if clamp is not None:  # the boundary itself passes gradient, NaN does not: as in torch.clamp
+            if clamp is not None:  # the boundary itself passes gradient, NaN does not
                 passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
                 z, linear = clamp_halves(z, linear, clamp)
             if offset is not None:

@@ -142,7 +142,7 @@ def _softmax_backward_kernel(
     y = tl.load(y_ptr + rows[:, None] * Y_ROW + columns[None, :], mask=reached, other=0.0)
     dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=reached, other=0.0)
     # what is left out counts for nothing, were dy inf or NaN there
-    total = tl.sum(tl.where(y == 0, 0.0, y.to(tl.float32) * dy.to(tl.float32)), 1)
+    total = tl.sum(tl.where(y.to(tl.float32) == 0, 0.0, y.to(tl.float32) * dy.to(tl.float32)), 1)
     y, dy = still_packed(y).to(tl.float32), still_packed(dy).to(tl.float32)
     dx = tl.where(y == 0, 0.0, y * (dy - total[:, None])) * scale
     tl.store(dx_ptr + rows[:, None] * C + columns[None, :], dx, mask=inside)
