@@ -43,7 +43,7 @@ class _Norm:
         return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 
 
-def _cute_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting_mode: str) -> Tensor:
+def _cute_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, casting_mode: str) -> Tensor:
     return _Norm.apply(x, weight, eps, offset, casting_mode)
 
 

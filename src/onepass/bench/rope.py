@@ -206,23 +206,26 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _liger(case: BenchCase) -> Call:
-    return _by_liger(case, "ops", lambda: imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply)
+    rms = imported("liger_kernel.ops.rms_norm", "LigerRMSNormFunction").apply
+    return _by_liger(case, "ops", lambda x, weight, offset, mode: rms(x, weight, _EPS, offset, mode))
 
 
 def _liger_cute(case: BenchCase) -> Call:
-    return _by_liger(case, "ops.cutedsl.ops", lambda: liger_cute("rms_norm"))
+    rms = liger_cute("rms_norm")
+    return _by_liger(
+        case, "ops.cutedsl.ops", lambda x, weight, offset, mode: rms(x, weight, _EPS, offset=offset, casting_mode=mode)
+    )
 
 
-def _by_liger(case: BenchCase, package: str, find_norm: Callable[[], Callable[..., Tensor]]) -> Call:
+def _by_liger(case: BenchCase, package: str, norm: Callable[[Tensor, Tensor, float, str], Tensor]) -> Call:
     function = imported(f"liger_kernel.{package}.rope", "LigerRopeFunction").apply
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return function(q, k, cos[None], sin[None])
 
     if case.variant in _NORMS:  # it writes over the norms' results
-        norm = find_norm()
         how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
-        return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, _EPS, *how))
+        return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, *how))
     return on_copies(_as_models_do(case, turned), 2)
 
 
