@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +46,7 @@ def cute(**ops: Callable[..., Any]) -> dict[str, dict[str, Any]]:
 
         return call
 
-    return {"liger_kernel.functional": {name: named(name) for name in ops}}
+    return {"liger_kernel.functional": {name: named(name) for name in ops}, "cutlass": {}}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
@@ -53,6 +54,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]
     for name, content in modules.items():
         module = ModuleType(name)
         vars(module).update(content)
+        module.__spec__ = ModuleSpec(name, None)
         parts = name.split(".")
         for i in range(1, len(parts)):
             above = ".".join(parts[:i])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.runtime.backend import explain
@@ -184,7 +184,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
     ]
     if _activation(case) in ("swiglu", "geglu"):
         found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger CuTe", _liger_cute, package="Liger"))
+        found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
     if case.variant == "swiglu":
         found.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
     if case.variant not in _PAIRS:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported, liger_cute, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.runtime.backend import explain
 
@@ -126,7 +126,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
         Contender("Liger", _liger, package="Liger"),
-        Contender("Liger CuTe", _liger_cute, package="Liger"),
+        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()),
     ]
     if case.variant != "smoothing":
         found.append(Contender("QuACK", _quack, package="QuACK"))

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported, since_torch
+from onepass.bench.peers import compiled, imported, needs_cute, since_torch
 from onepass.bench.products import Shapes, give_main_grad, random_of
 from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -241,7 +241,7 @@ def _quack(case: BenchCase) -> Call:
 
 def _contenders(case: BenchCase) -> list[Contender]:
     floor = Contender(_floor(case), _products, floor=True)
-    lacks = None if case.dtype == torch.bfloat16 else "bf16 only"
+    lacks = needs_cute() if case.dtype == torch.bfloat16 else "bf16 only"
     hopper = Contender("Liger Hopper", _liger_hopper, package="Liger", lacks=lacks)
     if "log_prob" in case.variant:
         return [

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, in_fp32, liger_cute, with_parameters
+from onepass.bench.peers import compiled, imported, in_fp32, liger_cute, needs_cute, with_parameters
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.runtime.backend import explain
 
@@ -281,7 +281,8 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
     ]
-    found += [Contender(name, make, package) for name, package, make in _PACKAGES[case.variant]]
+    for name, package, make in _PACKAGES[case.variant]:
+        found.append(Contender(name, make, package, lacks=needs_cute() if make is _liger_cute else None))
     if not _adds(case):
         found.append(Contender("Transformer Engine", _transformer_engine, "Transformer Engine"))
     return found

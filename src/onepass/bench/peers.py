@@ -63,6 +63,11 @@ def since_torch(version: str, module: Any, name: str) -> str | None:
     return None if hasattr(module, name) else f"PyTorch {torch.__version__} has none, {version} has"
 
 
+def needs_cute() -> str | None:
+    """Why Liger's kernels in the CuTe DSL can't run here, or None."""
+    return None if importlib.util.find_spec("cutlass") else "needs nvidia-cutlass-dsl"
+
+
 def liger_cute(op: str) -> Callable[..., Any]:
     """Return one of Liger's functions in the CuTe DSL, for Hopper and later.
 

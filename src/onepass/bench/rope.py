@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute, on_copies
+from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.ops.norm.norm import rms_norm
 from onepass.runtime.backend import explain
@@ -253,7 +253,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         found.append(Contender("rms_norm, then rope", _one_after_the_other))
     if case.variant != "interleaved":
         found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger CuTe", _liger_cute, package="Liger"))
+        found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
     return [*found, Contender("QuACK", _quack, package="QuACK")]
 
 

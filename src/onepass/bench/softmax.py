@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute
+from onepass.bench.peers import compiled, imported, liger_cute, needs_cute
 from onepass.ops.softmax.softmax import softmax
 from onepass.runtime.backend import explain
 
@@ -164,7 +164,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("eager", _eager, lacks=lacks),
         Contender("torch.compile", _compiled, compiles=True),
         Contender("Liger", _liger, package="Liger", lacks=lacks),
-        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=lacks),
+        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=lacks or needs_cute()),
         Contender("QuACK", _quack, package="QuACK", lacks=lacks),
     ]
 
