@@ -44,7 +44,7 @@ GPU = torch.cuda.is_available()
 OURS = "onepass.integrations.torchtitan"
 NAMES = ("block", "loss")
 SAME = {"small": 1e-4, "1B": 0.05}  # how far apart losses and norms of a step may be: a step builds on those before it
-IN_FP8 = 0.2
+IN_FP8 = 0.2  # the same where onepass's products are in eight bits
 WARM = 4  # steps that also compile
 
 

@@ -426,7 +426,7 @@ def attention(
             region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, by group,
             under a compiler or under a transform.
         deterministic: False lets other kernels run between our rotations where they are faster, as cuDNN's are from Hopper
-            on for heads over 64 or from 2048 tokens, and flash-attn-4's, where that is installed, for heads of 128: the
+            on for heads over 64 or from 2048 tokens outside of a compiled graph, and flash-attn-4's, where that is installed: the
             gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch``, ``cudnn``, ``flash_attn``, ``varlen_attn`` or a registered name; None leaves it
             to `use_backend` and ONEPASS_BACKEND. The kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192 or

@@ -89,7 +89,8 @@ def pytorch_is_faster(
     """Whether PyTorch's attention is faster than all of these. Bits may then differ from run to run.
 
     It takes cuDNN's, from Hopper on: .8 to .9 of our time for wide heads, and a little less than ours in a whole step for narrow
-    heads and many tokens. PyTorch's other backends take longer than ours; a compiler makes PyTorch choose one of those.
+    heads and many tokens. PyTorch's other backends take longer than ours, and in torchtitan's compiled blocks PyTorch chose one
+    of those: 309 ms a step where ours took 290.
     """
     if options.in_order or torch.compiler.is_compiling() or not is_plain(options, cu_seqlens, sinks):
         return False
