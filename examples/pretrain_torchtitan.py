@@ -187,6 +187,8 @@ def main() -> None:
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--out", type=Path, default=Path("pretrain_torchtitan"))
     args = arguments.parse_args()
+    if args.steps is not None and args.steps <= WARM:
+        arguments.error(f"--steps must be above {WARM}, as the first {WARM} are not timed, but is {args.steps}")
     size = SIZES[args.size]
     os.environ.setdefault("LOCAL_RANK", "0")
     device = {"device_id": torch.device("cuda", 0)} if GPU else {}
