@@ -161,10 +161,10 @@ def _side_by_side(x: Tensor, *layers: Any, precision: Precision = None) -> Tenso
     """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
     weights, biases = _parameters(layers)
     parts: list[Any]
+    if weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases, precision):
+        return projections(x, weights, biases, precision)
     if precision is not None:
         parts = [linear(x, layer.weight, layer.bias, precision=precision) for layer in layers]
-    elif weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
-        return projections(x, weights, biases)
     else:
         parts = [layer(x) for layer in layers]
     if len(parts) == 1 or not isinstance(parts[0], DTensor):
@@ -183,8 +183,8 @@ def _norm_side_by_side(
     if len(weights) == 1:
         of_norm = {"eps": norm.eps, "residual": residual, "return_input": True, "precision": precision}
         return norm_linear(x, norm.weight, weights[0], biases[0] if biases else None, **of_norm)  # type: ignore[no-any-return]
-    if weights and precision is None and use_compiled_projections(x, norm.weight, weights, biases):
-        return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases)
+    if weights and use_compiled_projections(x, norm.weight, weights, biases, precision):
+        return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases, precision)
     h = x if residual is None else x + residual
     return _side_by_side(norm(h), *layers, precision=precision), h
 

@@ -188,8 +188,8 @@ class LinearsMatch:
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
         precision = self.precision()
-        if torch.compiler.is_compiling() and precision is None:
-            several = self._weights(), self._biases() if biased and self.biased else []
+        if torch.compiler.is_compiling():
+            several = self._weights(), self._biases() if biased and self.biased else [], precision
             if use_compiled_projections(x, None if folded is None else folded.late, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
@@ -202,12 +202,14 @@ class LinearsMatch:
         return y  # type: ignore[no-any-return]
 
 
-def _of_several(x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def _of_several(
+    x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], biases: list[Tensor], precision: FP8Recipe | None
+) -> Tensor:
     if folded is None:
-        return projections(x, weights, biases)
+        return projections(x, weights, biases, precision)
     norm = folded.norm
     options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
-    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases)
+    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases, precision)
     return y
 
 
