@@ -76,7 +76,7 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "experts without attention": ("_FoldedNorms.forward", "h = attended + x", "h = x", (titan.test_moe_blocks, FOLDER)),
     "blocks whose norms are others": ("block", '("attention_norm", "ffn_norm")', '("attention_norm",)', refused("block", 1)),
     "blocks that are others": ("block", '_check("block", config, *_BLOCKS)', "pass", refused("block", 0)),
-    "products in sixteen bits": ("_side_by_side", "precision=precision) for", "precision=None) for", EIGHT),
+    "products in sixteen bits": ("_side_by_side", "precision=precision) if", "precision=None) if", EIGHT),
     "a product down in sixteen bits": ("ActivationLinear.forward", "(packed, self.weight, precision=self.precision)", "(packed, self.weight)", EIGHT),
     "a norm's product in sixteen bits": ("_norm_side_by_side", '"precision": precision', '"precision": None', EIGHT),
     "attention's products in sixteen bits": ("gqa", ", precision=precision)", ")", EIGHT),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
 from onepass.integrations.seams import SeamError, Seams
 from onepass.integrations.tested import TESTED
 from onepass.ops.activation.activation_linear import activation_linear
@@ -153,6 +154,11 @@ class GatedFeedForward(FeedForward):
 
     def forward(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """With a norm: h + w2(...) of norm(h), h being x + residual."""
+        weights, biases = _parameters((self.w1, self.w3))
+        given = weights, self.w2.weight, "swiglu", self.w2.precision
+        if norm is not None and weights and not biases and use_gated_mlp(x, norm.weight, *given):
+            y, h = gated_mlp(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), *given)
+            return h + y
         packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3, precision=self.w2.precision)
         return self.w2(packed) if norm is None else h + self.w2(packed)  # type: ignore[no-any-return]
 
@@ -160,13 +166,9 @@ class GatedFeedForward(FeedForward):
 def _side_by_side(x: Tensor, *layers: Any, precision: Precision = None) -> Tensor:
     """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
     weights, biases = _parameters(layers)
-    parts: list[Any]
     if weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases, precision):
         return projections(x, weights, biases, precision)
-    if precision is not None:
-        parts = [linear(x, layer.weight, layer.bias, precision=precision) for layer in layers]
-    else:
-        parts = [layer(x) for layer in layers]
+    parts: list[Any] = [linear(x, each.weight, each.bias, precision=precision) if precision else each(x) for each in layers]
     if len(parts) == 1 or not isinstance(parts[0], DTensor):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     packed = torch.cat([part.to_local() for part in parts], -1)
@@ -209,10 +211,8 @@ def feed_forward(config: Any, *, precision: Precision = None) -> Any:
 
 def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) -> None:
     """Refuse to run layers in eight bits that compute something else, or are in eight bits by torchtitan."""
-    if recipe_of(precision) is None:
-        return
     for layer, found in layers.items():
-        if type(found) is not Linear.Config:
+        if recipe_of(precision) is not None and type(found) is not Linear.Config:
             _refuse(name, config, f"with a precision its {layer} must be Linear.Config, but is {type(found).__qualname__}")
 
 
