@@ -535,12 +535,16 @@ def test_calls_that_are_refused():
 # ---- versions ----
 
 
+MODULES = OURS, f"{OURS}_configs"
+
+
 @pytest.fixture
 def anew(monkeypatch):
     """Import the integration as if for the first time."""
     monkeypatch.setattr(seams, "_warned", set())
     monkeypatch.setattr(override_registry(), "_REGISTRY", {})
-    monkeypatch.delitem(sys.modules, OURS)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name)
     yield lambda: importlib.import_module(OURS)
     onepass.integrations.torchtitan = onepass_titan
 
@@ -554,7 +558,8 @@ def test_a_newer_version_warns_once_and_works(anew, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.1.0" if name == "torchtitan" else found(name))
     with pytest.warns(UserWarning, match=r"torchtitan 9\.1\.0 is newer than 0\.3\.0"):
         module = anew()
-    sys.modules.pop(OURS)
+    for name in MODULES:
+        sys.modules.pop(name)
     override_registry()._REGISTRY.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
