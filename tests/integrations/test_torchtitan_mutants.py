@@ -42,10 +42,10 @@ CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_wit
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
     "an epsilon of its own": ("Norm.forward", "self.eps", "1e-2", steps("norm")),
     "a norm without its weight": ("Norm.forward", "self.weight", "None", steps("norm")),
-    "w1 and w3 exchanged": ("GatedFeedForward.forward", "self.w1, self.w3", "self.w3, self.w1", steps("feed_forward")),
+    "w1 and w3 exchanged": ("GatedFeedForward.forward", "norm, self.w1, self.w3)", "norm, self.w3, self.w1)", steps("feed_forward")),
     "layers that are not plain in one product": ("_parameters", "type(layer) not in (Linear, FP8Linear) for", "False for", (titan.test_a_layer_that_is_not_plain, PATCH)),
     "two products for one": ("_side_by_side", "if weights and", "if not weights and", (titan.test_plain_layers_are_one_product, False, PATCH)),
-    "biases left out": ("_side_by_side", "projections(x, weights, biases)", "projections(x, weights, [])", (titan.test_plain_layers_are_one_product, True, PATCH)),
+    "biases left out": ("_side_by_side", "projections(x, weights, biases, precision)\n    parts", "projections(x, weights, [], precision)\n    parts", (titan.test_plain_layers_are_one_product, True, PATCH)),
     "stock's product after the activation": ("feed_forward", "derive(config.w2, ActivationLinear.Config, precision=precision)", "config.w2", steps("feed_forward")),
     "a bias that is dropped": ("feed_forward", " or config.w2.bias", "", refused("feed_forward", 1)),
     "another product after the activation": ("feed_forward", "type(config.w2) is not Linear.Config", "False", refused("feed_forward", 2)),
