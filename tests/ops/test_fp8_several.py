@@ -60,7 +60,6 @@ class Layers:
         return [*self.weights, *self.biases, *self.vectors]
 
     def of_several(self, x, residual, recipe, library=compiled_projections, options=NormOptions):
-        recipe = None if recipe is None else library.FP8Recipe(**vars(recipe))
         if self.norm is None:
             return library.projections(x, self.weights, self.biases, recipe), x
         gain, shift = (*self.vectors, None)[:2]
@@ -219,8 +218,8 @@ def test_a_mutant_is_found(name):
 
     def found(library):
         layers = Layers(True, "rms_norm")
-        options = library.NormOptions
-        results = steps(partial(layers.of_several, recipe=RECIPES["delayed"], library=library, options=options), layers)
+        own = {"recipe": library.FP8Recipe(**vars(RECIPES["delayed"])), "options": library.NormOptions}  # of a copied package
+        results = steps(partial(layers.of_several, library=library, **own), layers)
         close = all(decibels(ours, theirs) > 48 for ours, theirs in zip(results, expected, strict=True))
         return close and hasattr(layers.weights[0], "fp8") and torch.equal(states(layers)["scale"], states(one)["scale"])
 

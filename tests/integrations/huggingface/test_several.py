@@ -161,6 +161,7 @@ def test_others_are_as_before(why):
     torch.testing.assert_close((y.float(), h.float()), tuple(t.float() for t in expected), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of models on a CPU need the interpreter")
 @pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2"))
 def test_models(family):
     """As one graph, whose weights are the model's."""
@@ -171,6 +172,7 @@ def test_models(family):
     assert set(seen) >= OF_SEVERAL
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of models on a CPU need the interpreter")
 @pytest.mark.parametrize(("scaling", "biased"), [("delayed", False), ("delayed", True), ("current", False)])
 def test_models_in_eight_bits(scaling, biased):
     """With scales known before, and without biases, the MLP is one function of the graph."""
