@@ -114,7 +114,8 @@ class TrainRun:
         return [] if self.record is None else self.record.lines
 
     def let_go(self) -> None:
-        """Free the model and the optimizer, so that other models can use their memory."""
+        """Free the model and the optimizer, so that other models can use their memory. Their tables run as this run did."""
+        self.options = replace(self.options, cuda_graphs=self.trained.steps.replays)
         del self.trained
 
     def _text(self) -> text.Tokens:
