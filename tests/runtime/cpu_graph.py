@@ -42,13 +42,12 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _WAITS:
             raise RuntimeError("operation not permitted when stream is capturing")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
+                for tensor in _tensors(given.get(argument.name)):
                     storage = tensor.untyped_storage()
                     self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        for value in kwargs.values():
-            assert not isinstance(value, torch.Tensor), "an out= is not undone"
         found = func(*args, **kwargs)
         self.graph.calls.append((func, args, kwargs, _tensors(found)))
         return found

@@ -26,10 +26,9 @@ _refreshed: list[weakref.ref[FP8Scales]] = []  # after each step, in an order th
 def _count_step(*_: Any) -> None:
     global _steps
     _steps += 1
+    known = [scales for reference in _refreshed if (scales := reference()) is not None]  # held: a collection may come any time
     _refreshed[:] = [reference for reference in _refreshed if reference() is not None]
-    for reference in _refreshed:
-        scales = reference()
-        assert scales is not None
+    for scales in known:
         scales.refresh()
 
 

@@ -357,6 +357,6 @@ def _check_state(optimizer: Optimizer, device: torch.device) -> None:
         for name, value in state.items():
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != device):
                 raise TypeError(
-                    f"{type(optimizer).__name__} must have its state on {device}, but has {name} on the CPU, where a graph's "
-                    "replays don't change it: onepass.parallel.AdamW and torch.optim.AdamW(capturable=True) have all of it there"
+                    f"{type(optimizer).__name__} must have its state on {device}, but has {name} elsewhere, where replays of a "
+                    "graph don't change it: onepass.parallel.AdamW and torch.optim.AdamW(capturable=True) have all of it there"
                 )
