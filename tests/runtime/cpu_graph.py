@@ -34,13 +34,13 @@ def _tensors(tree):
 
 
 class _Recording(TorchDispatchMode):
-    def __init__(self, graph):
+    def __init__(self, graph, may_wait):
         super().__init__()
-        self.graph, self.before = graph, {}
+        self.graph, self.may_wait, self.before = graph, may_wait, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _WAITS:
+        if func in _WAITS and not self.may_wait:
             raise RuntimeError("operation not permitted when stream is capturing")
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         for argument in func._schema.arguments:
@@ -58,10 +58,10 @@ class _Recording(TorchDispatchMode):
             storage.copy_(values)
 
 
-def record(call, device, pool=None):
-    """Stands for `onepass.runtime.cuda_graph.capture`."""
+def record(call, device, pool=None, may_wait=False):
+    """Stands for `onepass.runtime.cuda_graph.capture`. `may_wait`: for ops that look at values, which they do on a CPU alone."""
     graph = Graph()
-    recording = _Recording(graph)
+    recording = _Recording(graph, may_wait)
     generator = torch.get_rng_state()
     with ExitStack() as stack:
         for name in _CAPTURES:
