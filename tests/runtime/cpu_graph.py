@@ -1,4 +1,4 @@
-"""A CUDA graph's stand-in on a CPU: it records a call's operators, runs none of them for good, and replays them without Python."""
+"""A CUDA graph's stand-in on a CPU: it records a call's operators, undoes what they wrote, and replays them without Python."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock

@@ -330,7 +330,7 @@ def test_a_tensor_among_the_options_must_stay_the_same_one(graphs):
 def test_state_and_groups_must_stay(graphs):
     _, optimizer, step = ready(graphs)
     optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="SGD must keep its state .*load_state_dict"):
+    with pytest.raises(RuntimeError, match=r"SGD must keep its state .*load_state_dict"):
         step(batches(1)[0])
     _, optimizer, step = ready(graphs)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -453,7 +453,7 @@ def test_a_step_that_waits_for_the_gpu_raises_and_leaves_gradients(graphs, waits
 
 
 def test_other_errors_of_a_step_are_its_own(graphs):
-    made, _, step = ready(graphs, calls=1)
+    _, _, step = ready(graphs, calls=1)
     with pytest.raises(TypeError, match="unexpected keyword"):
         step(batches(1)[0], other=1)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a warm-up, as it is
@@ -481,7 +481,7 @@ def test_inputs_must_be_tensors_of_the_device_or_constants(graphs, inputs, error
 
 def test_an_outer_autocast_raises(graphs):
     made, _, step = ready(graphs, calls=1)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="torch.autocast must begin in train_step"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"torch.autocast must begin in train_step"):
         step(batches(1)[0])
     optimizer = sgd(made.parameters())
 
@@ -510,7 +510,7 @@ def test_several_ranks_raise(graphs, monkeypatch):
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     made = model()
     step = onepass.graphed_step(stepper(made, sgd(made.parameters())))
-    with pytest.raises(RuntimeError, match="for one rank, but torch.distributed has 2"):
+    with pytest.raises(RuntimeError, match=r"for one rank, but torch.distributed has 2"):
         step(batches(1)[0])
 
 

@@ -96,7 +96,7 @@ class TrainRun:
             if isinstance(batches := self.batches(), PackedBatches):
                 self.live.say(batches.summary())
                 self.live.flops = self.config.flops_per_token(batches.mean_span)
-            self.trained = make(self.config, options, layout, self.plain)
+            self.trained = make(self.config, options, layout, self.plain, self.live.say)
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
