@@ -10,7 +10,7 @@ from train.fp8_runs import FP8
 
 import onepass
 from onepass.cli import main
-from onepass.train import command, measured_steps, setup, steps
+from onepass.train import command, measured_steps, setup, steps, table
 from onepass.train.layout import ParallelLayout
 from onepass.train.measured_steps import MeasuredSteps
 from onepass.train.options import Options
@@ -238,6 +238,19 @@ def test_warm_ups_count_no_saturated_numbers(graphs, fp8_by_formula):
 
 
 # ---- a run ----
+
+
+def test_a_table_runs_without_a_graph_what_can_not_be_captured(graphs, monkeypatch):
+    config, options = configured(**OPTIMIZER, cuda_graphs=True)
+    batches = SimpleNamespace(of_step=lambda number: batch(number, alone()))
+    assert type(make(config, options, alone()).steps) is GraphedSteps
+    found = []
+    for captures in (True, False):
+        if not captures:
+            monkeypatch.setattr(steps, "capture", lambda call, device: torch.ones(2) @ torch.ones(3))
+        step = table._stepper(config, options, alone(), batches)
+        found.append([step(number, 0.01).item() for number in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and len(graphs) == 1 and graphs[0][0].replays == 6
 
 
 def test_a_run_says_what_it_decided_and_its_tables_run_alike(clock, graphs, monkeypatch, tmp_path, corpus, capsys):

@@ -28,14 +28,15 @@ class MeasuredSteps(GraphedSteps):
 
     Args:
         say: takes the line that says what was decided, and why.
+        decided: capture at the first step, if that can be captured.
     """
 
-    def __init__(self, *args: Any, say: Callable[[str], None] | None) -> None:
+    def __init__(self, *args: Any, say: Callable[[str], None] | None = None, decided: bool = False) -> None:
         super().__init__(*args)
         self._say = say or (lambda text: None)
         self._steps = 0
         self._times: list[tuple[float, float]] = []  # of a step's first microbatch: until its last call, and until its end
-        self._timing = self._decided = self.replays = False
+        self._timing, self._decided, self.replays = False, decided, decided
         self._reason = ""
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,21 @@ class Trained:
 
 
 def make(
-    config: Config, options: Options, layout: ParallelLayout, plain: bool = False, say: Callable[[str], None] | None = None
+    config: Config,
+    options: Options,
+    layout: ParallelLayout,
+    plain: bool = False,
+    say: Callable[[str], None] | None = None,
+    lenient: bool = False,
 ) -> Trained:
-    """Create what this rank trains. `plain`: the baseline without onepass ops. `say`: takes a line for the log.
+    """Create what this rank trains. `plain`: the baseline without onepass ops.
 
     On one rank the baseline has fp32 weights and PyTorch's AdamW, under autocast if the configuration's dtype is narrower. On
     several ranks its model uses PyTorch operators, while gradients and AdamW are onepass's.
+
+    Args:
+        say: takes a line for the log.
+        lenient: run without a CUDA graph what options.cuda_graphs asks for in vain.
     """
     alone = plain and layout.ranks == 1
     used = config.reference() if plain else config
@@ -43,6 +52,8 @@ def make(
     update = _update(model, options, layout, alone)
     if _measures_graphs(used, options, layout, update):
         return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say))
+    if options.cuda_graphs and not plain and lenient:
+        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, decided=True))
     kind = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
     return Trained(model, update, kind(model, used, options, update, autocast))
 
