@@ -1,5 +1,6 @@
 """What only a GPU shows of steps in CUDA graphs: bits of steps without one, random numbers, errors, and runs that decide."""
 
+import gc
 import importlib.util
 import warnings
 
@@ -387,6 +388,7 @@ def test_a_capture_that_fails_leaves_memory_random_numbers_and_other_graphs():
     with pytest.raises(RuntimeError), side_stream(CUDA):
         capture(fail, CUDA)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= reserved + (2 << 20)
     seen = []
@@ -491,5 +493,5 @@ def test_a_warm_up_counts_no_saturated_numbers():
         made.steps = kind(made.model, made.model.config, made.update.options, made.update)
         made.steps.run(second)
         made.update.step(1e-3)
-        found.append(fp8_saturations(made.model))
-    assert found[0] == found[1] and any(sum(counts.values()) for counts in found[0].values())
+        found.append({name: counts["input"] for name, counts in fp8_saturations(made.model).items()})
+    assert found[0] == found[1] and any(found[0].values())

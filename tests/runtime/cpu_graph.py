@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
-_CAPTURES = ("main_grad.is_capturing", "main_grads.is_capturing", "fp8_weight.is_capturing", "adamw.is_capturing")
+_CAPTURES = [f"{each}.is_capturing" for each in ("main_grad", "main_grads", "fp8_weight", "fp8_updates", "adamw")]
 
 
 class Graph:

@@ -275,6 +275,21 @@ def test_eight_bit_weights_are_as_without_a_graph(graphs, fp8_by_formula):
     assert step.graphs == 1
 
 
+def test_a_graph_writes_no_scales_of_another_model(graphs, fp8_by_formula):
+    """They may be gone by the time of a replay."""
+    models = [onepass.nn.MLP(32, 64, precision="fp8") for _ in range(2)]
+    other, own = (onepass.graphed_step(stepper(made, sgd(made.parameters())), warmup=1) for made in models)
+    x = torch.randn(16, 32)
+    for step in (other, own, own):
+        step(x)
+    weights = [(made.linear_fc1.weight, made.linear_fc2.weight) for made in models]
+    counted = [[weight.fp8.scales.steps.clone() for weight in each] for each in weights]
+    own(x)
+    for each, before, steps in zip(weights, counted, (0, 1), strict=True):
+        for weight, count in zip(each, before, strict=True):
+            assert torch.equal(weight.fp8.scales.steps, count + steps)
+
+
 # ---- without a GPU ----
 
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from onepass.kernels.device_tables import is_capturing
+from onepass.runtime.cuda_graph import current_step
+
 if TYPE_CHECKING:
     from onepass.gradients.fp8_scales import FP8Scales
 
@@ -28,8 +31,11 @@ def _count_step(*_: Any) -> None:
     _steps += 1
     known = [scales for reference in _refreshed if (scales := reference()) is not None]  # held: a collection may come any time
     _refreshed[:] = [reference for reference in _refreshed if reference() is not None]
+    step = current_step()
     for scales in known:
-        scales.refresh()
+        # a graph of a step refreshes its own: it would write others' memory after they are gone
+        if step is None or scales in step.scales or not is_capturing(scales.factors.device):
+            scales.refresh()
 
 
 def refresh_after_steps(scales: FP8Scales) -> None:

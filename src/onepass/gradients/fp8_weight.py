@@ -132,9 +132,12 @@ class FP8Weight:
         if same and self._place == place and not (captures or self._in_graph):
             return
         due = not same and not captures and not self._replayed
-        if captures or current_step() is not None:  # what warms up for the capture of a whole step: its replays refresh, too
+        step = current_step()
+        if captures or step is not None:  # what warms up for the capture of a whole step: its replays refresh, too
             self._replayed = True
             refresh_after_steps(self.scales)
+        if step is not None:
+            step.scales.append(self.scales)
         with _outside_inference_mode():  # scales serve training too
             if self.recipe.scaling != "row":
                 if same and self._place != place:
