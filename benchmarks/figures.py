@@ -148,6 +148,7 @@ FLOORS = {
     "linear_divergence": "*Four products* by cuBLAS are the least time of both heads' logits and the student's gradients.",
 }
 NOTES = {
+    "cross_entropy": "Liger's forward makes the gradient too, and its backward hardly anything: both together take it longer.",
     "attention": "onepass and its peers are deterministic, but for the rows *any order*: there onepass has deterministic=False, "
     "and peers may add in any order."
 }
@@ -157,7 +158,7 @@ def by_reference(op, cases):
     """Return a table for each reference."""
     names = list(dict.fromkeys(own(rows)["reference"] for rows in cases))
     calls = f"*{'*, *'.join(names)}* are the onepass and PyTorch calls that the op replaces, one after another."
-    lines = [f"{FLOORS.get(op, calls)} {NOTES.get(op, '')}".rstrip()]
+    lines = [FLOORS.get(op, calls)]
     for name in names:
         sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
         titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", f"both, over {name}", "best peer", *sides)
@@ -224,6 +225,7 @@ def table(op, results):
             f"One {results['hardware']['name']}, {results['dtype']}, copy {results['ceilings']['copy_gbs'] / 1000:.2f} TB/s; "
             f"{measured}; commit {results['commit']}.",
             "",
+            *([NOTES[op], ""] if op in NOTES else []),
             *(by_copy(cases) if bound_by_memory else by_reference(op, cases)),
             *graph_lines(cases),
             "",
@@ -635,9 +637,14 @@ OPS_ROWS = [
         "activation_linear",
     ),
     (
-        "[`linear_cross_entropy`, `cross_entropy`](docs/guide.md#the-loss)",
+        "[`linear_cross_entropy`](docs/guide.md#the-loss)",
         "the loss of a head without its logits; label smoothing, z-loss, softcap, token weights, vocabularies divided over ranks",
         "linear_cross_entropy",
+    ),
+    (
+        "[`cross_entropy`](docs/guide.md#the-loss)",
+        "the same loss of logits that are there, which its gradient may overwrite (Liger's forward makes the gradient too)",
+        "cross_entropy",
     ),
     (
         "[`linear_divergence`](docs/guide.md#distillation)",
@@ -719,15 +726,16 @@ def between(text, name, made):
 def all_figures(folder=RESULTS):
     """Return the text of each table by its name."""
     scripts, others = folder / "scripts", others_of(folder)
+    every = [each / "scripts" for each in (folder, *others)]
     return {
         HEADLINE: headline(folder, others),
         OPS: ops_table(folder, others),
         FIGURES: tables(folder, others),
         LOSS: loss_tables(scripts),
         FUSION: fusion_table(scripts / "fusion.json"),
-        TRAINING: training_tables(*(each / "scripts" for each in (folder, *others))),
+        TRAINING: training_tables(*every),
         LOSSES: losses_table(scripts / "gpt_losses.json"),
-        PARALLEL: parallel_tables(sorted(scripts.glob("gpt_parallel_*.json"))),
+        PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         FP8: fp8_tables(folder.parent),
     }

@@ -25,17 +25,16 @@ from traces import common, kernels
 
 import onepass
 from onepass.bench.record import commit, device_name, versions
-from onepass.gradients import product
-from onepass.parallel import DeferredWgrad, collectives
+from onepass.parallel import DeferredWgrad, collectives, tensor_parallel
 from onepass.profiling.trace import length, union
 
 TOKENS, BATCH, HIDDEN, INNER = 4096, 4, 8192, 28672
 VOCABULARY, MICROBATCHES = 65536, 4
 
 
-def layer(group: dist.ProcessGroup, ranks: int, rank: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def layer(group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The MLP of this rank, and its part of the input."""
-    device = torch.device("cuda", rank)
+    ranks = group.size()
     up = torch.nn.Parameter(torch.randn(INNER // ranks, HIDDEN, device=device, dtype=torch.bfloat16) * HIDDEN**-0.5)
     down = torch.nn.Parameter(torch.randn(HIDDEN, INNER // ranks, device=device, dtype=torch.bfloat16) * INNER**-0.5)
     for weight in (up, down):
@@ -69,30 +68,30 @@ def waiting_for_each() -> Iterator[None]:
         return lambda *args: collectives.Pending(start(*args).wait())
 
     names = ("start_all_gather", "start_reduce_scatter", "start_all_reduce")
-    with mock.patch.multiple(product, **{name: at_once(getattr(product, name)) for name in names}):
+    with mock.patch.multiple(tensor_parallel, **{name: at_once(getattr(tensor_parallel, name)) for name in names}):
         yield
 
 
-def backward_of(group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], object]:
-    forward, x = layer(group, ranks, rank)
+def backward_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    forward, x = layer(group, device)
     y = forward(x)
     dy = torch.randn_like(y)
     return lambda: y.backward(dy, retain_graph=True)
 
 
-def flush_of(group: dist.ProcessGroup, ranks: int, rank: int) -> Callable[[], object]:
+def flush_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """What backward keeps, put there as it does, without the rest of backward."""
-    device, type_ = torch.device("cuda", rank), torch.bfloat16
+    ranks, type_ = group.size(), torch.bfloat16
     head = torch.nn.Parameter(torch.empty(VOCABULARY // ranks, HIDDEN, device=device, dtype=type_))
     main_grad = torch.zeros_like(head, dtype=torch.float32)
-    spread = product.spread_over(group, by_row=False, sequence=True)
+    layout = tensor_parallel.tp_layout(group, by_row=False, sequence=True)
     x = torch.randn(TOKENS // ranks, 1, HIDDEN, device=device, dtype=type_)
     dy = torch.randn(TOKENS, 1, VOCABULARY // ranks, device=device, dtype=type_)
     deferred = DeferredWgrad()
 
     def flush() -> None:
         for _ in range(MICROBATCHES):
-            deferred.keep(dy, x, head, main_grad, spread)
+            deferred.keep(dy, x, head, main_grad, layout)
         deferred.flush()
 
     return flush
@@ -131,16 +130,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     steps = {"backward": backward_of, "flush": flush_of}
-    found = {name: measured(made(dist.group.WORLD, ranks, rank)) for name, made in steps.items()}
+    found = {name: measured(made(dist.group.WORLD, device)) for name, made in steps.items()}
     if rank == 0:
         print(json.dumps(found, indent=1))
         if args.json:
             shape: dict[str, object] = {"tokens": TOKENS * BATCH, "hidden": HIDDEN, "inner": INNER, "ranks": ranks}
             shape |= {"flushed": {"tokens": TOKENS, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}}
-            machine = {"commit": commit(), "gpu": device_name(torch.device("cuda")), "versions": versions()}
+            machine = {"commit": commit(), "gpu": device_name(device), "versions": versions()}
             args.json.write_text(json.dumps(machine | shape | found, indent=1) + "\n")
     dist.destroy_process_group()
 

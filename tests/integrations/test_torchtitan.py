@@ -18,7 +18,7 @@ pytest.importorskip("spmd_types", reason="needs torchtitan's spmd_types")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its dependencies' own
     from integrations import torchtitan_ranks, torchtitan_runs
-    from integrations.torchtitan_runs import BLOCK, NAMES, OURS, PACKED, SETS, VOCABULARY, new_config, train
+    from integrations.torchtitan_runs import BLOCK, IN_FP8, NAMES, OURS, PACKED, SETS, VOCABULARY, new_config, train
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.override import apply_overrides
@@ -203,6 +203,14 @@ def test_two_ranks(case, names, of_two_ranks):
         assert_alike(found[case, names], found[case, ()])
 
 
+@pytest.mark.parametrize("case", torchtitan_ranks.CASES)
+def test_two_ranks_in_eight_bits(case, of_two_ranks):
+    for found in of_two_ranks:
+        ours, stock = torch.tensor(found[case, IN_FP8]), torch.tensor(found[case, ()])
+        torch.testing.assert_close(ours, stock, rtol=0.03, atol=0)
+        assert (ours[:, 0] != stock[:, 0]).all()
+
+
 def test_context_parallelism_is_refused(tmp_path):
     """Of whole sequences: their inner attention, where torchtitan divides them, is not called."""
     module = onepass_titan.gqa(new_config(tmp_path, (), "sdpa").model_spec.model.layers[0].attention).build()
@@ -309,6 +317,7 @@ def test_precision(name, monkeypatch):
     theirs = config.build().bfloat16()
     ours = getattr(onepass_titan, name)(config, precision="fp8").build().bfloat16()
     ours.load_state_dict(theirs.state_dict())
+    monkeypatch.setattr(onepass_titan, "use_compiled_projections", lambda *_: False)
     taken = {each: [] for each in ("linear", "norm_linear", "activation_linear")}
     for each in taken:
         op = getattr(onepass_titan, each)
@@ -336,8 +345,7 @@ def test_layers_that_have_no_precision(name):
 
 
 def test_precision_trains(tmp_path):
-    config = new_config(tmp_path, (), "sdpa")
-    config.override.imports = [(f"{OURS}.block", {"precision": "fp8"}), f"{OURS}.loss"]
+    config = new_config(tmp_path, IN_FP8, "sdpa")
     for given in (config, in_bf16 := new_config(tmp_path, (), "sdpa")):
         given.training.mixed_precision_param = "bfloat16"
     found = torch.tensor([train(given)[0] for given in (config, in_bf16)])
@@ -528,12 +536,16 @@ def test_calls_that_are_refused():
 # ---- versions ----
 
 
+MODULES = OURS, f"{OURS}_configs"
+
+
 @pytest.fixture
 def anew(monkeypatch):
     """Import the integration as if for the first time."""
     monkeypatch.setattr(seams, "_warned", set())
     monkeypatch.setattr(override_registry(), "_REGISTRY", {})
-    monkeypatch.delitem(sys.modules, OURS)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name)
     yield lambda: importlib.import_module(OURS)
     onepass.integrations.torchtitan = onepass_titan
 
@@ -547,7 +559,8 @@ def test_a_newer_version_warns_once_and_works(anew, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.1.0" if name == "torchtitan" else found(name))
     with pytest.warns(UserWarning, match=r"torchtitan 9\.1\.0 is newer than 0\.3\.0"):
         module = anew()
-    sys.modules.pop(OURS)
+    for name in MODULES:
+        sys.modules.pop(name)
     override_registry()._REGISTRY.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,6 +5,7 @@ What several ranks do is not among them: their processes import the package itse
 
 import importlib
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from integrations import test_torchtitan as titan
 from integrations.test_torchtitan import _by_pytorch, _one_rank  # noqa: F401
 
 from onepass.integrations import torchtitan as onepass_titan
+from onepass.integrations import torchtitan_configs
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
@@ -40,11 +42,11 @@ CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_wit
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
     "an epsilon of its own": ("Norm.forward", "self.eps", "1e-2", steps("norm")),
     "a norm without its weight": ("Norm.forward", "self.weight", "None", steps("norm")),
-    "w1 and w3 exchanged": ("GatedFeedForward.forward", "self.w1, self.w3", "self.w3, self.w1", steps("feed_forward")),
-    "layers that are not plain in one product": ("_parameters", "type(layer) is not Linear for", "False for", (titan.test_a_layer_that_is_not_plain, PATCH)),
+    "w1 and w3 exchanged": ("GatedFeedForward.forward", "norm, self.w1, self.w3)", "norm, self.w3, self.w1)", steps("feed_forward")),
+    "layers that are not plain in one product": ("_parameters", "type(layer) not in (Linear, FP8Linear) for", "False for", (titan.test_a_layer_that_is_not_plain, PATCH)),
     "two products for one": ("_side_by_side", "if weights and", "if not weights and", (titan.test_plain_layers_are_one_product, False, PATCH)),
-    "biases left out": ("_side_by_side", "projections(x, weights, biases)", "projections(x, weights, [])", (titan.test_plain_layers_are_one_product, True, PATCH)),
-    "stock's product after the activation": ("feed_forward", ", w2=derive(config.w2, ActivationLinear.Config, precision=precision)", "", steps("feed_forward")),
+    "biases left out": ("_side_by_side", "projections(x, weights, biases, precision)\n    parts", "projections(x, weights, [], precision)\n    parts", (titan.test_plain_layers_are_one_product, True, PATCH)),
+    "stock's product after the activation": ("feed_forward", "derive(config.w2, ActivationLinear.Config, precision=precision)", "config.w2", steps("feed_forward")),
     "a bias that is dropped": ("feed_forward", " or config.w2.bias", "", refused("feed_forward", 1)),
     "another product after the activation": ("feed_forward", "type(config.w2) is not Linear.Config", "False", refused("feed_forward", 2)),
     "a projection's parts in another order": ("PackedAttention.forward", '"wq", "wk", "wv"', '"wq", "wv", "wk"', APART),
@@ -75,11 +77,12 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "experts of what is not normalised": ("_FoldedNorms.forward", "self.moe(self.ffn_norm(h))", "self.moe(h)", (titan.test_moe_blocks, FOLDER)),
     "experts without attention": ("_FoldedNorms.forward", "h = attended + x", "h = x", (titan.test_moe_blocks, FOLDER)),
     "blocks whose norms are others": ("block", '("attention_norm", "ffn_norm")', '("attention_norm",)', refused("block", 1)),
-    "blocks that are others": ("block", '_check("block", config, *_BLOCKS)', "pass", refused("block", 0)),
-    "products in sixteen bits": ("_side_by_side", "precision=precision) for", "precision=None) for", EIGHT),
+    "blocks that are others": ("block", 'check("block", config, *_BLOCKS)', "pass", refused("block", 0)),
+    "products in sixteen bits": ("_with_precision", "precision=precision)", "precision=None)", EIGHT),
     "a product down in sixteen bits": ("ActivationLinear.forward", "(packed, self.weight, precision=self.precision)", "(packed, self.weight)", EIGHT),
     "a norm's product in sixteen bits": ("_norm_side_by_side", '"precision": precision', '"precision": None', EIGHT),
-    "attention's products in sixteen bits": ("gqa", ", precision=precision)", ")", EIGHT),
+    "attention's products in sixteen bits": ("gqa", "_with_precision(layer, precision) for", "layer for", EIGHT),
+    "attention's last product in sixteen bits": ("gqa", "_with_precision(config.wo, precision)", "config.wo", EIGHT),
     "other layers in eight bits": ("_check_plain", "type(found) is not Linear.Config", "False", (titan.test_layers_that_have_no_precision, "gqa")),
     "halves for neighbours": ("InterleavedRoPE.apply_rotary_emb", "interleaved=True", "interleaved=False", COMPLEX),
     "sines for cosines": ("_complex_tables", ".unbind(-1)", ".flip(-1).unbind(-1)", COMPLEX),
@@ -103,10 +106,10 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "no logits without labels": ("_head", "labels is None", "labels is not None", VALIDATION),
     "not divided by the tokens": ("LinearCrossEntropyLoss.__call__", "loss if global_valid_tokens is None else loss / global_valid_tokens", "loss", VALIDATION),
     "a head that is no Linear": ("LinearCrossEntropyLoss.set_lm_head", "type(lm_head).forward is not nn.Linear.forward", "False", CALLS),
-    "another loss within the chunks": ("loss", '_check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)', "pass", refused("loss", 1)),
+    "another loss within the chunks": ("loss", 'check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)', "pass", refused("loss", 1)),
     "another loss": ("loss", "ChunkedLossWrapper.Config, CrossEntropyLoss.Config)", "*[type(config)])", refused("loss", 0)),
-    "subclasses taken": ("_check", "type(config) not in known", "not isinstance(config, known)", refused("norm", 0)),
-    "full_dtensor taken": ("_check", 'get_spmd_backend() == "full_dtensor"', "False", (titan.test_full_dtensor_is_refused, "norm", FOLDER)),
+    "subclasses taken": ("check", "type(config) not in known", "not isinstance(config, known)", refused("norm", 0)),
+    "full_dtensor taken": ("check", 'get_spmd_backend() == "full_dtensor"', "False", (titan.test_full_dtensor_is_refused, "norm", FOLDER)),
 }  # fmt: skip
 
 
@@ -139,6 +142,7 @@ def test_the_module_passes(load, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants(name, load, tmp_path, monkeypatch):
     function, old, new, call = MUTANTS[name]
-    load(mutate, onepass_titan, function, old, new)
+    module = torchtitan_configs if hasattr(torchtitan_configs, function) else onepass_titan
+    load(partial(mutate, entry=onepass_titan), module, function, old, new)
     with pytest.raises((Exception, pytest.fail.Exception)):
         judge(call, tmp_path, monkeypatch)

@@ -33,7 +33,7 @@ def run(rank, ranks, folder, backend):
     found = {}
     for case, (parallelism, compiled) in CASES.items():
         plain = parallelism["spmd_backend"] == "spmd_types"
-        for names in ((), *runs.SETS):
+        for names in ((), *runs.SETS, runs.IN_FP8):
             kind = "varlen" if names else "flex"
             shared = 1 if "tensor_parallel_degree" in parallelism else ranks
             config = runs.new_config(folder, names, kind, shared, **parallelism)

@@ -34,6 +34,7 @@ NAMES = ("norm", "feed_forward", "complex_rope", "attention", "loss")
 PACKED = ("norm", "feed_forward", "gqa", "loss")
 BLOCK = ("block", "loss")
 SETS = NAMES, PACKED, BLOCK
+IN_FP8 = ("block in fp8", "loss")
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 32, 2048, 3
 
 
@@ -136,7 +137,8 @@ def new_config(folder, names=(), kind="flex", ranks=1, model="llama3", fuse_qkv=
     config.lr_scheduler.warmup_steps = 1
     config.debug.seed, config.debug.enable_structured_logging = 0, False
     config.activation_checkpoint = None
-    config.override.imports = [f"{OURS}.{name}" for name in names]
+    chosen = {name: f"{OURS}.{name.removesuffix(' in fp8')}" for name in names}
+    config.override.imports = [(path, {"precision": "fp8"}) if "fp8" in name else path for name, path in chosen.items()]
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
     return config

@@ -46,8 +46,12 @@ def killed_in(owner, name):
 
 
 def linear(group, killed):
-    """Kill the rank in the backward of a sequence-parallel layer, before dx is reduce-scattered."""
+    """Kill the rank in the second backward of a sequence-parallel layer, before dx is reduce-scattered.
+
+    In the first, a GPU's kernels are loaded. That may wait for the GPU, which waits for the killed rank: nobody would be told.
+    """
     x, weight = torch.randn(512, 4, 256, requires_grad=True), nn.Parameter(torch.randn(512, 256))
+    onepass.linear(x, weight, tp_group=group, sequence_parallel=True).sum().backward()
     y = onepass.linear(x, weight, tp_group=group, sequence_parallel=True)
     with killed_in(product, "start_reduce_scatter") if killed else nullcontext():
         y.sum().backward()

@@ -343,9 +343,21 @@ def resumed(rank):
 
 
 def agreement(rank):
+    """What ranks that differ from the first are told, and those that agree."""
+    others = rank > 0
+
+    def made(layers=2, dtype=torch.float32, **options):
+        return said(lambda: MainGrads([nn.Parameter(torch.ones(3 + layer, dtype=dtype)) for layer in range(layers)], **options))
+
     with onepass.validate():
-        differing = said(lambda: MainGrads([nn.Parameter(torch.ones(3 + rank))]))
-        return differing, said(lambda: MainGrads([nn.Parameter(torch.ones(3))]))
+        return {
+            "shape": said(lambda: MainGrads([nn.Parameter(torch.ones(3 + rank))])),
+            "layers": made(3 if others else 2),
+            "type": made(dtype=BF16 if others else FP32),
+            "options": made(dtype=BF16, shard=others),
+            "buckets": made(bucket_bytes=4 if others else 1 << 20),
+            "alike": made(),
+        }
 
 
 def lonely(rank, group):

@@ -397,10 +397,20 @@ def test_states_come_back(found, shard):
 
 @needs_gloo
 def test_under_validate_ranks_that_differ_are_told(found):
+    place = "parameter {} of shape ({},) and torch.{} at element {} of bucket {}".format
+    differing = {
+        "shape": (place(0, 3, "float32", 0, 0), place(0, 4, "float32", 0, 0)),
+        "layers": (place(1, 4, "float32", 0, 0), place(2, 5, "float32", 0, 0)),
+        "type": (place(1, 4, "float32", 0, 0), place(1, 4, "bfloat16", 0, 0)),
+        "options": ("dtype torch.float32 and shard False", "dtype torch.float32 and shard True"),
+        "buckets": (place(0, 3, "float32", 64, 0), place(0, 3, "float32", 0, 1)),
+    }
+    said = (
+        "parameters and options must be the same, in one order, on all ranks of group, "
+        "but its rank 0 has {} where its rank 1 has {}"
+    )
     for rank in found:
-        assert rank["agreement"] == (
-            "parameters must be the same, in one order, on all ranks of group, but differ on its ranks 0 and 1", ""
-        )  # fmt: skip
+        assert rank["agreement"] == {name: said.format(*both) for name, both in differing.items()} | {"alike": ""}
 
 
 @needs_gloo

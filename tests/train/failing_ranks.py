@@ -1,4 +1,4 @@
-"""A rank of a run whose text is empty."""
+"""A rank of runs whose text is empty, or whose ranks were given different settings."""
 
 import contextlib
 import io
@@ -12,18 +12,30 @@ import onepass
 from onepass.cli import main
 from onepass.train import layout, loop
 
+CASES = {  # more arguments of each of two ranks
+    "empty text": ((), ()),
+    "layers": (("--num-layers", "1"), ("--num-layers", "2")),
+    "type": (("--params-dtype", "fp32"), ("--params-dtype", "bf16")),
+    "microbatches": (("--global-batch-size", "64"), ("--global-batch-size", "96")),
+}
+
 
 def run(rank, ranks, folder, backend):
     torch.set_num_threads(1)
-    folder, said = Path(folder), io.StringIO()
-    store = f"file://{folder / 'store'}"
-    stock = dist.init_process_group
-    dist.init_process_group = lambda *args, **options: stock(*args, **options, init_method=store, rank=rank, world_size=ranks)
-    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
+    folder, stock = Path(folder), dist.init_process_group
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     layout._TURN_S = 0.0
     loop.MatrixPeak = lambda *args: None
-    (folder / "empty.txt").touch()
-    arguments = ["--device", "cpu", "--data", str(folder / "empty.txt"), "--run-dir", str(folder / "run")]
-    with onepass.use_backend("torch"), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        status = main(["train", *arguments, "--num-layers", "1"])
-    torch.save({"status": status, "said": said.getvalue()}, folder / f"{rank}.pt")
+    (text := folder / f"empty {rank}.txt").touch()  # paths may differ
+    device = ["--device", "cuda" if backend == "nccl" else "cpu"]
+    arguments = [*device, "--data", str(text), "--run-dir", str(folder / "run"), "--num-layers", "1"]
+    found = {}
+    for case, more in CASES.items():
+        place = {"init_method": f"file://{folder / case}", "rank": rank, "world_size": ranks}
+        dist.init_process_group = lambda *args, place=place, **options: stock(*args, **options, **place)
+        said = io.StringIO()
+        with onepass.use_backend("torch"), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            status = main(["train", *arguments, *more[rank]])
+        dist.destroy_process_group()  # a run that fails keeps it until its process ends
+        found[case] = {"status": status, "said": said.getvalue()}
+    torch.save(found, folder / f"{rank}.pt")

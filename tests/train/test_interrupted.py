@@ -259,12 +259,20 @@ def test_brackets_in_a_name_are_a_name(tmp_path, corpus, capsys):
 # ---- several ranks ----
 
 
+SAID = {
+    "empty text": "the text is empty: 1 files hold no characters",
+    "layers": "num_layers must be the same on all ranks, but is 1 on rank 0 and 2 on rank 1",
+    "type": "params_dtype must be the same on all ranks, but is 'fp32' on rank 0 and 'bf16' on rank 1",
+    "microbatches": "global_batch_size must be the same on all ranks, but is 64 on rank 0 and 96 on rank 1",
+}
+
+
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_what_the_first_rank_refuses_ends_all(tmp_path):
-    """The text is empty, which the first rank alone reads."""
-    found = worlds.found_by(failing_ranks.run, ("gloo", 2), tmp_path)
-    assert [each["status"] for each in found] == [2, 2]
-    assert {each["said"] for each in found} == {"onepass train: the text is empty: 1 files hold no characters\n"}
+@pytest.mark.parametrize("world", worlds.PAIRS)
+def test_what_the_first_rank_refuses_and_what_ranks_differ_in_ends_all(world, tmp_path):
+    """The first rank alone reads the text."""
+    for found in worlds.found_by(failing_ranks.run, world, tmp_path):
+        assert found == {case: {"status": 2, "said": f"onepass train: {said}\n"} for case, said in SAID.items()}
     assert not (tmp_path / "run").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -151,11 +152,20 @@ def round_up(size: int, multiple: int) -> int:
     return max(1, math.ceil(size / multiple)) * multiple
 
 
-def check_agreement(mine: object, group: dist.ProcessGroup) -> None:
-    all_of_them: list[object] = [None] * group.size()
+def check_agreement(planned: list[list[BucketSlice]], options: str, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if options, parameters or their places differ. The error names the first that does."""
+    places = [(index, place) for index, bucket in enumerate(planned) for place in bucket]
+    mine = [options, *(f"{_describe(place)} at element {place.start} of bucket {index}" for index, place in places)]
+    all_of_them = [mine] * group.size()
     dist.all_gather_object(all_of_them, mine, group=group)
     for rank, theirs in enumerate(all_of_them):
-        if theirs != all_of_them[0]:
-            raise RuntimeError(
-                f"parameters must be the same, in one order, on all ranks of group, but differ on its ranks 0 and {rank}"
-            )
+        for first, other in zip_longest(all_of_them[0], theirs, fillvalue="nothing"):
+            if first != other:
+                raise RuntimeError(
+                    "parameters and options must be the same, in one order, on all ranks of group, "
+                    f"but its rank 0 has {first} where its rank {rank} has {other}"
+                )
+
+
+def _describe(place: BucketSlice) -> str:
+    return f"{place.name} of shape {tuple(place.parameter.shape)} and {place.parameter.dtype}"

@@ -2,6 +2,7 @@
 
 A graph can't see that a weight was updated, when scales change, or which magnitudes were noted. So it holds the weight alone, and
 an op finds the weight's state (gradients/fp8_weight.py) when it runs. What the state lends is copied before the graph gets it.
+A product of several weights takes them as one, which an op makes where they don't lie together, and nobody keeps for backward.
 Passes that write codes turned, and the product that is added to main_grad, keep nothing and are ops of their own.
 
 The ops are pure to the graph: run again, as under checkpointing, they have the same bits. Those that look at a state are no part
@@ -11,8 +12,8 @@ of a CUDA graph, whose replays would not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from onepass.gradients.fp8_product import PRODUCT, FP8Call, OutputGradient
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
+from onepass.gradients.packed_params import concat_no_grad
 from onepass.parallel.tensor_parallel import rows_of
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
 
 
 LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()  # not in older ones
+
+
+def one_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return all rows of weights or biases, of none None. They are one weight to `fp8_weight`, whether this is a copy or not."""
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
+    whole: Any = concat_no_grad(tensors)
+    whole.packed = tensors
+    return whole  # type: ignore[no-any-return]
 
 
 def state_in_graph(x: Tensor, weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
@@ -43,17 +54,21 @@ def lent(call: FP8Call) -> tuple[Tensor, Tensor | None]:
     return call.x_inverse.clone(), None if call.x_scale is None else call.x_scale.clone()
 
 
-def forward_fake(x: Tensor, weight: Tensor, recipe: FP8Recipe, product: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward_fake(
+    x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tensors without data: the product's result, and what `lent` returns."""
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=product)
+    y = x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)), dtype=product)
     if recipe.scaling == "row":
         return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None
     return y, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
 
 
 def _output_gradient(
-    dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+    dy: Tensor, weights: Sequence[Tensor], asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    weight = one_of(weights)
+    assert weight is not None
     state = state_in_graph(dy, weight, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
@@ -64,17 +79,17 @@ def _output_gradient(
 
 
 def _output_gradient_fake(
-    dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+    dy: Tensor, weights: Sequence[Tensor], asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dx = dy.new_empty((*dy.shape[:-1], weight.shape[1])) if asks_x else None
+    dx = dy.new_empty((*dy.shape[:-1], weights[0].shape[1])) if asks_x else None
     if not (asks_weight and recipe.has_wgrad):
         return dx, None, None
-    codes = dy.new_empty((weight.shape[0], turned_width(dy)), dtype=recipe.gradient_type)
+    codes = dy.new_empty((dy.shape[-1], turned_width(dy)), dtype=recipe.gradient_type)
     return dx, codes, dy.new_empty((), dtype=torch.float32)
 
 
 _output_gradient_op = Registered(
-    "fp8_output_gradient(Tensor dy, Tensor weight, bool asks_x, bool asks_weight, FP8Recipe recipe) -> "
+    "fp8_output_gradient(Tensor dy, Tensor[] weights, bool asks_x, bool asks_weight, FP8Recipe recipe) -> "
     "(Tensor?, Tensor?, Tensor?)",
     _output_gradient,
     _output_gradient_fake,
@@ -86,7 +101,7 @@ _output_gradient_op = Registered(
 class CompiledFP8Call(NamedTuple):
     """`FP8Call` in a graph."""
 
-    weight: Tensor
+    weights: Sequence[Tensor]
     recipe: FP8Recipe
     x_inverse: Tensor
     x_scale: Tensor | None
@@ -99,7 +114,7 @@ class CompiledFP8Call(NamedTuple):
         return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)
 
     def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
-        dx, codes, inverse = _output_gradient_op(dy, self.weight, asks_x, asks_weight, self.recipe)
+        dx, codes, inverse = _output_gradient_op(dy, self.weights, asks_x, asks_weight, self.recipe)
         operand = None if codes is None or inverse is None else FP8Operand(codes, inverse)
         return OutputGradient(dx, operand, rows_of(dy))
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, one_of, state_in_graph
 from onepass.gradients.fp8_gradient import takes_fp8_gradient
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight
 from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of
 from onepass.gradients.product import graph_break_if_deferred, is_deferred, linear_gradients
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
@@ -31,6 +32,12 @@ def _cast_plain(rows: Tensor, target: FP8Target) -> tuple[Tensor, Tensor | None]
     codes, _ = cast_tensor(rows, target)
     assert codes is not None
     return codes, None
+
+
+def start_operand(call: FP8Call | CompiledFP8Call, x: Tensor, *, later: bool) -> Callable[[], FP8Operand]:
+    """Return what makes x's operand of the weight's gradient, as `FP8Call.start_input` does."""
+    rows = rows_of(x)
+    return call.start_input(partial(_cast_plain, rows), partial(_cast_turned, rows), later=later)
 
 
 def _cast_turned(rows: Tensor, target: FP8Target) -> Tensor:
@@ -63,20 +70,30 @@ def _forward(
 
 
 def _forward_in_graph(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: FP8Recipe, product: torch.dtype, noted: bool
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    y, call = _forward(state_in_graph(x, weight, recipe), x, weight, bias, product, None, noted)
+    weight = one_of(weights)
+    assert weight is not None
+    y, call = _forward(state_in_graph(x, weight, recipe), x, weight, one_of(biases), product, None, noted)
     return y, *lent(call)
 
 
 _forward_op = Registered(
-    "fp8_linear(Tensor x, Tensor weight, Tensor? bias, FP8Recipe recipe, ScalarType product, bool noted) -> "
+    "fp8_linear(Tensor x, Tensor[] weights, Tensor[] biases, FP8Recipe recipe, ScalarType product, bool noted) -> "
     "(Tensor, Tensor, Tensor?)",
     _forward_in_graph,
-    lambda x, weight, bias, recipe, product, noted: forward_fake(x, weight, recipe, product),
+    lambda x, weights, biases, recipe, product, noted: forward_fake(x, weights, recipe, product),
     FP8Recipe,
     tags=LOOKS_AT_A_STATE,
 )
+
+
+def compiled_product(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
+) -> tuple[Tensor, CompiledFP8Call]:
+    """Return the product of all weights' rows, in a graph, and what backward needs."""
+    y, inverse, scale = _forward_op(x, weights, biases, recipe, product, noted)
+    return y, CompiledFP8Call(weights, recipe, inverse, scale)
 
 
 def _run(
@@ -85,8 +102,7 @@ def _run(
 ) -> tuple[Tensor, FP8Call | CompiledFP8Call]:  # fmt: skip
     """Return y, and what backward needs."""
     if isinstance(state, CompiledFP8):
-        y, inverse, scale = _forward_op(x, weight, bias, state.recipe, product, noted)
-        return y, CompiledFP8Call(weight, state.recipe, inverse, scale)
+        return compiled_product(x, [weight], [] if bias is None else [bias], state.recipe, product, noted)
     return _forward(state, x, weight, bias, product, layout, noted)
 
 
@@ -112,7 +128,7 @@ class _FP8Product(torch.autograd.Function):
         later = is_deferred(deferred, weight, requests[0])
         operand = gathering = summing = instead = wide = None
         if asks_weight and fp8.has_wgrad:
-            operand = fp8.start_input(partial(_cast_plain, rows_of(x)), partial(_cast_turned, rows_of(x)), later=later)
+            operand = start_operand(fp8, x, later=later)
         elif asks_weight and not later:
             gathering = start_gather(x, layout)
         gradient = fp8.output_gradient(dy, weight, asks_x, asks_weight, later=later)

@@ -54,7 +54,7 @@ def _product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight:
 
 
 def _product_fake(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight)
+    return weight.new_empty(a.shape[0], b.shape[0])
 
 
 def _overwrite(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, weight: Any) -> Tensor:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels.device_tables import is_capturing
 from onepass.runtime.cuda_graph import current_step
+from onepass.runtime.dispatch import has_address
 
 if TYPE_CHECKING:
     from onepass.gradients.fp8_scales import FP8Scales
@@ -56,6 +58,14 @@ def version_of(weight: Tensor) -> Version:
     if packed is None:
         return weight._version, _steps
     return packed[0]._version, _steps, *[parameter._version for parameter in packed[1:]]
+
+
+def place_of(weight: Tensor) -> tuple[int, ...] | None:
+    """Return the storage of a weight, or of each parameter that it is made of, and where in that it begins; None of fake ones."""
+    if not has_address(weight):
+        return None
+    parts = getattr(weight, "packed", (weight,))
+    return tuple([number for part in parts for number in (storage_id(part), int(part.storage_offset()))])
 
 
 def may_have_changed(weight: Tensor, version: Version) -> bool:

@@ -32,19 +32,19 @@ from onepass.gradients.fp8_updates import (
     count_optimizer_steps,
     is_divided,
     may_have_changed,
+    place_of,
     refresh_after_steps,
     version_of,
     whole_of,
 )
 from onepass.gradients.main_grad import is_capturing
-from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout
 from onepass.runtime.cuda_graph import current_step
-from onepass.runtime.dispatch import has_address, under_functorch
+from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import FORMULA, Call
@@ -101,7 +101,7 @@ class FP8Weight:
         self.scales = FP8Scales(recipe, weight.device)
         self.shape: torch.Size | None = None  # of the weight that the target is for
         self._version: Version | None = None
-        self._place: tuple[object, ...] | None = None  # its storage, and where in that it begins
+        self._place: tuple[object, ...] | None = None  # `place_of` it
         self._counted = False  # what a cast of this weight notes is in a loaded state already
         self._target: tuple[FP8Target, Tensor] | None = None  # for the weight's codes until the next update; None: scales by row
         self._rows: FP8Operand | None = None
@@ -127,7 +127,7 @@ class FP8Weight:
 
         A CUDA graph makes codes of what the weight is at each replay. The scales that it reads change after optimizers' steps.
         """
-        version, place = version_of(weight), (storage_id(weight), weight.storage_offset()) if has_address(weight) else None
+        version, place = version_of(weight), place_of(weight)
         captures, same = is_capturing(weight), self._version == version
         if same and self._place == place and not (captures or self._in_graph):
             return

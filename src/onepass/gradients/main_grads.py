@@ -115,7 +115,7 @@ class MainGrads:
         self._complete: ModuleTree | None = None  # of the module, when it had all parameters
         planned = plan_buckets(named, bucket_bytes // dtype.itemsize)
         if validating() and self.group is not None:
-            check_agreement([[(place.name, place.start, place.stop) for place in places] for places in planned], self.group)
+            check_agreement(planned, f"dtype {dtype} and shard {shard}", self.group)
 
         self.buffers, self.buckets = self._allocate(planned)
         self._average = average and self.ranks > 1

@@ -11,18 +11,17 @@ Under spmd_types, torchtitan's default, modules see plain tensors; under partial
 
 from __future__ import annotations
 
-import inspect
 from abc import ABCMeta
-from dataclasses import field, make_dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from onepass.integrations.seams import SeamError, Seams
-from onepass.integrations.tested import TESTED
+from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
+from onepass.integrations.seams import SeamError
+from onepass.integrations.torchtitan_configs import TITAN, VERSION, check, check_seam, new_config, refuse
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
@@ -34,15 +33,11 @@ from onepass.ops.norm.norm import rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
-_TESTED = TESTED["torchtitan"][-1]
-_VERSION = Seams("torchtitan", _TESTED).version  # warns of a newer one
-
 try:
     import spmd_types as spmd
     from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import derive, override
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
-    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.attention import (
         FlexAttention,
         FusedQKVLinear,
@@ -62,60 +57,27 @@ try:
     from torchtitan.protocols.module import Module
 except ImportError as error:
     raise SeamError(
-        f"torchtitan {_VERSION} lacks what onepass replaces or needs ({error}): use a version that onepass was tested with, "
-        f"as {_TESTED}, or leave onepass's overrides off"
+        f"torchtitan {VERSION} lacks what onepass replaces or needs ({error}): use a version that onepass was tested with, "
+        f"as {TITAN}, or leave onepass's overrides off"
     ) from error
 
-
-def _refuse(name: str, config: Any, why: str) -> NoReturn:
-    raise NotImplementedError(f"{name} can't replace {type(config).__qualname__} of torchtitan {_VERSION}: {why}")
-
-
-def _check(name: str, config: Any, *known: Any) -> None:
-    """Refuse subclasses, which compute something else, and full_dtensor, under which FSDP2 would sum a second time what ops have
-    summed over data-parallel ranks."""
-    if get_spmd_backend() == "full_dtensor":
-        _refuse(name, config, 'parallelism.spmd_backend must be "spmd_types" or "partial_dtensor", but is "full_dtensor"')
-    if type(config) not in known:
-        _refuse(name, config, f"it takes {' or '.join(each.__qualname__ for each in known)} alone, and no subclass")
-
-
-def _config(owner: str, stock: Any, *more: str) -> Any:
-    """Return a config with stock's fields and more, None by default, of which torchtitan builds the owner."""
-    own = {"__module__": __name__}
-    added = [(name, Any, field(default=None)) for name in more]
-    return make_dataclass(f"{owner}.Config", added, bases=(stock.Config,), namespace=own, kw_only=True, slots=True)
-
-
-def _check_seam(stock: Any, name: str, *arguments: str) -> None:
-    """A method that was renamed upstream would be overridden in vain."""
-    found = getattr(stock, name, None)
-    taken = None if found is None else tuple(inspect.signature(found).parameters)
-    if taken != arguments:
-        has = "is not there" if taken is None else f"takes ({', '.join(taken)})"
-        raise SeamError(
-            f"{stock.__module__}.{stock.__qualname__}.{name} of torchtitan {_VERSION} {has}, and onepass overrides one that "
-            f"takes ({', '.join(arguments)}), as in {_TESTED}: use such a version, or leave onepass's overrides off"
-        )
-
-
-_check_seam(FeedForward, "forward", "self", "x")
-_check_seam(Llama3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
-_check_seam(Qwen3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
-_check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
-_check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
-_check_seam(
+check_seam(FeedForward, "forward", "self", "x")
+check_seam(Llama3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
+check_seam(Qwen3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
+check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
+check_seam(RoPE, "apply_rotary_emb", "query", "key", "rope_cache")
+check_seam(
     VarlenAttention, "forward", "self", "q_BLNH", "k_BLNH", "v_BLNH", "attention_masks", "scale", "out_transform", "kwargs"
 )
-_check_seam(ChunkedLossWrapper, "set_lm_head", "self", "lm_head")
-_check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_valid_tokens", "loss_inputs")
+check_seam(ChunkedLossWrapper, "set_lm_head", "self", "lm_head")
+check_seam(ChunkedLossWrapper, "__call__", "self", "pred", "labels", "global_valid_tokens", "loss_inputs")
 
 
 # ---- norm ----
 
 
 class Norm(RMSNorm):
-    Config = _config("Norm", RMSNorm)
+    Config = new_config("Norm", RMSNorm)
 
     def forward(self, input: Tensor) -> Tensor:  # torchtitan's sharding names it so
         return rms_norm(input, self.weight, self.eps)
@@ -123,17 +85,41 @@ class Norm(RMSNorm):
 
 @override(target=RMSNorm.Config, description="onepass.rms_norm")
 def norm(config: Any) -> Any:
-    _check("norm", config, RMSNorm.Config)
+    check("norm", config, RMSNorm.Config)
     return derive(config, Norm.Config)
 
 
 # ---- feed_forward ----
 
 
+class FP8Linear(Linear):
+    """A linear layer with a precision. Of DTensors each rank multiplies its part of the weight."""
+
+    Config = new_config("FP8Linear", Linear, "precision")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.precision = config.precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return linear(x, self.weight, self.bias, precision=self.precision)
+        weight: Any = self.weight
+        by_row = weight.placements == (Shard(1),)
+        local = x.to_local() if by_row else x.to_local(grad_placements=[Partial()])
+        y = linear(local, weight.to_local(), precision=self.precision)
+        y = DTensor.from_local(y, x.device_mesh, [Partial() if by_row else Shard(-1)], run_check=False)
+        return y if self.bias is None else y + self.bias
+
+
+def _with_precision(config: Any, precision: Precision) -> Any:
+    return config if recipe_of(precision) is None else derive(config, FP8Linear.Config, precision=precision)
+
+
 class ActivationLinear(Linear):
     """The activation and the product down, as one op. It keeps what came up, and rebuilds the activation in backward."""
 
-    Config = _config("ActivationLinear", Linear, "precision")
+    Config = new_config("ActivationLinear", Linear, "precision")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -149,71 +135,70 @@ class ActivationLinear(Linear):
 
 
 class GatedFeedForward(FeedForward):
-    Config = _config("GatedFeedForward", FeedForward)
+    Config = new_config("GatedFeedForward", FeedForward)
 
     def forward(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """With a norm: h + w2(...) of norm(h), h being x + residual."""
-        packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3, precision=self.w2.precision)
+        weights, biases, precision = _parameters((self.w1, self.w3))
+        given = weights, self.w2.weight, "swiglu", precision
+        if norm is not None and weights and not biases and use_gated_mlp(x, norm.weight, *given):
+            y, h = gated_mlp(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), *given)
+            return h + y
+        packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3)
         return self.w2(packed) if norm is None else h + self.w2(packed)  # type: ignore[no-any-return]
 
 
-def _side_by_side(x: Tensor, *layers: Any, precision: Precision = None) -> Tensor:
+def _side_by_side(x: Tensor, *layers: Any) -> Tensor:
     """Return the layers' results, one after another in each row. Plain layers are one product, which copies their weights."""
-    weights, biases = _parameters(layers)
-    parts: list[Any]
-    if precision is not None:
-        parts = [linear(x, layer.weight, layer.bias, precision=precision) for layer in layers]
-    elif weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases):
-        return projections(x, weights, biases)
-    else:
-        parts = [layer(x) for layer in layers]
+    weights, biases, precision = _parameters(layers)
+    if weights and not isinstance(x, DTensor) and use_compiled_projections(x, None, weights, biases, precision):
+        return projections(x, weights, biases, precision)
+    parts: list[Any] = [layer(x) for layer in layers]
     if len(parts) == 1 or not isinstance(parts[0], DTensor):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     packed = torch.cat([part.to_local() for part in parts], -1)
     return DTensor.from_local(packed, parts[0].device_mesh, parts[0].placements, run_check=False)
 
 
-def _norm_side_by_side(
-    x: Tensor, residual: Tensor | None, norm: Any, *layers: Any, precision: Precision = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _norm_side_by_side(x: Tensor, residual: Tensor | None, norm: Any, *layers: Any) -> tuple[Tensor, Tensor]:
     """`_side_by_side` of norm(h), and h, which is x + residual. Plain layers keep h alone for backward, and not its norm."""
     if norm is None:
-        return _side_by_side(x, *layers, precision=precision), x
-    weights, biases = _parameters(layers)
+        return _side_by_side(x, *layers), x
+    weights, biases, precision = _parameters(layers)
     if len(weights) == 1:
         of_norm = {"eps": norm.eps, "residual": residual, "return_input": True, "precision": precision}
         return norm_linear(x, norm.weight, weights[0], biases[0] if biases else None, **of_norm)  # type: ignore[no-any-return]
-    if weights and precision is None and use_compiled_projections(x, norm.weight, weights, biases):
-        return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases)
+    if weights and use_compiled_projections(x, norm.weight, weights, biases, precision):
+        return norm_projections(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), weights, biases, precision)
     h = x if residual is None else x + residual
-    return _side_by_side(norm(h), *layers, precision=precision), h
+    return _side_by_side(norm(h), *layers), h
 
 
-def _parameters(layers: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights and biases of plain layers; none if one of them is another's, or some have no bias."""
+def _parameters(layers: Any) -> tuple[list[Tensor], list[Tensor], Precision]:
+    """Return the weights, biases and precision of plain layers; no weights if one is another's, or some have no bias."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    if any(type(layer) is not Linear for layer in layers) or len(biases) not in (0, len(layers)):
-        return [], []
-    return [layer.weight for layer in layers], biases
+    if any(type(layer) not in (Linear, FP8Linear) for layer in layers) or len(biases) not in (0, len(layers)):
+        return [], [], None
+    return [layer.weight for layer in layers], biases, getattr(layers[0], "precision", None)
 
 
 @override(target=FeedForward.Config, description="onepass.activation_linear")
 def feed_forward(config: Any, *, precision: Precision = None) -> Any:
     """precision: "fp8" for products in eight bits, as of `onepass.linear`."""
-    _check("feed_forward", config, FeedForward.Config)
+    check("feed_forward", config, FeedForward.Config)
     if type(config.w2) is not Linear.Config or config.w2.bias:
-        _refuse("feed_forward", config, f"its w2 must be Linear.Config without a bias, but is {config.w2}")
+        refuse("feed_forward", config, f"its w2 must be Linear.Config without a bias, but is {config.w2}")
     _check_plain("feed_forward", precision, config, w1=config.w1, w3=config.w3)
-    return derive(config, GatedFeedForward.Config, w2=derive(config.w2, ActivationLinear.Config, precision=precision))
+    layers = {name: _with_precision(getattr(config, name), precision) for name in ("w1", "w3")}
+    layers["w2"] = derive(config.w2, ActivationLinear.Config, precision=precision)
+    return derive(config, GatedFeedForward.Config, **layers)
 
 
 def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) -> None:
     """Refuse to run layers in eight bits that compute something else, or are in eight bits by torchtitan."""
-    if recipe_of(precision) is None:
-        return
     for layer, found in layers.items():
-        if type(found) is not Linear.Config:
-            _refuse(name, config, f"with a precision its {layer} must be Linear.Config, but is {type(found).__qualname__}")
+        if recipe_of(precision) is not None and type(found) is not Linear.Config:
+            refuse(name, config, f"with a precision its {layer} must be Linear.Config, but is {type(found).__qualname__}")
 
 
 # ---- rope ----
@@ -222,7 +207,7 @@ def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) ->
 class InterleavedRoPE(ComplexRoPE):
     """Turns neighbours, by a table of complex numbers."""
 
-    Config = _config("InterleavedRoPE", ComplexRoPE)
+    Config = new_config("InterleavedRoPE", ComplexRoPE)
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,14 +220,14 @@ def _complex_tables(cache: Tensor) -> tuple[Tensor, ...]:
 
 @override(target=ComplexRoPE.Config, description="onepass.rope, of neighbours")
 def complex_rope(config: Any) -> Any:
-    _check("complex_rope", config, ComplexRoPE.Config)
+    check("complex_rope", config, ComplexRoPE.Config)
     return derive(config, InterleavedRoPE.Config)
 
 
 class HalvesRoPE(CosSinRoPE):
     """Turns the first half of a head with the second, by a table of cosines, twice, then sines, twice."""
 
-    Config = _config("HalvesRoPE", CosSinRoPE)
+    Config = new_config("HalvesRoPE", CosSinRoPE)
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +240,7 @@ def _cos_sin_tables(cache: Tensor) -> tuple[Tensor, ...]:
 
 @override(target=CosSinRoPE.Config, description="onepass.rope, of halves")
 def cos_sin_rope(config: Any) -> Any:
-    _check("cos_sin_rope", config, CosSinRoPE.Config)
+    check("cos_sin_rope", config, CosSinRoPE.Config)
     return derive(config, HalvesRoPE.Config)
 
 
@@ -265,7 +250,7 @@ def cos_sin_rope(config: Any) -> Any:
 class DocumentAttention(VarlenAttention):
     """Attention within documents, in a window or not."""
 
-    Config = _config("DocumentAttention", VarlenAttention)
+    Config = new_config("DocumentAttention", VarlenAttention)
 
     def __init__(self, config: Any) -> None:
         super(VarlenAttention, self).__init__()  # VarlenAttention's own chooses a FlashAttention
@@ -324,12 +309,12 @@ def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
 
 
 def _inner(name: str, config: Any, flex_as_documents: bool) -> Any:
-    _check(name, config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
+    check(name, config, VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
     if type(config) is ScaledDotProductAttention.Config:
         return config
     if type(config) is FlexAttention.Config and not flex_as_documents:
         why = "its masks are functions. Build the model with attn_backend='varlen'; or, if each layer's mask is causal, within "
-        _refuse(name, config, f'{why}documents, and has no window, say {name}={{"flex_as_documents": true}}')
+        refuse(name, config, f'{why}documents, and has no window, say {name}={{"flex_as_documents": true}}')
     return derive(config, DocumentAttention.Config)
 
 
@@ -339,11 +324,10 @@ def _inner(name: str, config: Any, flex_as_documents: bool) -> Any:
 class PackedAttention(GQAttention):
     """Takes the projection of q, k and v as it is: the rotation, and the norms of heads, are attention's."""
 
-    Config = _config("PackedAttention", GQAttention, "precision")
+    Config = new_config("PackedAttention", GQAttention)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.precision = config.precision
         self.by_group = isinstance(self.qkv_linear, FusedQKVLinear)
         self.interleaved = isinstance(self.rope, ComplexRoPE)
 
@@ -356,7 +340,7 @@ class PackedAttention(GQAttention):
         """With a norm: of norm(x)."""
         names = ("wqkv",) if self.by_group else ("wq", "wk", "wv")
         layers = [getattr(self.qkv_linear, name) for name in names]
-        qkv, _ = _norm_side_by_side(x_BLD, None, norm, *layers, precision=self.precision)
+        qkv, _ = _norm_side_by_side(x_BLD, None, norm, *layers)
         local = qkv.to_local() if isinstance(qkv, DTensor) else qkv
         shared = self.n_heads // self.n_kv_heads
         groups = local.shape[-1] // ((shared + 2) * self.head_dim)  # of this rank
@@ -375,7 +359,7 @@ class PackedAttention(GQAttention):
             y = attend(local, shared * groups, groups, cos=tables[0], sin=tables[1], **options)
         if isinstance(qkv, DTensor):
             y = DTensor.from_local(y, qkv.device_mesh, qkv.placements, run_check=False)
-        return _side_by_side(y, self.wo, precision=self.precision)
+        return self.wo(y)  # type: ignore[no-any-return]
 
     def _tables(self, length: int, positions: Tensor | None) -> list[Tensor]:
         """Return cos and sin of the positions: [length, R/2], or [rows, length, R/2]."""
@@ -392,7 +376,7 @@ def _shared(weight: Any) -> Tensor:
 @override(target=GQAttention.Config, description="onepass.attention, of the projection as it is")
 def gqa(config: Any, *, flex_as_documents: bool = False, precision: Precision = None) -> Any:
     """In the place of `attention`, `complex_rope` and `cos_sin_rope`. The options are `attention`'s and `feed_forward`'s."""
-    _check("gqa", config, GQAttention.Config)
+    check("gqa", config, GQAttention.Config)
     known = {
         "qkv_linear": (FusedQKVLinear.Config, QKVLinear.Config),
         "rope": (ComplexRoPE.Config, CosSinRoPE.Config),
@@ -402,11 +386,13 @@ def gqa(config: Any, *, flex_as_documents: bool = False, precision: Precision = 
         found = type(getattr(config, name))
         if found not in kinds:
             wanted = " or ".join(kind.__qualname__ for kind in kinds)
-            _refuse("gqa", config, f"its {name} must be {wanted}, but is {found.__qualname__}")
+            refuse("gqa", config, f"its {name} must be {wanted}, but is {found.__qualname__}")
     layers = {name: getattr(config.qkv_linear, name) for name in ("wqkv", "wq", "wkv") if hasattr(config.qkv_linear, name)}
     _check_plain("gqa", precision, config, wo=config.wo, **layers)
-    inner = _inner("gqa", config.inner_attention, flex_as_documents)
-    return derive(config, PackedAttention.Config, inner_attention=inner, precision=precision)
+    layers = {name: _with_precision(layer, precision) for name, layer in layers.items()}
+    inner, wo = _inner("gqa", config.inner_attention, flex_as_documents), _with_precision(config.wo, precision)
+    qkv_linear = derive(config.qkv_linear, type(config.qkv_linear), **layers)
+    return derive(config, PackedAttention.Config, inner_attention=inner, qkv_linear=qkv_linear, wo=wo)
 
 
 # ---- block ----
@@ -432,11 +418,11 @@ class _FoldedNorms:
 
 
 class Llama3Block(_FoldedNorms, Llama3TransformerBlock):
-    Config = _config("Llama3Block", Llama3TransformerBlock)
+    Config = new_config("Llama3Block", Llama3TransformerBlock)
 
 
 class Qwen3Block(_FoldedNorms, Qwen3TransformerBlock):
-    Config = _config("Qwen3Block", Qwen3TransformerBlock)
+    Config = new_config("Qwen3Block", Qwen3TransformerBlock)
 
 
 _BLOCKS: dict[Any, Any] = {Llama3TransformerBlock.Config: Llama3Block, Qwen3TransformerBlock.Config: Qwen3Block}
@@ -445,9 +431,9 @@ _BLOCKS: dict[Any, Any] = {Llama3TransformerBlock.Config: Llama3Block, Qwen3Tran
 @override(target=TransformerBlock.Config, description="onepass's attention and products, the norms in them")
 def block(config: Any, *, flex_as_documents: bool = False, precision: Precision = None) -> Any:
     """In the place of all other overrides of a block's parts. The options are theirs."""
-    _check("block", config, *_BLOCKS)
+    check("block", config, *_BLOCKS)
     for name in ("attention_norm", "ffn_norm"):
-        _check(f"block, of its {name},", getattr(config, name), RMSNorm.Config)
+        check(f"block, of its {name},", getattr(config, name), RMSNorm.Config)
     parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents, precision=precision)}
     if config.feed_forward is not None:
         parts["feed_forward"] = feed_forward(config.feed_forward, precision=precision)
@@ -460,7 +446,7 @@ def block(config: Any, *, flex_as_documents: bool = False, precision: Precision 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
     """The head and the loss as one op, in one call of lm_head, whose weight FSDP2 then gathers and reduces once."""
 
-    Config = _config("LinearCrossEntropyLoss", ChunkedLossWrapper)
+    Config = new_config("LinearCrossEntropyLoss", ChunkedLossWrapper)
 
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         super().__init__(config)
@@ -493,8 +479,8 @@ def _head(head: Any, stock: Any, hidden: Tensor, labels: Tensor | None = None) -
 
 @override(target=BaseLoss.Config, description="onepass.linear_cross_entropy")
 def loss(config: Any) -> Any:
-    _check("loss", config, ChunkedLossWrapper.Config, CrossEntropyLoss.Config)
+    check("loss", config, ChunkedLossWrapper.Config, CrossEntropyLoss.Config)
     if type(config) is CrossEntropyLoss.Config:
         return LinearCrossEntropyLoss.Config(loss_fn=config)
-    _check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)
+    check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)
     return derive(config, LinearCrossEntropyLoss.Config)

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
     if resume is not None:
         checkpoint.check(resume, config)
     _settle(options)
-    with started(config, device) as layout:
+    with started(config, options, device) as layout:
         return _train(args, config, options, layout, resume)
 
 

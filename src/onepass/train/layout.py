@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from onepass.gpt.config import Config
 from onepass.runtime.errors import CommandError
+from onepass.train.options import Options
 
 T = TypeVar("T")
 _PATIENCE = timedelta(minutes=10)  # timeout of collectives
@@ -113,8 +114,8 @@ def check(config: Config, ranks: int) -> None:
 
 
 @contextmanager
-def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
-    """Create this rank's process groups, and destroy them at the end of the block.
+def started(config: Config, options: Options, device: torch.device) -> Iterator[ParallelLayout]:
+    """Create this rank's process groups, and destroy them at the end of the block. Ranks must agree on all settings.
 
     A rank whose block raises keeps them until it ends, so that the others don't fail before it has said why.
     """
@@ -125,8 +126,22 @@ def started(config: Config, device: torch.device) -> Iterator[ParallelLayout]:
         return
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_PATIENCE, device_id=device if on_gpu else None)
+    _check_agreement({**config.to_dict(), **options.to_dict()})
     yield _groups(config, device)
     dist.destroy_process_group()
+
+
+def _check_agreement(mine: dict[str, Any]) -> None:
+    """Raise CommandError on every rank if a setting differs, but for the paths of the text, which the first rank alone reads."""
+    all_of_them = [mine] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, mine)
+    first = all_of_them[0]
+    for rank, theirs in enumerate(all_of_them):
+        for name in first:
+            if name != "data" and theirs[name] != first[name]:
+                raise CommandError(
+                    f"{name} must be the same on all ranks, but is {first[name]!r} on rank 0 and {theirs[name]!r} on rank {rank}"
+                )
 
 
 def _groups(config: Config, device: torch.device) -> ParallelLayout:

@@ -196,5 +196,3 @@ def test_compiled():
     model.set_use_kernels(True, huggingface.OnepassKernels())
     assert_alike(step(torch.compile(model, fullgraph=True), **batch()), expected)
     model.kernel_config.undo(model)
-
-

@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 
 from functorch.compile import make_boxed_func
 from integrations.huggingface.families import assert_alike, batch, both, step
+from ops.fp8_calls import decibels
 from torch._dynamo.backends.common import aot_autograd
 
 import onepass
 from onepass.gradients.packed_params import are_packed
+from onepass.integrations import huggingface
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
@@ -167,6 +169,22 @@ def test_models(family):
     seen = []
     assert_alike(step(compiled(model, seen), **call), step(before, **call))
     assert set(seen) >= OF_SEVERAL
+
+
+@pytest.mark.parametrize(("scaling", "biased"), [("delayed", False), ("delayed", True), ("current", False)])
+def test_models_in_eight_bits(scaling, biased):
+    """With scales known before, and without biases, the MLP is one function of the graph."""
+    recipe = onepass.FP8Recipe(scaling=scaling)
+    model, other, _ = both("Llama", num_hidden_layers=1, mlp_bias=biased, precision=recipe)
+    huggingface.apply(other, precision=recipe)
+    call, seen = batch() | {"use_cache": False}, []
+    with onepass.use_backend("triton"):
+        found, expected = step(compiled(model, seen), **call), step(other, **call)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    ours, theirs = (torch.cat([grads[name].flatten() for name in expected[1]]) for _, grads in (found, expected))
+    assert decibels(ours, theirs) > 28
+    assert {"onepass.norm_linear_fp8.default", "onepass.fp8_output_gradient.default"} <= set(seen)
+    assert ("onepass.gated_mlp_up_gradient.default" in seen) is (scaling == "delayed" and not biased)
 
 
 def test_the_ops_are_what_they_say():

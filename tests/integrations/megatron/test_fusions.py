@@ -78,7 +78,11 @@ def test_bias_dropout_add(training, bias):
     torch.testing.assert_close(ours.get_bias_dropout_add(training, True)((x, b), residual, 0.0), stock)
 
 
-@pytest.mark.parametrize("name", ["start_positions", "transpose_output_memory"])
-def test_what_rope_refuses(name):
-    with pytest.raises(NotImplementedError, match=name):
-        ours.fused_apply_rotary_pos_emb(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4), **{name: True})
+def test_rope_lies_in_memory_as_asked():
+    y = ours.fused_apply_rotary_pos_emb(torch.randn(6, 2, 1, 4), torch.randn(6, 1, 1, 4), transpose_output_memory=True)
+    assert y.transpose(0, 1).is_contiguous()
+
+
+def test_what_rope_refuses():
+    with pytest.raises(NotImplementedError, match="start_positions"):
+        ours.fused_apply_rotary_pos_emb(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4), start_positions=True)

@@ -125,7 +125,7 @@ class LinearsMatch:
 
     def unpack(self) -> None:
         """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
-        unpack(self._weights())
+        unpack(self.weights())
         biases = self._biases()
         if all(bias is not None for bias in biases):
             unpack(biases)
@@ -134,7 +134,7 @@ class LinearsMatch:
         """Lay out the weights contiguously in memory, and the biases, so that concatenating them copies nothing."""
         self.kind = self._kind()
         if len(self.linears) > 1:
-            pack(self._weights())
+            pack(self.weights())
             if self.biased:
                 pack(self._biases())
 
@@ -159,7 +159,7 @@ class LinearsMatch:
             return False
         if self.kind != self._kind():  # the model was moved since, as Trainer does
             self.pack()
-        return not are_packed(self._weights())
+        return not are_packed(self.weights())
 
     def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool) -> Tensor:
         if folded is not None and folded.late is not None:
@@ -172,12 +172,12 @@ class LinearsMatch:
         return precision_of(self.linears[0])
 
     def weight(self) -> Tensor:
-        return concat(self._weights())
+        return concat(self.weights())
 
     def bias(self) -> Tensor | None:
         return concat(self._biases()) if self.biased else None
 
-    def _weights(self) -> list[Tensor]:
+    def weights(self) -> list[Tensor]:
         return [weight_of(module) for module in self.linears]
 
     def _biases(self) -> list[Tensor]:
@@ -188,8 +188,8 @@ class LinearsMatch:
         if self._lies_apart():
             return self._one_by_one(x, folded, biased)
         precision = self.precision()
-        if torch.compiler.is_compiling() and precision is None:
-            several = self._weights(), self._biases() if biased and self.biased else []
+        if torch.compiler.is_compiling():
+            several = self.weights(), self._biases() if biased and self.biased else [], precision
             if use_compiled_projections(x, None if folded is None else folded.late, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
@@ -202,12 +202,14 @@ class LinearsMatch:
         return y  # type: ignore[no-any-return]
 
 
-def _of_several(x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def _of_several(
+    x: Tensor, folded: FoldedNorm | None, weights: list[Tensor], biases: list[Tensor], precision: FP8Recipe | None
+) -> Tensor:
     if folded is None:
-        return projections(x, weights, biases)
+        return projections(x, weights, biases, precision)
     norm = folded.norm
     options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
-    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases)
+    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases, precision)
     return y
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
 from onepass.integrations.huggingface.linears import (
     LINEARS_CHANGED,
     FoldedNorm,
@@ -28,6 +29,7 @@ from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watch
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.norm.formula import NormOptions
 
 _HIDDEN, _INNER = 6, 10
 
@@ -97,12 +99,27 @@ class MLPMatch:
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None) -> Tensor:
         """Return the MLP of x, or of x's norm if one is folded in."""
-        up = self.up(x, folded, biased=False)
-        y: Tensor = activation_linear(
-            up, self.down.weight(), self.down.bias(), self.activation,
-            activation_bias=self.up.bias(), precision=self.down.precision(),
-        )  # fmt: skip
+        y = self._as_one(x, folded)
+        if y is None:
+            up = self.up(x, folded, biased=False)
+            y = activation_linear(
+                up, self.down.weight(), self.down.bias(), self.activation,
+                activation_bias=self.up.bias(), precision=self.down.precision(),
+            )  # fmt: skip
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
+
+    def _as_one(self, x: Tensor, folded: FoldedNorm | None) -> Tensor | None:
+        """Return the result of one function of a compiled graph, where it takes this call."""
+        precision = self.down.precision()
+        if folded is None or not torch.compiler.is_compiling() or self.up.biased or self.down.biased:
+            return None
+        given = self.up.weights(), self.down.weight(), self.activation, precision
+        if precision != self.up.precision() or not use_gated_mlp(x, folded.late, *given):
+            return None
+        norm = folded.norm
+        options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
+        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, options, *given)
+        return y
 
 
 def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:

@@ -113,10 +113,12 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False, start_positions: Any = None
 ) -> Tensor:
-    """Turn t ``[s, b, heads, d]`` by freqs ``[s, 1, 1, r]``, which have each angle twice; d - r numbers pass."""
-    if start_positions is not None or transpose_output_memory:
-        name = "transpose_output_memory" if transpose_output_memory else "start_positions"
-        raise NotImplementedError(f"{name} must not be given: onepass's rope does not take it")
+    """Turn t ``[s, b, heads, d]`` by freqs ``[s, 1, 1, r]``, which have each angle twice; d - r numbers pass.
+
+    The result lies in memory with b first, whether transpose_output_memory asks for it or not.
+    """
+    if start_positions is not None:
+        raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
     cos, sin = table_pair(freqs, interleaved, t.shape[0])
     turned, _ = rope(t.transpose(0, 1), t[:, :, :0].transpose(0, 1), cos, sin, interleaved=interleaved)
     return turned.transpose(0, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, CompiledFP8Call, forward_fake, lent, one_of, state_in_graph
 from onepass.gradients.fp8_product import FP8Call, fp8_forward
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight
 from onepass.ops.norm import fp8
@@ -28,9 +28,10 @@ def norm_linear_fp8(
 ) -> tuple[Tensor, Tensor, Tensor | None, FP8Call | CompiledFP8Call]:  # fmt: skip
     """Return y by a product in eight bits, h, the rows' statistics, and what backward needs of the state."""
     if isinstance(state, CompiledFP8):
-        tensors = x, norm_weight, norm_bias, weight, bias, residual
-        y, inverse, scale, h, stats = _forward_op(*tensors, options, use_triton, product, keep, state.recipe)
-        return y, x if h is None else h, stats, CompiledFP8Call(weight, state.recipe, inverse, scale)
+        biases = [] if bias is None else [bias]
+        return compiled_norm_product(
+            x, norm_weight, norm_bias, [weight], biases, residual, options, use_triton, product, keep, state.recipe
+        )
     y, h, stats, call = _forward(
         state, x, norm_weight, norm_bias, weight, bias, residual, options, use_triton, product, layout, keep
     )
@@ -54,25 +55,37 @@ def _forward(
     return y, *found[-1], call
 
 
+def compiled_norm_product(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
+    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
+) -> tuple[Tensor, Tensor, Tensor | None, CompiledFP8Call]:  # fmt: skip
+    """Return what `norm_linear_fp8` does, in a graph, of the rows of all weights."""
+    tensors = x, norm_weight, norm_bias, weights, biases, residual
+    y, inverse, scale, h, stats = _forward_op(*tensors, options, use_triton, product, keep, recipe)
+    return y, x if h is None else h, stats, CompiledFP8Call(weights, recipe, inverse, scale)
+
+
 def _forward_in_graph(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
     residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    tensors = x, norm_weight, norm_bias, weight, bias, residual
+    weight = one_of(weights)
+    assert weight is not None
+    tensors = x, norm_weight, norm_bias, weight, one_of(biases), residual
     y, h, stats, call = _forward(state_in_graph(x, weight, recipe), *tensors, options, use_triton, product, None, keep)
     return y, *lent(call), h, stats
 
 
 def _forward_fake(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
     residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     stats = new_stats(x, math.prod(x.shape[:-1]), options.layer) if keep else None
-    return *forward_fake(x, weight, recipe, product), None if residual is None else x.new_empty(x.shape), stats
+    return *forward_fake(x, weights, recipe, product), None if residual is None else x.new_empty(x.shape), stats
 
 
 _forward_op = Registered(
-    "norm_linear_fp8(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, Tensor? residual, "
+    "norm_linear_fp8(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, Tensor[] biases, Tensor? residual, "
     "NormOptions options, bool use_triton, ScalarType product, bool keep, FP8Recipe recipe) -> "
     "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)",
     _forward_in_graph,

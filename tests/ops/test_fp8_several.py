@@ -1,0 +1,232 @@
+"""One product of several layers' weights in eight bits: results, scales and gradients are those of a layer that has all rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from ops.fp8_calls import decibels
+
+import onepass
+from onepass.gradients import fp8_compiled, fp8_updates
+from onepass.gradients.packed_params import pack
+from onepass.kernels.language import triton
+from onepass.ops.norm import compiled_projections
+from onepass.ops.norm.formula import NormOptions
+from onepass.testing.mutants import mutate
+
+pytestmark = pytest.mark.skipif(triton is None, reason="the ops are of kernels")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, K, TOKENS = (32, 16, 48), 64, 20
+RECIPES = {
+    "delayed": onepass.FP8Recipe(amax_history_len=2),
+    "current": onepass.FP8Recipe(scaling="current"),
+    "by row": onepass.FP8Recipe(scaling="row"),
+    "16-bit wgrad": onepass.FP8Recipe(wgrad=False),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+norms = pytest.mark.parametrize("norm", (None, "rms_norm", "layer_norm"))
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels():
+    torch._dynamo.reset()
+    with onepass.use_backend("triton"):
+        yield
+
+
+class Layers:
+    """Several layers of one input and the norm before it, or one that has all rows."""
+
+    def __init__(self, several, norm, biased=True, together=False):
+        generator = torch.Generator().manual_seed(1)
+
+        def drawn(*shape):
+            return (torch.randn(*shape, generator=generator) / (8 if len(shape) == 2 else 1)).to(DEVICE, torch.bfloat16)
+
+        weight, bias, gain, shift = drawn(sum(ROWS), K), drawn(sum(ROWS)), drawn(K), drawn(K)
+        parts = ROWS if several else (sum(ROWS),)
+        self.weights = [torch.nn.Parameter(part.clone()) for part in weight.split(parts)]
+        self.biases = [torch.nn.Parameter(part.clone()) for part in bias.split(parts)] if biased else []
+        if together:
+            assert pack(self.weights)
+        self.norm = norm
+        self.vectors = [] if norm is None else [torch.nn.Parameter(gain)]
+        if norm == "layer_norm":
+            self.vectors.append(torch.nn.Parameter(shift))
+
+    @property
+    def parameters(self):
+        return [*self.weights, *self.biases, *self.vectors]
+
+    def of_several(self, x, residual, recipe, library=compiled_projections, options=NormOptions):
+        recipe = None if recipe is None else library.FP8Recipe(**vars(recipe))
+        if self.norm is None:
+            return library.projections(x, self.weights, self.biases, recipe), x
+        gain, shift = (*self.vectors, None)[:2]
+        norm = options(self.norm == "layer_norm", 1e-6, False)
+        return library.norm_projections(x, residual, gain, shift, norm, self.weights, self.biases, recipe)
+
+    def of_one(self, x, residual, recipe):
+        weight, bias = self.weights[0], self.biases[0] if self.biases else None
+        if self.norm is None:
+            return onepass.linear(x, weight, bias, precision=recipe), x
+        gain, shift = (*self.vectors, None)[:2]
+        options = {"residual": residual, "norm": self.norm, "norm_bias": shift, "precision": recipe, "return_input": True}
+        return onepass.norm_linear(x, gain, weight, bias, **options)
+
+
+def steps(call, layers, residual=True, microbatches=2):
+    """Return results and gradients of three steps, between which weights change, after the second some rows, and x grows."""
+    found = []
+    for step in range(3):
+        for microbatch in range(microbatches):
+            generator = torch.Generator().manual_seed(10 * step + microbatch)
+            given = [torch.randn(2, TOKENS, K, generator=generator).to(DEVICE, torch.bfloat16) * 4**step for _ in range(2)]
+            given = [each.requires_grad_() for each in given[: 1 + (residual and layers.norm is not None)]]
+            y, h = call(given[0], given[1] if len(given) > 1 else None)
+            dy = torch.randn(*y.shape, generator=generator).to(DEVICE, torch.bfloat16)
+            torch.autograd.backward([y, h] if layers.norm else [y], [dy, h.detach()] if layers.norm else [dy])
+            found += [y.detach(), *(each.grad for each in given)]
+        for kind in (layers.weights, layers.biases, layers.vectors[:1], layers.vectors[1:]):
+            found += [torch.cat([parameter.grad for parameter in kind])] if kind else []
+            for parameter in kind:
+                parameter.grad = None
+        with torch.no_grad():
+            if step == 1:
+                first, *others = layers.weights
+                (others[0] if others else first[ROWS[0] : sum(ROWS[:2])]).mul_(-3)
+            else:
+                torch._foreach_mul_(layers.parameters, -1.5)
+    return found
+
+
+def compiled(layers, recipe):
+    return torch.compile(partial(layers.of_several, recipe=recipe), fullgraph=True, backend="aot_eager")
+
+
+def states(layers):
+    weight = layers.weights[0]
+    return weight.fp8.state_dict(weight)
+
+
+@recipes
+@norms
+@pytest.mark.parametrize("together", (False, True), ids=("apart", "together"))
+@pytest.mark.parametrize("graph", (False, True), ids=("called", "compiled"))
+def test_they_are_as_one_layer(recipe, norm, together, graph):
+    one, several = Layers(False, norm), Layers(True, norm, together=together)
+    expected = steps(partial(one.of_one, recipe=recipe), one)
+    call = compiled(several, recipe) if graph else partial(several.of_several, recipe=recipe)
+    found = steps(call, several)
+    least = [decibels(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+    assert min(least) > 48, least  # sums of another order at most
+    ours, theirs = states(several), states(one)
+    if recipe.scaling == "delayed":  # measured once, and then of the history
+        assert torch.equal(ours["scale"], theirs["scale"]) and torch.equal(ours["steps"], theirs["steps"])
+
+
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("frozen", ("nothing", "weights", "the second", "biases", "norm"))
+def test_what_is_frozen_gets_nothing(frozen, residual, biased):
+    one, several = (Layers(kind, "rms_norm", biased) for kind in (False, True))
+    chosen = {"weights": several.weights, "the second": several.weights[1:2], "biases": several.biases, "norm": several.vectors}
+    for parameter in chosen.get(frozen, []):
+        parameter.requires_grad_(False)
+    x, late = (torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    late = late if residual else None
+    found = []
+    for layers, call in ((one, one.of_one), (several, compiled(several, RECIPES["delayed"]))):
+        y, h = call(x, late, recipe=RECIPES["delayed"]) if layers is one else call(x, late)
+        needs = any(parameter.requires_grad for parameter in layers.parameters)
+        if needs:
+            y.float().square().sum().backward()
+        found.append((y, h, layers))
+    assert decibels(found[1][0], found[0][0]) > 48 and torch.equal(found[0][1], found[1][1])
+    for ours, theirs in zip(*[(layers.weights, layers.biases, layers.vectors) for _, _, layers in reversed(found)], strict=True):
+        for parameter in ours:
+            assert (parameter.grad is None) == (not parameter.requires_grad)
+        if ours and all(parameter.requires_grad for parameter in ours):
+            assert decibels(torch.cat([p.grad for p in ours]), torch.cat([p.grad for p in theirs])) > 48
+
+
+@recipes
+def test_without_gradients_nothing_is_noted(recipe):
+    layers = Layers(True, "rms_norm")
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE)
+    call = compiled(layers, recipe)
+    with torch.no_grad():
+        first = call(x, None)[0]
+        call(x * 100, None)
+        assert torch.equal(call(x, None)[0], first)
+
+
+def test_nothing_joined_is_kept_for_backward():
+    """Of the graph's inputs and what its forward hands to backward, no tensor has all rows of the weights."""
+    layers, shapes = Layers(True, "rms_norm"), []
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: shapes.append(tuple(each.shape)) or each, lambda each: each):
+        compiled(layers, RECIPES["delayed"])(x, None)
+    assert (ROWS[0], K) in shapes and (sum(ROWS), K) not in shapes
+
+
+@pytest.mark.parametrize("rows", [(32, 16), (24, 8), (8, 16)], ids=str)
+def test_whether_they_fit(rows):
+    """The sum of rows must be a multiple of 16, each layer's need not."""
+    weights = [torch.randn(n, K, dtype=torch.bfloat16, device=DEVICE) for n in rows]
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE)
+    fits = not sum(rows) % 16
+    assert compiled_projections.use_compiled_projections(x, None, weights, [], "fp8") is fits
+    assert compiled_projections.use_compiled_projections(x, None, weights, [])
+
+
+def test_a_type_without_eight_bits():
+    weights = [torch.randn(n, K, dtype=torch.float64, device=DEVICE) for n in ROWS]
+    x = torch.randn(TOKENS, K, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(TypeError, match="x must be fp32, bf16 or fp16 with precision='fp8', but is fp64"):
+        compiled_projections.projections(x, weights, [], "fp8")
+
+
+def test_an_update_between_forward_and_backward_raises():
+    layers = Layers(True, None)
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    y, _ = compiled(layers, RECIPES["delayed"])(x, None)
+    with torch.no_grad():
+        layers.weights[1].mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must not be updated"):
+        y.sum().backward()
+
+
+BACKWARD, FORWARD = (compiled_projections, "_NormProjections.backward"), (compiled_projections, "norm_projections")
+OPERAND = "start_norm_operand(ctx.fp8, (*saved[:3], None, stats), ctx.norm, True, False)"
+MUTANTS = {
+    "a copy's scale is measured anew": (fp8_updates, "place_of", 'getattr(weight, "packed", (weight,))', "(weight,)"),
+    "updates of the first alone are seen": (fp8_updates, "version_of", ", *[parameter._version for parameter in packed[1:]]", ""),
+    "copies that nobody recognises": (fp8_compiled, "one_of", "whole.packed = tensors", "whole.copied = tensors"),
+    "weights in another order": (fp8_compiled, "one_of", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
+    "biases left out": (*FORWARD, "recipe, len(weights), *weights, *biases)", "recipe, len(weights), *weights)"),
+    "products in sixteen bits": (compiled_projections, "_recipe", "recipe = recipe_of(precision)", "recipe = None"),
+    "gradients of x in the place of its norm's": (*BACKWARD, OPERAND, "start_operand(ctx.fp8, h, later=False)"),
+    "no gradient of the residual stream": (*BACKWARD, "dnormed, dh, h", "dnormed, None, h"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    one = Layers(False, "rms_norm")
+    expected = steps(partial(one.of_one, recipe=RECIPES["delayed"]), one)
+
+    def found(library):
+        layers = Layers(True, "rms_norm")
+        options = library.NormOptions
+        results = steps(partial(layers.of_several, recipe=RECIPES["delayed"], library=library, options=options), layers)
+        close = all(decibels(ours, theirs) > 48 for ours, theirs in zip(results, expected, strict=True))
+        return close and hasattr(layers.weights[0], "fp8") and torch.equal(states(layers)["scale"], states(one)["scale"])
+
+    assert found(compiled_projections)
+    mutant = mutate(*MUTANTS[name], entry=compiled_projections)
+    try:
+        assert not found(mutant)
+    except (RuntimeError, ValueError, TypeError):  # one that gradients of another count betray
+        assert name == "biases left out"
