@@ -56,7 +56,7 @@ PAIRS = [
 def losses(name: str, args: argparse.Namespace, tokens: text.Tokens, device: torch.device) -> torch.Tensor:
     plain, dtype, dropout, seed = RUNS[name]
     config = preset(args.preset, params_dtype=dtype, hidden_dropout=dropout)
-    rates = {"lr": args.lr, "lr_warmup_iters": args.warmup}
+    rates = {"lr": args.lr, "lr_warmup_iters": args.warmup, "cuda_graphs": False}
     options = Options(seq_length=args.length, micro_batch_size=args.sequences, train_iters=args.steps, **rates)
     trained = make(config, options, ParallelLayout(device), plain=plain)
     batches = Batches(tokens.train, args.sequences, args.length, 1, 0, 1, device)

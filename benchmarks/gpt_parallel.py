@@ -97,7 +97,7 @@ class Row:
         return preset(size.preset, params_dtype=size.dtype, **self.model)
 
     def options(self, size: Size) -> Options:
-        kept = {"release_main_grads": False} | self.training  # one GPU would release them, several do not
+        kept = {"release_main_grads": False, "cuda_graphs": False} | self.training  # what one GPU would do, and several do not
         return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **kept)
 
     @property

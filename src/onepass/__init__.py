@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from onepass import nn, parallel
+from onepass.gradients.graphed_step import graphed_step
 from onepass.gradients.graphs import graphed
 from onepass.integrations import attention_backends as _attention_backends
 from onepass.integrations import norm_backends as _norm_backends
@@ -62,6 +63,7 @@ __all__ = [
     "fuse",
     "gpt",
     "graphed",
+    "graphed_step",
     "kept_rows",
     "layer_norm",
     "linear",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
 from onepass.bench.model import Call, Inputs, differentiate, outputs_of
 from onepass.runtime.ceilings import Clock
+from onepass.runtime.cuda_graph import capture, side_stream
 
 _IN_A_GRAPH = 20  # calls a graph: they share the cost of its launch
 _WARM = 3  # calls before a capture, which may not contain one-time compilation, loading or allocation
@@ -43,33 +43,8 @@ def _asked_for(device: torch.device) -> int:
 
 def replay_us(call: Callable[[], object], clock: Clock) -> float:
     """Return the GPU time of one call in microseconds, from replays of a graph of several calls on the same tensors."""
-    here = torch.cuda.current_stream(clock.device)
-    stream = torch.cuda.Stream(clock.device)
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream):
+    with side_stream(clock.device):
         for _ in range(_WARM):
             call()
-        torch.cuda.synchronize(clock.device)
-        graph = _captured(call, clock.device)
-    here.wait_stream(stream)
+        graph, _ = capture(lambda: [call() for _ in range(_IN_A_GRAPH)], clock.device)
     return clock.median(lambda _: graph.replay()) * 1e3 / _IN_A_GRAPH
-
-
-def _captured(call: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Capture several calls, and end the capture properly if one fails.
-
-    `with torch.cuda.graph` leaves its stream current after a failure, and the allocator in its capture. torch.cuda.empty_cache
-    would never work again.
-    """
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    graph.capture_begin(pool)
-    try:
-        for _ in range(_IN_A_GRAPH):
-            call()
-        graph.capture_end()
-    except BaseException:
-        for end in (graph.capture_end, lambda: torch._C._cuda_endAllocateToPool(device.index, pool)):
-            with suppress(RuntimeError):  # one of the two has ended already
-                end()
-        raise
-    return graph

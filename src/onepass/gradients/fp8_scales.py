@@ -189,7 +189,16 @@ class FP8Scales:
 
     def saturations(self) -> dict[str, int]:
         """Return how many numbers of each tensor have saturated so far. It waits for the device."""
-        return dict(zip(ROLES, (self.total + self.saturated.sum(1)).tolist(), strict=True))
+        return dict(zip(ROLES, self.counts().tolist(), strict=True))
+
+    def counts(self) -> Tensor:
+        """Return a copy of how many numbers of each tensor have saturated so far, on the device."""
+        return self.total + self.saturated.sum(1)
+
+    def set_counts(self, counts: Tensor | None) -> None:
+        """Go back to earlier `counts`; None is none."""
+        self.saturated.zero_()
+        self.total.zero_() if counts is None else self.total.copy_(counts)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of what a resumed run needs to go on with the same bits, a row a tensor."""
@@ -198,7 +207,7 @@ class FP8Scales:
             "amax": self.amax.view(torch.float32).amax(1),
             "history": self.history.clone(),
             "steps": self.steps.clone(),
-            "saturated": self.total + self.saturated.sum(1),
+            "saturated": self.counts(),
             "started": torch.tensor(self.started),
         }
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onepass.gradients.releasable_storage import storage_id
+from onepass.kernels.device_tables import is_capturing
+from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.dispatch import has_address
 
 if TYPE_CHECKING:
@@ -29,11 +31,13 @@ _refreshed: list[weakref.ref[FP8Scales]] = []  # after each step, in an order th
 def _count_step(*_: Any) -> None:
     global _steps
     _steps += 1
+    known = [scales for reference in _refreshed if (scales := reference()) is not None]  # held: a collection may come any time
     _refreshed[:] = [reference for reference in _refreshed if reference() is not None]
-    for reference in _refreshed:
-        scales = reference()
-        assert scales is not None
-        scales.refresh()
+    step = current_step()
+    for scales in known:
+        # a graph of a step refreshes its own: it would write others' memory after they are gone
+        if step is None or scales in step.scales or not is_capturing(scales.factors.device):
+            scales.refresh()
 
 
 def refresh_after_steps(scales: FP8Scales) -> None:

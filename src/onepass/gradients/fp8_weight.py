@@ -43,6 +43,7 @@ from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout
+from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
@@ -130,14 +131,18 @@ class FP8Weight:
         captures, same = is_capturing(weight), self._version == version
         if same and self._place == place and not (captures or self._in_graph):
             return
-        if captures:
+        due = not same and not captures and not self._replayed
+        step = current_step()
+        if captures or step is not None:  # what warms up for the capture of a whole step: its replays refresh, too
             self._replayed = True
             refresh_after_steps(self.scales)
+        if step is not None:
+            step.scales.append(self.scales)
         with _outside_inference_mode():  # scales serve training too
             if self.recipe.scaling != "row":
                 if same and self._place != place:
                     self.scales.restart("weight")
-                elif not same and self._version is not None and self.recipe.scaling == "delayed" and not self._replayed:
+                elif due and self._version is not None and self.recipe.scaling == "delayed":
                     self.scales.refresh()
                 run = partial(cast_tensor, weight.detach(), codes=False)
                 target, inverse = self.target("weight", run)

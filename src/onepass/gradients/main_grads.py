@@ -40,6 +40,7 @@ from onepass.gradients.module_tree import ModuleTree
 from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_groups
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
 from onepass.parallel.collectives import group_of_several, start_all_gather
+from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.validation import validating
 
 _RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
@@ -64,7 +65,8 @@ class MainGrads:
     does.
 
     Capture a CUDA graph of a whole backward in `accumulate`. Each replay is a microbatch, and must come before the last backward
-    or before `finish`. Modules from torch.cuda.make_graphed_callables need nothing special (`onepass.graphed`).
+    or before `finish`. Modules from torch.cuda.make_graphed_callables need nothing special (`onepass.graphed`), nor does a step
+    that is captured as a whole (`onepass.graphed_step`).
 
     Args:
         parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
@@ -177,7 +179,7 @@ class MainGrads:
         self._wait()
         if self.releases:
             self._give_back()
-        elif self._clear != [buffer._version for buffer in self.buffers]:
+        elif is_capturing(self.buffers[0]) or self._clear != [buffer._version for buffer in self.buffers]:
             for buffer in self.buffers:
                 buffer.zero_()
         elif self.shard:
@@ -288,7 +290,7 @@ class MainGrads:
                 raise RuntimeError(_reject_late(self._name(parameter), "the step's reductions had begun"))
             self._take(parameter)
             return
-        if is_capturing(parameter):
+        if is_capturing(parameter) and current_step() is None:
             raise RuntimeError(
                 f"{self._name(parameter)}'s gradient must be captured in `with main_grads.accumulate():`, but was outside of it: "
                 "a CUDA graph's replay calls no hooks, which count gradients and start reductions"

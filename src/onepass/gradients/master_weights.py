@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onepass.gradients.gathered_weights import GatheredWeights, Groups, check_fp32, check_shard, parameter_groups, shard_of
 from onepass.gradients.main_grads import MainGrads
+from onepass.runtime.cuda_graph import current_step
 
 
 @dataclass(eq=False)
@@ -96,6 +97,8 @@ class MasterWeights:
         """Round the masters into the model's weights, as `step` does. Call it after writing masters by other means."""
         if self._wide:
             torch._foreach_copy_(self._rounded, self._wide)
+            if (step := current_step()) is not None:
+                step.written += self._rounded
         if self._gathered:
             self._gathered.gather()
 

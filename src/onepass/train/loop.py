@@ -96,7 +96,7 @@ class TrainRun:
             if isinstance(batches := self.batches(), PackedBatches):
                 self.live.say(batches.summary())
                 self.live.flops = self.config.flops_per_token(batches.mean_span)
-            self.trained = make(self.config, options, layout, self.plain)
+            self.trained = make(self.config, options, layout, self.plain, self.live.say)
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
@@ -114,7 +114,8 @@ class TrainRun:
         return [] if self.record is None else self.record.lines
 
     def let_go(self) -> None:
-        """Free the model and the optimizer, so that other models can use their memory."""
+        """Free the model and the optimizer, so that other models can use their memory. Their tables run as this run did."""
+        self.options = replace(self.options, cuda_graphs=self.trained.steps.replays)
         del self.trained
 
     def _text(self) -> text.Tokens:

@@ -54,7 +54,9 @@ class Options(Settings):
     use_fsdp: bool = setting(False, "each data-parallel rank keeps a part of weights, gradients and state (PyTorch's FSDP2)")
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = setting("1f1b", "order of a pipeline's microbatches")
     release_main_grads: bool | None = setting(None, "lend activations gradients' memory between steps; large models, one GPU: on")
-    cuda_graphs: bool = setting(False, "replay forward and backward as a CUDA graph")
+    cuda_graphs: bool | None = setting(
+        None, "replay forward and backward as a CUDA graph; on one GPU, where first steps show it to pay: on"
+    )
     deterministic: bool = setting(True, "bitwise the same at every run")
 
     def contradictions(self) -> Iterator[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from onepass.gpt import Config, Model
 from onepass.train.layout import ParallelLayout
+from onepass.train.measured_steps import MeasuredSteps
 from onepass.train.options import Options
 from onepass.train.stages import Stages, check
 from onepass.train.steps import GraphedSteps, TrainSteps
@@ -23,11 +24,22 @@ class Trained:
     steps: TrainSteps
 
 
-def make(config: Config, options: Options, layout: ParallelLayout, plain: bool = False) -> Trained:
+def make(
+    config: Config,
+    options: Options,
+    layout: ParallelLayout,
+    plain: bool = False,
+    say: Callable[[str], None] | None = None,
+    lenient: bool = False,
+) -> Trained:
     """Create what this rank trains. `plain`: the baseline without onepass ops.
 
     On one rank the baseline has fp32 weights and PyTorch's AdamW, under autocast if the configuration's dtype is narrower. On
     several ranks its model uses PyTorch operators, while gradients and AdamW are onepass's.
+
+    Args:
+        say: takes a line for the log.
+        lenient: run without a CUDA graph what options.cuda_graphs asks for in vain.
     """
     alone = plain and layout.ranks == 1
     used = config.reference() if plain else config
@@ -38,8 +50,26 @@ def make(config: Config, options: Options, layout: ParallelLayout, plain: bool =
         return _pipelined(used, options, layout)
     model = Model(used, tp_group=layout.tensor.group, device=layout.device, seed=options.seed)
     update = _update(model, options, layout, alone)
-    kind: Any = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
+    if _measures_graphs(used, options, layout, update):
+        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say))
+    if options.cuda_graphs and not plain and lenient:
+        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, decided=True))
+    kind = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
     return Trained(model, update, kind(model, used, options, update, autocast))
+
+
+def _measures_graphs(config: Config, options: Options, layout: ParallelLayout, update: Update) -> bool:
+    """Whether the first steps decide on a CUDA graph: where a graph is known to change no result, and to fit the options."""
+    return (
+        options.cuda_graphs is None
+        and layout.device.type == "cuda"
+        and layout.ranks == 1
+        and isinstance(update, MainGradUpdate)  # not a plain model
+        and not update.main_grads.releases
+        and not (config.hidden_dropout or config.attention_dropout)  # a graph draws other random numbers
+        and config.fp8_format is None
+        and not config.cpu_offloading
+    )
 
 
 def _pipelined(config: Config, options: Options, layout: ParallelLayout) -> Trained:

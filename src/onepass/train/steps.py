@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.gpt import Config
+from onepass.runtime.cuda_graph import capture, free_memory, restored_generator, side_stream
 from onepass.train.batches import TokenBatch
 from onepass.train.options import Options
 from onepass.train.updates import Update
@@ -23,7 +25,12 @@ class TrainSteps:
 
     Args:
         autocast: the autocast dtype of PyTorch operators, for parameters of a wider dtype; None runs without autocast.
+
+    Attributes:
+        replays: whether microbatches are a CUDA graph's replays.
     """
+
+    replays = False
 
     def __init__(
         self, model: nn.Module, config: Config, options: Options, update: Update, autocast: torch.dtype | None = None
@@ -78,6 +85,7 @@ class GraphedSteps(TrainSteps):
     them. For more documents a graph of twice as many takes its place.
     """
 
+    replays = True
     _graph: torch.cuda.CUDAGraph | None = None
     _boundaries = 0  # in each sequence of the graph
 
@@ -100,17 +108,18 @@ class GraphedSteps(TrainSteps):
         return total / len(parts), self.update.finish()
 
     def _capture(self, part: TokenBatch, share: float) -> None:
+        """Capture a microbatch. Undo what its warm-up adds to gradients and counts, and the random numbers that it draws."""
         self._static = static = TokenBatch(*(None if each is None else each.clone() for each in part))  # type: ignore[arg-type]
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        device = part.tokens.device
+        counts = [(scales, scales.counts()) for scales in self.update.delayed_scales()]
+        free_memory(device)
+        with side_stream(device), restored_generator(device):
             for _ in range(_WARM):
                 self._micro(static, share)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            self._loss = self._micro(static, share)
-        self._graph = graph
+            for scales in self.update.delayed_scales():
+                scales.set_counts(next((count for known, count in counts if known is scales), None))
+            free_memory(device)
+            self._graph, self._loss = capture(partial(self._micro, static, share), device)
         self.update.begin()  # clears the gradients that warm-up added
 
     def _widened(self, cu_seqlens: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _steps(config: Config, options: Options, layout: ParallelLayout, batches: Ba
 def _stepper(
     config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool = False
 ) -> Callable[[int, float], torch.Tensor]:
-    trained = make(config, options, layout, plain=plain)
+    trained = make(config, options, layout, plain=plain, lenient=True)
 
     def step(number: int, lr: float) -> torch.Tensor:
         loss, _ = trained.steps.run(batches.of_step(number))

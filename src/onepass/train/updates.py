@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_scales import share_notes
+from onepass.gradients.fp8_scales import FP8Scales, share_notes
 from onepass.gradients.fp8_weight import fp8_weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, reduce_sequence_parallel_grads
@@ -77,10 +77,14 @@ class Update(ABC):
         self._step()
         self._share_notes()
 
+    def delayed_scales(self) -> list[FP8Scales]:
+        """Return the scales of layers in eight bits that have delayed ones, as far as a forward has made them."""
+        weights: list[Any] = [each.weight for each in self._delayed]
+        return [weight.fp8.scales for weight in weights if hasattr(weight, "fp8")]
+
     def _share_notes(self) -> None:
         """Let the ranks that have these layers take their next scales from what all of them have seen."""
-        weights: list[Any] = [each.weight for each in self._delayed]
-        scales = [weight.fp8.scales for weight in weights if hasattr(weight, "fp8")]
+        scales = self.delayed_scales()
         for group in (self.layout.data.group, self.layout.tensor.group):
             if scales and group is not None:
                 share_notes(scales, group)

@@ -29,6 +29,7 @@ from onepass.gradients.main_grads import MainGrads
 from onepass.integrations.huggingface.linears import by_linear
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import own_forward
+from onepass.runtime.cuda_graph import current_step
 
 
 class PatientMainGrads(MainGrads):
@@ -122,7 +123,7 @@ class MainGradAdamW(AdamW):
                 loss = closure()
         self._main_grads.finish()
         norm = super().step(self.max_norm, zero=True)
-        if not any(map(is_capturing, self._main_grads.buffers)):
+        if current_step() is not None or not any(map(is_capturing, self._main_grads.buffers)):
             self._main_grads.zero_()
         return norm if closure is None else loss
 

@@ -1,0 +1,110 @@
+"""Steps whose own times decide whether a CUDA graph runs them: it pays where a GPU waits for the calls of a slow CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.train.batches import TokenBatch
+from onepass.train.steps import GraphedSteps, TrainSteps
+
+_SKIPPED, _TIMED = 3, 5  # steps: the first ones compile and allocate
+_WAITS = 0.9  # share of a microbatch's time that its calls take where the GPU waits for them
+
+
+class _CaptureFailed(Exception):
+    """Its text says why."""
+
+
+class MeasuredSteps(GraphedSteps):
+    """TrainSteps that become GraphedSteps if the first steps wait for the CPU, and say which.
+
+    They stay as they are if a graph's memory would leave evaluations too little, or if its capture fails. Losses are the same.
+
+    Args:
+        say: takes the line that says what was decided, and why.
+        decided: capture at the first step, if that can be captured.
+    """
+
+    def __init__(self, *args: Any, say: Callable[[str], None] | None = None, decided: bool = False) -> None:
+        super().__init__(*args)
+        self._say = say or (lambda text: None)
+        self._steps = 0
+        self._times: list[tuple[float, float]] = []  # of a step's first microbatch: until its last call, and until its end
+        self._timing, self._decided, self.replays = False, decided, decided
+        self._reason = ""
+
+    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        if len(self._times) == _TIMED and not self._decided:
+            self._decide(batch.tokens.device)
+        if self.replays:
+            try:
+                found = super().run(batch)
+            except _CaptureFailed as failure:  # the same step again, which begins by clearing gradients
+                self.replays = False
+                self._tell(f"not captured, though {self._reason}, as that failed: {failure}")
+            else:
+                self._tell(f"captured, as {self._reason}")
+                return found
+        self._steps += 1
+        self._timing = not self._decided and self._steps > _SKIPPED
+        return TrainSteps.run(self, batch)
+
+    def _micro(self, part: TokenBatch, share: float) -> Tensor:
+        """Run a microbatch, and time it if it is the first one of a step that counts.
+
+        Later ones would be called while the GPU runs those before. When its queue of launches is full, calls take its time.
+        """
+        if not self._timing:
+            return super()._micro(part, share)
+        self._timing = False
+        synchronize(part.tokens.device)
+        began = perf_counter()
+        loss = super()._micro(part, share)
+        called = perf_counter()
+        synchronize(part.tokens.device)
+        self._times.append((called - began, perf_counter() - began))
+        return loss
+
+    def _decide(self, device: torch.device) -> None:
+        calls, whole = (1e3 * median(times) for times in zip(*self._times, strict=True))
+        self._decided = True
+        self._reason = f"a microbatch's calls take the CPU {calls:.1f} of its {whole:.1f} ms"
+        needed, left = memory_of_graph(device)
+        if calls < _WAITS * whole:
+            self._tell(f"not needed, as {self._reason}")
+        elif needed > left:
+            gib = f"its {needed / 2**30:.1f} GiB would leave evaluations {max(left, 0) / 2**30:.1f}"
+            self._tell(f"not captured, as {gib}, though {self._reason}")
+        else:
+            self.replays = True
+
+    def _tell(self, text: str) -> None:
+        if self._reason:
+            self._say(f"CUDA graph: {text}")
+        self._reason = ""
+
+    def _capture(self, part: TokenBatch, share: float) -> None:
+        failure = None
+        try:
+            super()._capture(part, share)
+        except RuntimeError as error:
+            failure = str(error).partition("\n")[0]
+        if failure is not None:  # raised here: the error's own frames would keep the capture's memory
+            raise _CaptureFailed(failure)
+
+
+def synchronize(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+
+
+def memory_of_graph(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes of a step a graph would keep for itself, and how many it would leave to others."""
+    allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return peak - allocated, free + torch.cuda.memory_reserved(device) - peak
