@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import gpu, norm, runner
-from onepass.bench.model import BenchCase, Contender
+from onepass.bench.model import BenchCase, CaseResult, Contender
 from onepass.runtime.ceilings import Ceilings, clock_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,3 +74,16 @@ def test_large_cases_are_not_timed_in_a_graph() -> None:
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
     assert result.rows[0].forward_graph_us is None
+
+
+def test_a_quick_run_times_the_cpu_on_the_case_itself() -> None:
+    clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
+    case, ticks = norm._case("rms", 256, 4096, torch.bfloat16), []
+    contenders = [Contender("onepass", norm._ours, ours=True), Contender("eager", norm._eager)]
+    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True, quick=True)
+    found = list(runner.measure(plan, clock, Ceilings(4000.0, 1 << 20, None), ticks.append))
+    assert len(ticks) == plan.steps(clock.device)
+    (result,) = found
+    assert isinstance(result, CaseResult)
+    for row in result.rows:
+        assert row.contender == "copy" or 5 < row.cpu_forward_us < row.cpu_both_us < 5000

@@ -120,6 +120,9 @@ def with_parameters(module: Any, names: tuple[str, ...], run: Callable[..., Any]
     return call
 
 
+BY_CUTE = frozenset({"QuACK", "flash-attn 4", "Liger CuTe", "Liger Hopper", "cuDNN flex"})  # contenders: seconds for each shape
+
+
 def forget_compiled() -> None:
     """Reset torch.compile, so that the next case is compiled for its own shapes.
 

@@ -4,7 +4,8 @@ Repetitions are split into rounds, with a plain copy as one contender. Each roun
 that warms up or slows down affects all of them. Figures are medians over all rounds, CPU times are minima. What is timed:
 forward     the call, with an autograd graph, as in training
 backward    the gradients of all inputs that require one; each run has a forward of its own, which is not timed
-CPU time    back-to-back calls on a tiny input, without synchronization; not of passes that have no backward, which ops launch
+CPU time    back-to-back calls on a tiny input, without synchronization; not of passes that have no backward, which ops launch.
+            Quick runs on a GPU take a few calls of the case itself: a tiny input's kernels would be compiled for that alone
 graph       small cases on a GPU, after the rounds: calls captured in a CUDA graph, so that the GPU never waits for a launch
 """
 
@@ -39,7 +40,9 @@ from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS = 5
+ROUNDS_QUICK = 3
 CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the minimum is reported: other work of the CPU only adds to a call's time
+_FEW_CALLS = 5  # of a case whose work is not tiny: the GPU must not keep the CPU waiting
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer bytes may be shorter than its launches, so it is timed in a graph
 T = TypeVar("T")
 Tick = Callable[[str], None]
@@ -60,8 +63,16 @@ class BenchPlan:
     peers: Container[str] = frozenset(PACKAGES)  # the installed packages
 
     @property
+    def rounds(self) -> int:
+        return min(ROUNDS_QUICK, ROUNDS) if self.quick else ROUNDS
+
+    @property
     def cpu_rounds(self) -> int:
         return CPU_ROUNDS_QUICK if self.quick else CPU_ROUNDS
+
+    def has_tiny(self, device: torch.device) -> bool:
+        """Whether calls on a tiny input are timed, for each variant's CPU time."""
+        return not self.quick or device.type != "cuda"
 
     def contenders(self, case: BenchCase) -> list[Contender]:
         return [contender for contender in self._wanted(case) if self._lacks(contender) is None]
@@ -83,18 +94,19 @@ class BenchPlan:
         for _, cases in groupby(self.cases, key=lambda case: (case.variant, case.dtype)):
             yield list(cases)
 
-    def steps(self) -> int:
+    def steps(self, device: torch.device) -> int:
         """Return how often `measure` calls tick."""
         timed = [cases[0] for cases in self.variants() if cases[0].backward_bytes]
-        tiny = sum(len(self.contenders(self.bench.tiny(case))) + self.cpu_rounds for case in timed)
-        return tiny + sum(len(self.contenders(case)) + ROUNDS for case in self.cases)
+        found = sum(len(self.contenders(case)) + self.rounds for case in self.cases) + self.cpu_rounds * len(timed)
+        return found + sum(len(self.contenders(self.bench.tiny(case))) for case in timed if self.has_tiny(device))
 
 
 def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
     """Measure one op. Yield each variant's CPU times, then its cases, as each is done."""
     seeds = torch.Generator(device=clock.device)
     for cases in plan.variants():
-        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick) if cases[0].backward_bytes else None
+        tiny = cases[0].backward_bytes and plan.has_tiny(clock.device)
+        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick) if tiny else None
         if cpu is not None:
             yield cpu
         for case in cases:
@@ -142,8 +154,8 @@ def _time_case(
             row.peak_mib, row.kept_mib = gpu.memory_mib(call, inputs, clock.device)
     lanes = [_copy_lane(case, clock.device), *(_lane(row.contender, call, inputs) for row, call in right)]
     budget = 10.0 if clock.device.type == "cuda" else 30.0 if plan.quick else 150.0
-    for turn in range(ROUNDS):
-        tick(f"{case.name}: timing, round {turn + 1} of {ROUNDS}")
+    for turn in range(plan.rounds):
+        tick(f"{case.name}: timing, round {turn + 1} of {plan.rounds}")
         for lane in _rotated(lanes, turn):
             lane.forward_ms += clock.times(lane.forward, budget_ms=budget)
             if case.backward_bytes:
@@ -162,7 +174,11 @@ def _time_case(
             _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
     reference = plan.bench.reference_of(case)
     _set_against(by_name.get(reference or ""), rows, case)
-    return CaseResult(case, copy, rows, reference, plan.left_out(case))
+    result = CaseResult(case, copy, rows, reference, plan.left_out(case))
+    if case.backward_bytes and not plan.has_tiny(clock.device):
+        title = f"{case.name}: CPU time of a call, "
+        _add_cpu_times(result, CpuTimes(case, _timed_calls(lanes[1:], clock, plan.cpu_rounds, tick, title, _FEW_CALLS)))
+    return result
 
 
 def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:
@@ -284,10 +300,12 @@ def _cpu_times(plan: BenchPlan, tiny: BenchCase, clock: Clock, seeds: torch.Gene
         return CpuTimes(tiny, _timed_calls(lanes, clock, plan.cpu_rounds, tick, f"{tiny.variant}: CPU time of a call, "))
 
 
-def _timed_calls(lanes: list[_Lane], clock: Clock, rounds: int, tick: Tick, title: str = "") -> list[CpuTime]:
+def _timed_calls(
+    lanes: list[_Lane], clock: Clock, rounds: int, tick: Tick, title: str = "", calls: int | None = None
+) -> list[CpuTime]:  # fmt: skip
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
-    calls = 100 if clock.device.type == "cuda" else 20
+    calls = calls or (100 if clock.device.type == "cuda" else 20)
     for turn in range(rounds):
         tick(f"{title}round {turn + 1} of {rounds}")
         for lane in _rotated(lanes, turn):
