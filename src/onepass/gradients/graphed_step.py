@@ -201,7 +201,8 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise RuntimeError(f"train_step can't be captured in a CUDA graph: {error}. {_UNCAPTURED}") from error
+            said = str(error).partition("\n")[0]  # a CUDA error goes on about how to debug kernels
+            raise RuntimeError(f"train_step can't be captured in a CUDA graph: {said}. {_UNCAPTURED}") from error
 
 
 def has_graphs(device: torch.device) -> bool:
