@@ -31,7 +31,8 @@ def test_a_case_that_waits_for_the_cpu(fields, said):
     assert bound_by_calls(result_of(**fields)) == (said and f"bound by the CPU's calls: {said}")
 
 
-def test_ratios_are_speeds(capsys, tmp_path):
+@pytest.mark.usefixtures("one_round")
+def test_ratios_are_speeds(capsys):
     assert main(["bench", "norm_linear", "--quick", "--case", "rms", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert said.count("more is better") == 1 and said.count("F.rms_norm(x)") == 1
