@@ -187,6 +187,7 @@ class GraphedStep:
                 each.check("the step itself changes it, and a graph's replays don't")
             expected = _grads_to_expect(parameters, grads)
         except BaseException:
+            self._pool = None  # pinned memory's allocator takes a failed capture to be going on in it
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad  # those of the capture have no values
             raise
