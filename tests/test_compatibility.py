@@ -17,7 +17,9 @@ ROWS = {
 }
 INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
-} - {"__init__", "__pycache__", "attention_backends", "norm_backends", "seams", "tested"}
+} - {
+    "__init__", "__pycache__", "attention_backends", "compiled_mlp", "norm_backends", "seams", "tested", "torchtitan_configs",
+}  # fmt: skip
 PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
 
 

@@ -33,6 +33,14 @@ def no_peak(monkeypatch):
     monkeypatch.setattr(loop, "MatrixPeak", lambda device, dtype: None)
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """A shell starts what runs in the background with Ctrl-C ignored, and a run leaves that so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("ended") / "run"
