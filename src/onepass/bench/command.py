@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
     known = ", ".join(registry.known_ops())
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
-    parser.add_argument("--quick", action="store_true", help="one case of each op, done in a minute")
+    parser.add_argument("--quick", action="store_true", help="one case of each op, done in a minute or two")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
