@@ -67,6 +67,16 @@ def by_formula(fp8_by_formula):
         yield
 
 
+@pytest.fixture
+def graphs_by_kernels():
+    """Compile anew, and run kernels only."""
+    import onepass
+
+    torch._dynamo.reset()
+    with onepass.use_backend("triton"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_interpreter_where_the_formula_is_tested(request):
     callspec = getattr(request.node, "callspec", None)

@@ -10,6 +10,7 @@ from onepass.runtime import ceilings
 def one_round(monkeypatch: pytest.MonkeyPatch, by_formula: None) -> None:
     """Make a run take seconds: time everything once, flush a smaller cache in between, and never use Triton's interpreter."""
     monkeypatch.setattr(runner, "ROUNDS", 1)
+    monkeypatch.setattr(runner, "ROUNDS_QUICK", 1)
     monkeypatch.setattr(runner, "CPU_ROUNDS", 1)
     monkeypatch.setattr(runner, "CPU_ROUNDS_QUICK", 1)
     monkeypatch.setattr(ceilings, "_CPU_FLUSH_BYTES", 1 << 20)

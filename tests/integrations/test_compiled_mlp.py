@@ -13,18 +13,14 @@ from onepass.ops.norm.compiled_projections import norm_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.testing.mutants import mutate
 
-pytestmark = pytest.mark.skipif(triton is None, reason="the ops are of kernels")
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="the ops are of kernels"),
+    pytest.mark.usefixtures("graphs_by_kernels"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 K, WIDE, TOKENS = 64, 48, 20
 RECIPE = onepass.FP8Recipe(amax_history_len=2)
-
-
-@pytest.fixture(autouse=True)
-def _by_kernels():
-    torch._dynamo.reset()
-    with onepass.use_backend("triton"):
-        yield
 
 
 class Layers:

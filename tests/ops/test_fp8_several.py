@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from ops.fp8_calls import decibels
+from ops.test_fp8_compiled import RECIPES, recipes
 
 import onepass
 from onepass.gradients import fp8_compiled, fp8_updates
@@ -14,25 +15,14 @@ from onepass.ops.norm import compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.testing.mutants import mutate
 
-pytestmark = pytest.mark.skipif(triton is None, reason="the ops are of kernels")
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="the ops are of kernels"),
+    pytest.mark.usefixtures("graphs_by_kernels"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, K, TOKENS = (32, 16, 48), 64, 20
-RECIPES = {
-    "delayed": onepass.FP8Recipe(amax_history_len=2),
-    "current": onepass.FP8Recipe(scaling="current"),
-    "by row": onepass.FP8Recipe(scaling="row"),
-    "16-bit wgrad": onepass.FP8Recipe(wgrad=False),
-}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 norms = pytest.mark.parametrize("norm", (None, "rms_norm", "layer_norm"))
-
-
-@pytest.fixture(autouse=True)
-def _by_kernels():
-    torch._dynamo.reset()
-    with onepass.use_backend("triton"):
-        yield
 
 
 class Layers:

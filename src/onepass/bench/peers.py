@@ -35,6 +35,7 @@ PACKAGES = {
     "torchao": PeerPackage("torchao", "torchao"),
     "cuDNN frontend": PeerPackage("cudnn", "nvidia-cudnn-frontend"),
 }
+BY_CUTE = frozenset({"QuACK", "flash-attn 4", "Liger CuTe", "Liger Hopper", "cuDNN flex"})  # contenders: seconds for each shape
 
 
 def find_peers() -> dict[str, str]:
@@ -118,9 +119,6 @@ def with_parameters(module: Any, names: tuple[str, ...], run: Callable[..., Any]
         return run(x)
 
     return call
-
-
-BY_CUTE = frozenset({"QuACK", "flash-attn 4", "Liger CuTe", "Liger Hopper", "cuDNN flex"})  # contenders: seconds for each shape
 
 
 def forget_compiled() -> None:

@@ -39,8 +39,7 @@ from onepass.bench.model import (
 from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
-ROUNDS = 5
-ROUNDS_QUICK = 3
+ROUNDS, ROUNDS_QUICK = 5, 3
 CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the minimum is reported: other work of the CPU only adds to a call's time
 _FEW_CALLS = 5  # of a case whose work is not tiny: the GPU must not keep the CPU waiting
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer bytes may be shorter than its launches, so it is timed in a graph
@@ -64,7 +63,7 @@ class BenchPlan:
 
     @property
     def rounds(self) -> int:
-        return min(ROUNDS_QUICK, ROUNDS) if self.quick else ROUNDS
+        return ROUNDS_QUICK if self.quick else ROUNDS
 
     @property
     def cpu_rounds(self) -> int:

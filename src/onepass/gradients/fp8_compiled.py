@@ -43,10 +43,12 @@ def one_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return whole  # type: ignore[no-any-return]
 
 
-def state_in_graph(x: Tensor, weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
-    """Return the weight's state when an op of a graph runs, or raise as an uncompiled call does."""
+def state_in_graph(x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe) -> tuple[FP8Weight, Tensor]:
+    """Return the state of the weights when an op of a graph runs, and all of them as one. Raise as an uncompiled call does."""
+    weight = one_of(weights)
+    assert weight is not None
     check_fp8(x, weight)
-    return fp8_weight(weight, recipe)
+    return fp8_weight(weight, recipe), weight
 
 
 def lent(call: FP8Call) -> tuple[Tensor, Tensor | None]:
@@ -67,9 +69,7 @@ def forward_fake(
 def _output_gradient(
     dy: Tensor, weights: Sequence[Tensor], asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    weight = one_of(weights)
-    assert weight is not None
-    state = state_in_graph(dy, weight, recipe)
+    state, weight = state_in_graph(dy, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
     found = call.output_gradient(dy, weight, asks_x, asks_weight, later=False)

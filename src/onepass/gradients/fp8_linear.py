@@ -72,9 +72,8 @@ def _forward(
 def _forward_in_graph(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    weight = one_of(weights)
-    assert weight is not None
-    y, call = _forward(state_in_graph(x, weight, recipe), x, weight, one_of(biases), product, None, noted)
+    state, weight = state_in_graph(x, weights, recipe)
+    y, call = _forward(state, x, weight, one_of(biases), product, None, noted)
     return y, *lent(call)
 
 

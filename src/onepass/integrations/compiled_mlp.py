@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, one_of, state_in_graph
+from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, state_in_graph
 from onepass.gradients.fp8_product import PRODUCT
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, multiply
 from onepass.gradients.main_grad import accumulates_elsewhere
@@ -43,9 +43,7 @@ def _up_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradient of up's input, the codes of its result's gradient, turned, with the inverse of their scale, and the
     activation's codes at forward's scale, turned."""
-    weight = one_of(weights)
-    assert weight is not None
-    state = state_in_graph(packed, weight, recipe)
+    state, weight = state_in_graph(packed, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     run = partial(fp8.activation_backward_codes, dactivated, packed, None, None, options, use_triton=True)
     target, inverse = state.gradient_target(partial(run, y_target=None, turned=False))

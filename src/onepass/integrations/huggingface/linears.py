@@ -15,7 +15,6 @@ from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
-from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -208,8 +207,7 @@ def _of_several(
     if folded is None:
         return projections(x, weights, biases, precision)
     norm = folded.norm
-    options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
-    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, options, weights, biases, precision)
+    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, norm.kernel_options, weights, biases, precision)
     return y
 
 

@@ -29,7 +29,6 @@ from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watch
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation
-from onepass.ops.norm.formula import NormOptions
 
 _HIDDEN, _INNER = 6, 10
 
@@ -110,15 +109,14 @@ class MLPMatch:
 
     def _as_one(self, x: Tensor, folded: FoldedNorm | None) -> Tensor | None:
         """Return the result of one function of a compiled graph, where it takes this call."""
-        precision = self.down.precision()
         if folded is None or not torch.compiler.is_compiling() or self.up.biased or self.down.biased:
             return None
+        precision = self.down.precision()
         given = self.up.weights(), self.down.weight(), self.activation, precision
         if precision != self.up.precision() or not use_gated_mlp(x, folded.late, *given):
             return None
         norm = folded.norm
-        options = NormOptions(norm.layer, norm.eps, norm.zero_centered)
-        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, options, *given)
+        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, norm.kernel_options, *given)
         return y
 
 

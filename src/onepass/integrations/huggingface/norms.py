@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, close, own_forward, parameters_of, probe, probe_forward, randn
 from onepass.integrations.huggingface.snapshot import UNREAD, Reads, Snapshot, reads_of
+from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import layer_norm, rms_norm
 
 _SIZE = 16
@@ -33,6 +34,10 @@ class NormMatch:
     @property
     def options(self) -> dict[str, Any]:
         return {"eps": self.eps, "zero_centered_gamma": self.zero_centered}
+
+    @property
+    def kernel_options(self) -> NormOptions:
+        return NormOptions(self.layer, self.eps, self.zero_centered)
 
     @property
     def weight(self) -> Tensor | None:

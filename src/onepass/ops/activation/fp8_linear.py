@@ -55,7 +55,8 @@ def _forward_in_graph(
     options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool, recipe: FP8Recipe,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
-    y, call = fp8_forward(state_in_graph(x, weight, recipe), weight, linear_bias, x.shape[:-1], product, run, noted=noted)
+    state, weight = state_in_graph(x, [weight], recipe)
+    y, call = fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, noted=noted)
     return y, *lent(call)
 
 

@@ -69,10 +69,9 @@ def _forward_in_graph(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
     residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    weight = one_of(weights)
-    assert weight is not None
+    state, weight = state_in_graph(x, weights, recipe)
     tensors = x, norm_weight, norm_bias, weight, one_of(biases), residual
-    y, h, stats, call = _forward(state_in_graph(x, weight, recipe), *tensors, options, use_triton, product, None, keep)
+    y, h, stats, call = _forward(state, *tensors, options, use_triton, product, None, keep)
     return y, *lent(call), h, stats
 
 
