@@ -187,6 +187,15 @@ def test_a_floor_is_nobodys_best_peer() -> None:
     assert said == "onepass against the best peer: forward 2.00 x the speed of eager"
 
 
+def test_a_peer_whose_gradients_are_made_in_forward_is_judged_by_both() -> None:
+    rows = [Measured("onepass", ours=True, forward_ms=2.0, backward_ms=2.0)]
+    rows += [Measured("Liger", forward_ms=5.0, backward_ms=0.1), Measured("eager", forward_ms=3.0, backward_ms=3.0)]
+    said = report.against_best(CaseResult(given("mean")[0], Measured("copy"), rows))
+    assert said == (
+        "onepass against the best peer: forward 1.50 x the speed of eager, forward and backward 1.27 x the speed of Liger"
+    )
+
+
 @pytest.mark.usefixtures("one_round")
 def test_a_floor_that_raises_is_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(case: BenchCase) -> Call:

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onepass.kernels.language import as_device_function, jit, triton
 from onepass.runtime.sizes import ceil_div
@@ -32,8 +33,7 @@ from onepass.runtime.sizes import ceil_div
 VARYING = ("M", "ROWS", "S", "FIRST", "SEED")
 _INT32_MAX = 0x7FFFFFFF
 _REGISTERS = 65536  # of a multiprocessor, on every GPU so far
-_RUN_TRIED = triton is not None and triton.__version__.startswith(("3.5.", "3.6.", "3.7."))
-_LAUNCH_TRIED = triton is not None and triton.__version__.startswith("3.6.")  # one Python call less: 1 us
+_VERSION = (0, 0) if triton is None else tuple(map(int, triton.__version__.split(".")[:2]))
 
 Grid = tuple[int, int, int]
 
@@ -61,7 +61,8 @@ class Kernel:
         `resident`: how many programs share a multiprocessor's registers. Without it the assembler makes room for more programs
         than there are, and spills.
         """
-        options: dict[str, Any] = {"num_warps": num_warps}
+        # Triton 3.9 warns where fusion of a product and a sum isn't asked for, and 3.10 leaves it out
+        options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": True}
         if together:
             options["launch_cooperative_grid"] = True
         if resident:
@@ -102,16 +103,10 @@ class Bound:
 
     def first(self, kind: tuple[Any, ...], grid: Grid, args: tuple[Any, ...]) -> None:
         compiled = copy_context().run(self._by_triton, grid, args)
-        if compiled is None or not _RUN_TRIED:
-            return
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        hooks = (None, None, None)
-        if _LAUNCH_TRIED and not run.profile_scratch_size:
-            flags = run.launch_cooperative_grid, run.launch_pdl
-            launch = _with_scratch(run, args[0].device) if run.global_scratch_size else run.launch
-            self.plans[kind] = launch, (function, *flags, None, None, metadata, *hooks)
-        elif not run.global_scratch_size:
-            self.plans[kind] = run, (function, metadata, *hooks)
+        if compiled is not None:
+            plan = _quick_launch(compiled, args[0].device)
+            if plan is not None:
+                self.plans[kind] = plan
 
     def _by_triton(self, grid: Grid, args: tuple[Any, ...]) -> Any:
         """Launch by Triton. It runs in a context of its own, as users may set the allocator."""
@@ -120,14 +115,39 @@ class Bound:
         return self.kernel.jit[grid](*args, *self.fixed, **self.options)
 
 
-def _with_scratch(run: Any, device: torch.device) -> Callable[..., None]:
-    """Return a launch that allocates memory for every program's tensor descriptors."""
+def _quick_launch(compiled: Any, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    """Return a compiled kernel's launch function, and what it takes between the stream and the kernel's own arguments.
 
-    def launch(x: int, y: int, z: int, stream: int, function: int, cooperative: bool, pdl: bool, _: None, *rest: Any) -> None:
-        scratch = torch.empty(x * y * z * run.global_scratch_size, dtype=torch.int8, device=device)
-        run.launch(x, y, z, stream, function, cooperative, pdl, scratch, *rest)
+    Triton's `run` makes two functions at each call and asks for hooks. None: this Triton was not tried, or the kernel wants more.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    hooks = (None, None, None)
+    if not (3, 5) <= _VERSION <= (3, 9) or (_VERSION > (3, 5) and run.profile_scratch_size):
+        return None
+    if _VERSION == (3, 5):
+        return None if run.global_scratch_size else (run, (function, metadata, *hooks))
+    launch, size = run.launch, run.global_scratch_size  # size: bytes for each program's tensor descriptors
+    flags = run.launch_cooperative_grid, run.launch_pdl
 
-    return launch
+    def scratch(x: int, y: int, z: int) -> Tensor | None:
+        return torch.empty(x * y * z * size, dtype=torch.int8, device=device) if size else None
+
+    if _VERSION == (3, 6):
+        if not size:
+            return launch, (function, *flags, None, None, metadata, *hooks)
+
+        def launch_flat(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+            launch(x, y, z, stream, function, *flags, scratch(x, y, z), None, metadata, *hooks, *args)
+
+        return launch_flat, ()
+    if getattr(run, "gsan_enabled", False):
+        return None
+    kinds = run.arg_annotations, run.kernel_signature
+
+    def launch_packed(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        launch(x, y, z, stream, function, *flags, metadata, *hooks, scratch(x, y, z), None, *kinds, args)
+
+    return launch_packed, ()
 
 
 def _kind_of(
