@@ -229,6 +229,11 @@ def _both_ms(row: Measured) -> float | None:
     return None if row.forward_ms is None or row.backward_ms is None else row.forward_ms + row.backward_ms
 
 
+def _fastest(rows: list[Measured], name: str) -> Measured | None:
+    timed = [row for row in rows if getattr(row, name) is not None]
+    return min(timed, key=lambda row: float(getattr(row, name)), default=None)
+
+
 def bound_by_calls(result: CaseResult) -> str | None:
     """Name the passes in which the GPU waits for the CPU, that is all whose calls take the CPU longer than the GPU."""
     ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
