@@ -33,6 +33,7 @@ try:
 except ImportError:
     triton, tl = None, _Missing()
 
+VERSION = (0, 0) if triton is None else tuple(map(int, triton.__version__.split(".")[:2]))
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.language import as_device_function, jit, triton
+from onepass.kernels.language import VERSION, as_device_function, jit, triton
 from onepass.runtime.sizes import ceil_div
 
 VARYING = ("M", "ROWS", "S", "FIRST", "SEED")
 _INT32_MAX = 0x7FFFFFFF
 _REGISTERS = 65536  # of a multiprocessor, on every GPU so far
-_VERSION = (0, 0) if triton is None else tuple(map(int, triton.__version__.split(".")[:2]))
 
 Grid = tuple[int, int, int]
 
@@ -122,9 +121,9 @@ def _quick_launch(compiled: Any, device: torch.device) -> tuple[Callable[..., No
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     hooks = (None, None, None)
-    if not (3, 5) <= _VERSION <= (3, 9) or (_VERSION > (3, 5) and run.profile_scratch_size):
+    if not (3, 5) <= VERSION <= (3, 9) or (VERSION > (3, 5) and run.profile_scratch_size):
         return None
-    if _VERSION == (3, 5):
+    if VERSION == (3, 5):
         return None if run.global_scratch_size else (run, (function, metadata, *hooks))
     launch, size = run.launch, run.global_scratch_size  # size: bytes for each program's tensor descriptors
     flags = run.launch_cooperative_grid, run.launch_pdl
@@ -132,7 +131,7 @@ def _quick_launch(compiled: Any, device: torch.device) -> tuple[Callable[..., No
     def scratch(x: int, y: int, z: int) -> Tensor | None:
         return torch.empty(x * y * z * size, dtype=torch.int8, device=device) if size else None
 
-    if _VERSION == (3, 6):
+    if VERSION == (3, 6):
         if not size:
             return launch, (function, *flags, None, None, metadata, *hooks)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels import grid_sync
-from onepass.kernels.language import device_function, tl
+from onepass.kernels.language import VERSION, device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned, inside_row, known_align
 from onepass.kernels.scratch import new_scratch, stream_scratch
@@ -25,6 +25,8 @@ _MOST_ROWS = (1 << 20) - 1  # of a table whose tokens the kernel orders
 _FEW_TOKENS, _WIDE = 1 << 16, 2048  # PyTorch's sort is faster for more tokens of narrower rows
 _TILE = 8192  # numbers of the rows that a program looks up at a time
 _WARPS = 8
+# the dimension of a block that Triton gives to a warp where addresses tell it nothing: the first up to 3.6, then the last
+LANES_AT = tl.constexpr(0 if VERSION < (3, 7) else 1)
 
 
 class OrderTiles(NamedTuple):
@@ -52,7 +54,7 @@ def _load_tokens(in_ptr, tokens, M, SECOND: tl.constexpr):
     """Load tokens' ids, or for the second digit words. Other programs wrote these: not from this multiprocessor's L1.
 
     By a minimum and not by a mask, each thread loads one token, and a warp 32 neighbours: as words are stored. So no layout is
-    exchanged through shared memory.
+    exchanged through shared memory. LANES_AT is the dimension of the neighbours for this.
     """
     at = tl.minimum(tokens, M - 1)
     if SECOND:
@@ -79,7 +81,7 @@ def _digits(loaded, tokens, M, ROWS, FIRST, PADDING, LOW_BITS: tl.constexpr, SEC
 @device_function
 def _sum_field(packed, FIELD: tl.constexpr):
     """Return a segment's tokens of one of the four digits."""
-    return tl.sum(((packed >> (16 * FIELD)) & 0xFFFF).to(tl.int32), 0)
+    return tl.sum(((packed >> (16 * FIELD)) & 0xFFFF).to(tl.int32), LANES_AT)
 
 
 @device_function
@@ -94,9 +96,9 @@ def _place_digit(
     """
     LANES: tl.constexpr = 32  # a warp's tokens of a segment in a step
     span = tl.cdiv(M, SEGMENTS * LANES) * LANES  # tokens of a segment
-    begins = tl.arange(0, SEGMENTS)[None, :] * span + tl.arange(0, LANES)[:, None]
-    lesser = tl.zeros([LANES, SEGMENTS], tl.int32)
-    own = tl.zeros([LANES, SEGMENTS], tl.int64)  # 16 bits for each of the four
+    begins = tl.expand_dims(tl.arange(0, SEGMENTS) * span, LANES_AT) + tl.expand_dims(tl.arange(0, LANES), 1 - LANES_AT)
+    lesser = tl.zeros(begins.shape, tl.int32)
+    own = tl.zeros(begins.shape, tl.int64)  # 16 bits for each of the four
     ahead = _load_tokens(in_ptr, begins, M, SECOND)
     for start in range(0, span, LANES):
         loaded = ahead
@@ -107,7 +109,7 @@ def _place_digit(
         lesser += (field < 0).to(tl.int32)
         own += mine.to(tl.int64) << (16 * tl.where(mine, field, 0)).to(tl.int64)
     count0, count1, count2, count3 = _sum_field(own, 0), _sum_field(own, 1), _sum_field(own, 2), _sum_field(own, 3)
-    before = tl.sum(tl.sum(lesser, 0), 0)
+    before = tl.sum(tl.sum(lesser, LANES_AT), 0)
     place0 = before + tl.cumsum(count0, 0) - count0
     before += tl.sum(count0, 0)
     place1 = before + tl.cumsum(count1, 0) - count1
@@ -124,11 +126,11 @@ def _place_digit(
         mine = (field >= 0) & (field < 4)
         shift = 8 * tl.where(mine, field, 0)
         one = mine.to(tl.int32) << shift  # 8 bits for each of the four
-        rank = ((tl.cumsum(one, 0) >> shift) & 0xFF) - 1
-        low = tl.where(field == 0, place0[None, :], place1[None, :])
-        high = tl.where(field == 2, place2[None, :], place3[None, :])
+        rank = ((tl.cumsum(one, LANES_AT) >> shift) & 0xFF) - 1
+        low = tl.where(field == 0, tl.expand_dims(place0, LANES_AT), tl.expand_dims(place1, LANES_AT))
+        high = tl.where(field == 2, tl.expand_dims(place2, LANES_AT), tl.expand_dims(place3, LANES_AT))
         tl.store(out_ptr + (tl.where(field < 2, low, high) + rank), words, mask=mine)
-        count = tl.sum(one, 0)
+        count = tl.sum(one, LANES_AT)
         place0 += count & 0xFF
         place1 += (count >> 8) & 0xFF
         place2 += (count >> 16) & 0xFF
