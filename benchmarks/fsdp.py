@@ -29,7 +29,7 @@ from onepass.gpt import Model, preset
 from onepass.parallel import FSDPMainGrads, ShardedAdamW
 
 WAYS = ("FSDP2", "FSDP2, FSDPMainGrads", "FSDP2, FSDPMainGrads, ShardedAdamW")
-BATCHES = ((1, 4), (4, 2))  # microbatches of a step, sequences of each: of one sequence, calls take the CPU longer than the GPU
+BATCHES = ((1, 4), (4, 4))  # microbatches of a step, sequences of each; of fewer sequences, calls take the CPU longest
 LENGTH, CLIP = 4096, 1.0
 
 

@@ -100,6 +100,7 @@ PATHS = {
     "late": ((16, 3), (False, 1, 16, 1, 3)),  # weights are reloaded for each row
     "fold": ((128, 1), (False, 2, 256, 1, 1)),
     "shared": ((16, 1), (True, 1, 16, 2, 4)),
+    "few": ((0, 0), (False, 4, 0, 4, 2)),
     "crowd": ((16, 3), (True, 1, 16, 1, 16)),  # so many groups that several programs share the last sums
 }
 MULTIPROCESSORS = 3
@@ -145,7 +146,7 @@ def small_tiles(module, path: str):
     A mutant has modules of its own, which are found from its functions.
     """
     modules = modules_of(module)
-    backward, forward = (modules[f"onepass.ops.norm.{way}"] for way in ("backward", "forward"))
+    backward, forward, few = (modules[f"onepass.ops.norm.{name}"] for name in ("backward", "forward", "few_rows"))
     if DEVICE == "cpu":  # the interpreter patches only the real grid_sync: a mutant's copy would wait for ever
         from onepass.testing import interpreter
 
@@ -169,9 +170,13 @@ def small_tiles(module, path: str):
             return forward["NormForwardTiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))
 
         changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
+        if path == "few":
+            changes.append((few, "few_rows_tiles", lambda H: few["FewRowsTiles"](4, 16, 1)))
+        else:
+            changes.append((few, "MOST_ROWS", 0))
         if piece:
             changes += [(forward, "SHORT", 0), (backward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
-    caches = backward["_plan"], forward["_bind"], forward["_forward_plan"]
+    caches = backward["_plan"], few["_plan"], forward["_bind"], forward["_forward_plan"]
     before = [(place, name, place[name]) for place, name, _ in changes]
     for place, name, value in changes:
         place[name] = value
@@ -242,7 +247,7 @@ def small_cases() -> list[Case]:
     rms = Case()
     mixed = {"dtype": BF16, "weight": FP32, "residual": BF16}
     cases = []
-    for path, M, H in (("rows", 37, 100), ("chunks", 13, 100), ("fold", 13, 300), ("shared", 21, 45)):
+    for path, M, H in (("rows", 37, 100), ("chunks", 13, 100), ("fold", 13, 300), ("shared", 21, 45), ("few", 14, 45)):
         few = M * 2 // 3
         cases += [
             replace(layer, path=path, lead=(M,), H=H, residual=FP32),
@@ -261,6 +266,10 @@ def small_cases() -> list[Case]:
         replace(rms, path="single", lead=(43,), dtype=BF16, weight=BF16),
         replace(layer, path="late", lead=(10,), H=92, centered=True, residual=FP32),
         replace(rms, path="late", lead=(10,), H=92, dtype=BF16),
+        replace(layer, path="few", lead=(9,), H=64, dtype=BF16, weight=None),
+        replace(rms, path="few", lead=(2,), H=1),
+        replace(layer, path="few", lead=(7,), H=40, layout="sliced"),
+        replace(rms, path="few", lead=(7,), H=40, dy_layout="sliced", residual=FP32),
         replace(layer, path="crowd", lead=(18,), H=45),
         replace(rms, path="crowd", lead=(19,), H=45, dtype=BF16, weight=BF16),
         replace(layer, path="shared", H=64, eps=0.5, scale=0.5, lead=(25,)),

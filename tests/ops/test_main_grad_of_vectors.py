@@ -17,6 +17,7 @@ from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.kernels import column_reduce
 from onepass.ops.activation import kernels as activation_kernels
 from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import few_rows
 from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import poisoned, unchanged
 
@@ -147,7 +148,7 @@ def tiles(library, path):
     """Tiles of a path of a norm's kernels or of an activation's, or their own: of a few rows, one program has all."""
     if path == "strips":
         return activation_tiles(library.ops.activation.bias_activation)
-    return norm_tiles(library.ops.norm.norm, "" if path == "alone" else path)
+    return norm_tiles(library.ops.norm.norm, "rows" if path == "alone" else path)
 
 
 def summed(name, path, main, library, start=0.0):
@@ -321,16 +322,16 @@ def test_megatron_fsdps_buffer_is_overwritten(name, backend):
 MUTANTS = {  # name: module, function, what is there, what stands there instead, a case
     "sums put in the place of main_grad": (
         column_reduce, "sum_strips",
-        "tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)", "0.0", ("rms_norm", ""),
+        "tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)", "0.0", ("rms_norm", "rows"),
     ),
-    "main_grad twice": (column_reduce, "sum_strips", "result += ", "result += 2 * ", ("rms_norm", "")),
+    "main_grad twice": (column_reduce, "sum_strips", "result += ", "result += 2 * ", ("rms_norm", "rows")),
     "two roundings": (
         column_reduce, "sum_strips",
-        "result +", "result = result.to(out_ptr.dtype.element_ty).to(tl.float32)\n        result +", ("rms_norm", ""),
+        "result +", "result = result.to(out_ptr.dtype.element_ty).to(tl.float32)\n        result +", ("rms_norm", "rows"),
     ),
     "main_grad of the columns before": (
         column_reduce, "sum_strips",
-        "columns, mask", "tl.maximum(columns - 1, 0), mask", ("rms_norm", ""),
+        "columns, mask", "tl.maximum(columns - 1, 0), mask", ("rms_norm", "rows"),
     ),
     "first half of a gated bias put": (
         activation_kernels, "_backward_kernel",
@@ -347,6 +348,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
         "into is not None", "False", ("bias_activation", "strips"),
     ),
     "plan of a norm that does not add": (norm_backward, "norm_backward", "into is not None,", "False,", ("rms_norm", "rows")),
+    "few rows' sums put": (few_rows, "_store_columns", "if ADD", "if ADD and H < 0", ("rms_norm", "")),
     "one program's sums put": (norm_backward, "_rows_kernel", " & (not ADD)", "", ("rms_norm", "alone")),
     "programs' sums put": (norm_backward, "_rows_kernel", "ADD, SHARE_S", "False, SHARE_S", ("rms_norm", "rows")),
     "shared rows' sums put": (norm_backward, "_shared_kernel", "ADD, SHARE_S", "False, SHARE_S", ("rms_norm", "shared")),

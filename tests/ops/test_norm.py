@@ -437,13 +437,15 @@ def _at_ones(call, inputs):
     ],
 )
 def test_explain_names_the_kernels(name, H, words):
-    x = torch.empty(16, H, device=DEVICE, dtype=BF16)
+    x = torch.empty(1025, H, device=DEVICE, dtype=BF16)
     said = onepass.explain(name, x, backend="triton")
     assert all(word in said.variant for word in (*words, "keeps x and its rows' statistics")), said.variant
     memory_efficient = onepass.explain(name, x, backend="triton", memory_efficient=True).variant
     assert "keeps x only" in memory_efficient and ("once more" in memory_efficient) == (H > 4096)
     assert "keeps h and its" in onepass.explain(name, x, residual=x, backend="triton").variant
     assert "nothing to do" in onepass.explain(name, x[:0], backend="triton").variant
+    few = onepass.explain(name, x[:3], backend="triton").variant
+    assert ("with a program a row, beside" in few) == (H <= 8192)
 
 
 class _OnAGpu:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import onepass
 import onepass.ops.norm.norm_linear as module
-from onepass.ops.norm import kernels
+from onepass.ops.norm import few_rows, kernels
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors, unchanged
@@ -265,6 +265,7 @@ MUTANTS = {
         "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
     ),
     "dx over the caller's gradient": (module, "_backward_single", "ours=dy is not None", "ours=True", "writes"),
+    "few rows' y without its bias": (few_rows, "_row_gradient", " + load_vector(bias_ptr, columns, columns < H)", "", "values"),
     "norm(x) kept in the place of x": (module, "_NormLinear.forward", "h, norm_weight", "normed, norm_weight", "values"),
 }
 
@@ -273,12 +274,12 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_copy_is_caught(name):
     *change, by = MUTANTS[name]
-    broken = mutate(*change).norm_linear
+    broken = mutate(*change, entry=module).norm_linear
     if by == "values":
         errors = report_of(broken, FP32, True, True, False, "both", backend="triton")
         assert any(error > 1e-6 for error in errors.values())
         return
-    y = op(True, broken, backend="triton", return_norm_output=True)(*tensors())[1]
+    y = op(True, broken, backend="triton", return_norm_output=True)(*tensors((1025,)))[1]  # of fewer rows dy is never written
     dy = torch.randn_like(y)
     with pytest.raises(AssertionError, match="dy"), unchanged(dy=dy):
         y.backward(dy)

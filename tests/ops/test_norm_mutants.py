@@ -10,10 +10,11 @@ from onepass.kernels import column_reduce as strips
 from onepass.kernels import grid_sync as meeting
 from onepass.kernels import layout, rows
 from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import few_rows
 from onepass.ops.norm import forward as norm_forward
 from onepass.testing.mutants import copy_package, mutate
 
-ROWS, CHUNKS, FOLD, SHARED = "rows", "chunks", "fold", "shared"
+ROWS, CHUNKS, FOLD, SHARED, FEW = "rows", "chunks", "fold", "shared", "few"
 ALONE, LARGE, HEADS = "one program", "large mean", "heads"  # kinds of cases too
 HARD = [case for case in real_cases() if case.path and case.dtype.itemsize == 4]
 CASES = small_cases() + HARD
@@ -77,6 +78,25 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "rows: one program's sums in bf16": (norm_backward, "_store_sums", "out_ptr + columns, total", "out_ptr + columns, total.to(tl.bfloat16).to(tl.float32)", ALONE),
     "rows: each program is alone": (norm_backward, "_rows_kernel", "programs == 1", "programs > 0", ROWS),
     "rows: dx rounded through bf16": (norm_backward, "_rows_kernel", "real, dx", "real, dx.to(tl.bfloat16).to(tl.float32)", ROWS),
+    # ---- backward, few rows ----
+    "few: dh forgotten": (few_rows, "_row_gradient", " += tl.load(dh_ptr", " += 0.0 * tl.load(dh_ptr", FEW),
+    "few: no scale of the norm": (few_rows, "_row_gradient", "        dx *= rstd\n", "", FEW),
+    "few: x without its stride": (few_rows, "_row_gradient", "row * X_ROW", "row * H", FEW),
+    "few: no mean of g": (few_rows, "_row_gradient", "dx -= tl.sum(g, 0) / H", "dx -= 0.0", FEW),
+    "few: x' without its mean": (few_rows, "_row_gradient", "(x - tl.load(stats_ptr + M + row) if LAYER else x)", "x", FEW),
+    "few: the mean of the row before": (few_rows, "_few_rows_kernel", "stats_ptr + M + rows", "stats_ptr + M - 1 + rows", FEW),
+    "few: weight as it is stored": (few_rows, "_row_gradient", "columns < H, CENTERED", "columns < H, False", FEW),
+    "few: dx rounded through bf16": (few_rows, "_row_gradient", "columns, dx,", "columns, dx.to(tl.bfloat16).to(tl.float32),", FEW),
+    "few: the last row is nobody's": (few_rows, "few_rows_backward", "else M\n", "else M - 1\n", FEW),
+    "few: rows from the second on": (few_rows, "_few_rows_kernel", "(program - TILES)", "(program - TILES + 1)", FEW),
+    "few: rows past the end are counted": (few_rows, "_few_rows_kernel", "rows < M", "rows <= M", FEW),
+    "few: the first block of rows alone": (few_rows, "_few_rows_kernel", "range(0, M, TILE_M)", "range(0, tl.minimum(M, TILE_M), TILE_M)", FEW),
+    "few: dweight of dx's weight": (few_rows, "_few_rows_kernel", "dweight += dy *", "dweight += 2.0 * dy *", FEW),
+    "few: dweight of x as it is": (few_rows, "_few_rows_kernel", " * tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None])", ")", FEW),
+    "few: dbias of one row too many": (few_rows, "_few_rows_kernel", "dbias += dy", "dbias += dy * (1 + (rows == 0))[:, None]", FEW),
+    "few: last tile of columns left out": (few_rows, "_plan", "ceil_div(H, tiles.block_h)", "max(1, H // tiles.block_h)", FEW),
+    "few: a column past the row": (few_rows, "_store_columns", "columns < H)", "columns <= H)", FEW),
+    "few: sums in bf16": (few_rows, "_store_columns", "columns, total, mask", "columns, total.to(tl.bfloat16).to(tl.float32), mask", FEW),
     # ---- backward, shared rows ----
     "shared: dh forgotten": (norm_backward, "_shared_kernel", " += _tile", " += 0.0 * _tile", SHARED),
     "shared: dh of the next row": (norm_backward, "_shared_kernel", "dh_ptr, row", "dh_ptr, row + groups", SHARED),

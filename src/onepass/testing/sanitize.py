@@ -194,6 +194,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
                 x, residual, *some = (draw(*shape, dtype=dtype) for shape in ((5, width), (5, width), *((width,),) * vectors))
                 name = f"{function.__name__} 5x{width} {short(dtype)} residual"
                 yield name, partial(backward, function, x, *some, residual=residual)
+    yield "rms_norm 1100x203", partial(backward, rms_norm, draw(1100, 203), draw(203))  # fewer rows meet nowhere
     yield "attention's boundaries", partial(_check_boundaries, device)
     yield "dropout_add p", partial(backward, dropout_add, draw(37, 203), draw(37, 203), p=0.3, bias=draw(203))
     for activation in ("gelu", "swiglu"):

@@ -8,7 +8,7 @@ Rows     a program holds whole rows in registers, while its next rows are on the
 Shared   a wide row is shared by programs that run at the same time, each with the sums of its own columns. They meet through
          memory: each publishes its parts of the next row's means before it needs the others' parts of this row's.
 Either way neighbouring programs work on neighbouring rows, all over the tensor at the same pace, which the memory likes 5 %
-better than strips of rows; and the last programs to arrive add up the programs' sums.
+better than strips of rows; and the last programs to arrive add up the programs' sums. Few rows are few_rows.py's.
 """
 
 # mypy: disable-error-code="assignment"
@@ -30,6 +30,7 @@ from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.layout import Groups, as_groups, as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
+from onepass.ops.norm.few_rows import are_few, few_rows_backward
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.forward import SHORT, norm_statistics
 from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
@@ -410,11 +411,13 @@ def norm_backward(
     tiles, wanted, launch = _plan(
         H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
     )  # fmt: skip
+    sums = (need_dweight + need_dbias) * H
+    few = sums > 0 and are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
     if stats is None and reads_twice(tiles):
         stats = norm_statistics(x, options)
     dx = dweight = dbias = y = None
-    if need_dx:
-        dx = dy if into_dy else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
+    if need_dx:  # other programs of few rows read dy
+        dx = dy if into_dy and not few else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
     if rebuild:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if into is not None:
@@ -426,7 +429,6 @@ def norm_backward(
         assert bias is not None
         dbias = torch.empty_like(bias)
     scratch = stream_scratch if keep_scratch else new_scratch
-    sums = (need_dweight + need_dbias) * H
     tensors = dy, dh, x, weight, bias, stats, dx, y, dweight, dbias
     if tiles.shared:
         groups = min(M, max(1, wanted // tiles.pieces))
@@ -435,6 +437,10 @@ def norm_backward(
         wanted = launch.most_at_once(*tensors, partial, arrived, M)
         groups = min(groups, max(1, wanted // tiles.pieces))
         launch((groups * tiles.pieces, 1, 1), *tensors, partial, arrived, M)
+    elif few:
+        assert stats is not None
+        lies = dy_lies[0], dh_row, x_lies[0]
+        few_rows_backward(dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, lies, options, into is not None)
     else:
         blocks = ceil_div(M, tiles.block_m)
         programs = min(blocks, wanted)

@@ -13,10 +13,12 @@ from onepass.gradients.product import describe_products
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
+from onepass.ops.norm.few_rows import are_few, few_rows_tiles
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.forward import forward_tiles, norm_forward
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Call, Registered
+from onepass.runtime.sizes import ceil_div
 
 WIDEST = 262144
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -109,6 +111,9 @@ def norm_variant(
     else:
         said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
         said += f" but for {ahead.held} held in registers" if ahead.held else ""
+    if are_few(x.numel() // H, H) and not memory_efficient:
+        said += f"; backward with a program a row, beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient"
+        return f"{said}; keeps {'x' if residual is None else 'h'} and its rows' statistics"
     if back.shared:
         said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
     else:

@@ -133,6 +133,10 @@ def _norm_calls() -> Iterator[CoveringCall]:
             yield _norm_call(norm, width, torch.float32)
             yield _norm_call(norm, width, option="residual")
         yield _norm_call(norm, 128, option="heads")
+        for width in (64, 1000, 1024, 4096, 5000, 8192):
+            yield _norm_call(norm, width, rows=256)
+        for option in ("residual", "main_grad"):
+            yield _norm_call(norm, 4096, option=option, rows=256)
     for width in (128, 4096, 12288, 32768):
         for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
             yield _norm_call("layer_norm", width, option=option)
@@ -140,15 +144,15 @@ def _norm_calls() -> Iterator[CoveringCall]:
         yield _norm_call("rms_norm", width, option="main_grad")
 
 
-def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, option: str = "", rows: int = 2048) -> CoveringCall:
     def run() -> Tensor:
-        x = meta(2048, width, dtype=dtype, requires_grad=option != "frozen x")
+        x = meta(rows, width, dtype=dtype, requires_grad=option != "frozen x")
         if option == "heads":  # of a product's rows
             x = meta(4, 512, 32 * width, dtype=dtype)[..., : 16 * width].unflatten(-1, (16, width))
         vectors = [meta(width, dtype=dtype, requires_grad=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
         if option == "main_grad":
             give_main_grad(*vectors)
-        residual = meta(2048, width, dtype=dtype) if option == "residual" else None
+        residual = meta(rows, width, dtype=dtype) if option == "residual" else None
         function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
         y = function(
             x, *([] if option == "no weight" else vectors), residual=residual,
@@ -157,7 +161,7 @@ def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, optio
         result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
         return result
 
-    return CoveringCall(" ".join(filter(None, (norm, f"2048x{width}", option))), dtype, run)
+    return CoveringCall(" ".join(filter(None, (norm, f"{rows}x{width}", option))), dtype, run)
 
 
 def _norm_linear_calls() -> Iterator[CoveringCall]:
