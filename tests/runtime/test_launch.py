@@ -1,5 +1,7 @@
 """A plan chosen wrongly reads misaligned memory and kills the process: plans differ wherever Triton compiles differently."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -76,3 +78,43 @@ def test_a_plan_is_kept_and_a_new_size_needs_none():
         assert torch.equal(module.activation_forward(x, None, None, None, None, options, x.dtype), x.relu())
     plans = [len(module._forward_plan(act, M, 48, 48, None, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too
+
+
+def launched_by_triton(monkeypatch, scratch):
+    """Triton's launch of a compiled kernel, whose last call keeps its arguments in a list, and that list."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())  # there is no GPU to ask for one
+    run, seen = driver.CudaLauncher.__new__(driver.CudaLauncher), []
+    vars(run).update(
+        launch=lambda *args: seen.append(args), launch_cooperative_grid=True, launch_pdl=False, num_ctas=1, gsan_enabled=False,
+        global_scratch_size=scratch, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+        arg_annotations="annotations", kernel_signature=b"signature",
+    )  # fmt: skip
+    return SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0)), seen
+
+
+def test_a_quick_launch_hands_on_what_tritons_own_does(monkeypatch):
+    compiled, seen = launched_by_triton(monkeypatch, 0)
+    quick, middle = launch._quick_launch(compiled, torch.device("cpu"))
+    args = 1024, None, 5, 64
+    quick(3, 2, 1, 7, *middle, *args)
+    compiled.run(3, 2, 1, 7, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    assert seen[0] == seen[1]
+
+
+def test_a_quick_launch_has_memory_for_each_programs_descriptors(monkeypatch):
+    compiled, seen = launched_by_triton(monkeypatch, 128)
+    plan = launch._quick_launch(compiled, torch.device("cpu"))
+    if launch.VERSION < (3, 6):
+        assert plan is None
+        return
+    plan[0](3, 2, 1, 7, *plan[1], 1024)
+    (memory,) = (each for each in seen[0] if isinstance(each, torch.Tensor))
+    assert memory.numel() == 3 * 2 * 128 and memory.dtype is torch.int8
+
+
+def test_an_untried_triton_launches_by_itself(monkeypatch):
+    compiled, _ = launched_by_triton(monkeypatch, 0)
+    monkeypatch.setattr(launch, "VERSION", (3, 10))
+    assert launch._quick_launch(compiled, torch.device("cpu")) is None

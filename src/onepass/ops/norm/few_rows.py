@@ -123,7 +123,7 @@ def _plan(H: int, dy_row: int, dh_row: int, x_row: int, layer: bool, centered: b
 
 
 def are_few(M: int, H: int) -> bool:
-    return 1 < M <= MOST_ROWS and H <= MOST_COLUMNS and M * H <= _MOST
+    return M <= MOST_ROWS and H <= MOST_COLUMNS and M * H <= _MOST
 
 
 def few_rows_backward(
