@@ -9,6 +9,7 @@ from gpu.calls import nobody_waits
 import onepass
 from onepass.kernels import scratch
 from onepass.ops.norm import backward as norm_backward
+from onepass.ops.norm import few_rows
 from onepass.ops.norm import forward as norm_forward
 from onepass.ops.norm import norm as module
 from onepass.runtime.sizes import processors
@@ -307,14 +308,18 @@ def test_no_call_waits_for_the_gpu(H, layer):
 
 def compiled():
     """How many kernels of this op Triton has compiled or loaded so far in this process."""
-    kernels = norm_forward._short_kernel, norm_forward._long_kernel, norm_backward._rows_kernel, norm_backward._shared_kernel
+    kernels = (
+        norm_forward._short_kernel, norm_forward._long_kernel,
+        norm_backward._rows_kernel, norm_backward._shared_kernel, few_rows._few_rows_kernel,
+    )  # fmt: skip
     return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 
 @kinds
 @pytest.mark.parametrize("H", (384, 2304, 20480))
 def test_a_new_number_of_rows_compiles_nothing(H, layer):
-    grads(layer, *inputs(64, H, layer))
+    for M in (64, 1025):  # few rows have a kernel of their own
+        grads(layer, *inputs(M, H, layer))
     before = compiled()
     for M in (1, 2, 3, 16, 33, 1000, 4096, 5000):
         grads(layer, *inputs(M, H, layer))

@@ -412,7 +412,7 @@ def norm_backward(
         H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
     )  # fmt: skip
     sums = (need_dweight + need_dbias) * H
-    few = sums > 0 and are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
+    few = are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
     if stats is None and reads_twice(tiles):
         stats = norm_statistics(x, options)
     dx = dweight = dbias = y = None

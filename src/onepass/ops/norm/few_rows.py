@@ -108,10 +108,12 @@ def few_rows_tiles(H: int) -> FewRowsTiles:
 
 
 @lru_cache(4096)
-def _plan(H: int, dy_row: int, dh_row: int, x_row: int, layer: bool, centered: bool, add: bool) -> tuple[int, Bound]:
+def _plan(
+    H: int, dy_row: int, dh_row: int, x_row: int, layer: bool, centered: bool, sums: bool, add: bool
+) -> tuple[int, Bound]:  # fmt: skip
     """The programs that sum columns, and the kernel."""
     tiles = few_rows_tiles(H)
-    across = ceil_div(H, tiles.block_h)
+    across = ceil_div(H, tiles.block_h) if sums else 0
     bound: Bound = _few_rows_kernel.bind(
         dy_row, dh_row, x_row, H, layer, centered, add, known_align(dy_row, dh_row, x_row),
         power_of_two(H), across, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
@@ -139,6 +141,7 @@ def few_rows_backward(
     """
     H = x.shape[-1]
     M = x.numel() // H
-    across, launch = _plan(H, *rows, options.layer, options.zero_centered_gamma, add)
+    sums = dweight is not None or dbias is not None
+    across, launch = _plan(H, *rows, options.layer, options.zero_centered_gamma, sums, add)
     of_rows = 0 if dx is None and y is None else M
     launch((across + of_rows, 1, 1), dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, M)
