@@ -1,12 +1,13 @@
 """use_backend() and validate(): plain calls are the process's, blocks their thread's, also under the compiler and in backward."""
 
+import sys
 import threading
 
 import pytest
 import torch
 
 import onepass
-from onepass.runtime.backend import current_backend
+from onepass.runtime.backend import _choice, current_backend
 from onepass.runtime.validation import validating
 
 
@@ -73,6 +74,14 @@ def test_a_block_takes_its_own_call_back_and_no_later_one():
         assert in_thread(current_backend) == "triton"
     assert current_backend() == "triton"
     onepass.use_backend("auto")
+
+
+def test_pytorch_has_given_back_no_more_references_to_a_blocks_values_than_it_took():
+    with onepass.use_backend("torch"):
+        values = _choice.blocks.values
+    with onepass.use_backend("triton"):
+        pass
+    assert sys.getrefcount(values) == 2  # the name's, and the call's
 
 
 def test_blocks_of_coroutines_that_take_turns_in_one_thread():

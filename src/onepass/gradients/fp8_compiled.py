@@ -99,16 +99,13 @@ _output_gradient_op = Registered(
 
 
 class CompiledFP8Call(NamedTuple):
-    """`FP8Call` in a graph."""
+    """`FP8Call` in a graph. It has no properties: the compiler of PyTorch 2.10 can't read those of a tuple."""
 
     weights: Sequence[Tensor]
     recipe: FP8Recipe
     x_inverse: Tensor
     x_scale: Tensor | None
-
-    @property
-    def has_wgrad(self) -> bool:
-        return self.recipe.has_wgrad
+    has_wgrad: bool
 
     def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
         return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)

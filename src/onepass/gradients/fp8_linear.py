@@ -92,7 +92,7 @@ def compiled_product(
 ) -> tuple[Tensor, CompiledFP8Call]:
     """Return the product of all weights' rows, in a graph, and what backward needs."""
     y, inverse, scale = _forward_op(x, weights, biases, recipe, product, noted)
-    return y, CompiledFP8Call(weights, recipe, inverse, scale)
+    return y, CompiledFP8Call(weights, recipe, inverse, scale, recipe.has_wgrad)
 
 
 def _run(

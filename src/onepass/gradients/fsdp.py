@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written
+from onepass.runtime.dispatch import TORCH
 
 _TESTED = (2, 11), (2, 15)  # the first and the last PyTorch
 
@@ -154,8 +155,7 @@ def _set_accumulated_grad(parameter: Any, grad: Tensor) -> None:
 
 def unsupported(groups: list[Any]) -> str | None:
     """Why this PyTorch's FSDP2 can't take gradients so, or None."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _TESTED[0] <= version <= _TESTED[1]:
+    if not _TESTED[0] <= TORCH <= _TESTED[1]:
         return f"PyTorch {torch.__version__} is not one of 2.11 to 2.15, whose FSDP2 is known"
     for group in groups:
         if not callable(getattr(group, "post_backward", None)):

@@ -21,7 +21,7 @@ from onepass.gradients.main_grad import (
     placeholder,
     vector_gradients,
 )
-from onepass.runtime.dispatch import needs_dispatcher, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import fast_apply, needs_dispatcher, not_twice_differentiable, under_functorch
 
 # ---- by the kernel ----
 
@@ -148,6 +148,9 @@ class _WithFp32Grads(torch.autograd.Function):
         return tuple(vector_gradients([None if s is None else (s, *rest) for s, *rest in each])[0])
 
 
+_widened = fast_apply(_WithFp32Grads)
+
+
 def with_fp32_grads(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the vectors; those that carry main_grad in fp32, so that their gradients are fp32 when they are added there.
 
@@ -156,7 +159,7 @@ def with_fp32_grads(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     moved = [vector is not None and accumulates_elsewhere(vector) and vector.requires_grad for vector in vectors]
     if not any(moved) or not torch.is_grad_enabled() or under_functorch():
         return vectors
-    wide: Any = _WithFp32Grads.apply(*[vector for vector, moves in zip(vectors, moved, strict=True) if moves])  # type: ignore[no-untyped-call]
+    wide: Any = _widened(*[vector for vector, moves in zip(vectors, moved, strict=True) if moves])
     found = iter(wide)
     return tuple([next(found) if moves else vector for vector, moves in zip(vectors, moved, strict=True)])
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime.autocast import under_autocast
+from onepass.runtime.dispatch import PLAIN, TORCH
 
 _LEAST = torch.finfo(torch.float32).tiny
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -18,6 +19,14 @@ def check_floating(name: str, value: object, optional: bool = False) -> None:
         kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         what = "a floating-point tensor (16, 32 or 64 bits)"
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, but is {kind}")
+
+
+def value_range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest value. PyTorch before 2.11 can't find both of a DTensor's in one pass."""
+    if TORCH < (2, 11) and type(x) not in PLAIN:
+        return x.amin(), x.amax()
+    least, most = x.aminmax()
+    return least, most
 
 
 def check_number(name: str, value: object, optional: bool = False) -> None:

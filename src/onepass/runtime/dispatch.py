@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 NAMESPACE = "onepass"  # of the registered ops; a mutant under test has another
 PLAIN = (Tensor, Parameter, type(None))  # types that nobody watches
 _libraries: dict[str, torch.library.Library] = {}
@@ -77,11 +78,33 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply without the 2 us that only functorch and setup_context need. Where `under_functorch`, it must not be
     called."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    if TORCH < (2, 11):
+        of_originals: Any = _of_originals(function)
+        return lambda *args: of_originals.apply(*args, args) if torch.compiler.is_compiling() else bare(*args)
 
     def apply(*args: Any) -> Any:
         return function.apply(*args) if torch.compiler.is_compiling() else bare(*args)
 
     return apply
+
+
+def _of_originals(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Return the Function with one more argument, a tuple of all others, for the compiler before PyTorch 2.11.
+
+    There forward gets copies of tensors, without main_grad. Tensors in a tuple come as they are, but get no gradients.
+    """
+
+    class OfOriginals(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *copies_and_originals: Any) -> Any:
+            return function.forward(ctx, *copies_and_originals[-1])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            found = function.backward(ctx, *grads)
+            return (*found, None) if isinstance(found, tuple) else (found, None)
+
+    return OfOriginals
 
 
 def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import py_object, pythonapi
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from onepass.runtime.dispatch import TORCH
 
 T = TypeVar("T")
 
@@ -80,6 +83,8 @@ class ProcessSetting(Generic[T]):
             self._open += opened
             self.has_blocks = self._open > 0
         if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # PyTorch before 2.13 has no way to remove it
+            if TORCH < (2, 12):  # there it gives back a reference that it did not take, so it gets one
+                pythonapi.Py_IncRef(py_object(values))
             torch._C._stash_obj_in_tls(self._key, values)
         else:
             torch._C._remove_obj_from_tls(self._key)

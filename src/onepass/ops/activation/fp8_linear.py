@@ -37,7 +37,7 @@ def activation_linear_fp8(
     if isinstance(state, CompiledFP8):
         given = x, bias, token_weight, weight, linear_bias
         y, inverse, scale = _forward_op(*given, options, use_triton, product, noted, state.recipe)
-        return y, CompiledFP8Call([weight], state.recipe, inverse, scale)
+        return y, CompiledFP8Call([weight], state.recipe, inverse, scale, state.recipe.has_wgrad)
     run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
     return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, layout, noted=noted)
 

@@ -25,7 +25,7 @@ from onepass.ops.embedding.forward import EmbeddingOptions, look_up, look_up_til
 from onepass.ops.embedding.gradient import rows_gradient
 from onepass.ops.embedding.sharding import shard_embedding
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.checks import check_device, check_floating
+from onepass.runtime.checks import check_device, check_floating, value_range
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
@@ -187,7 +187,7 @@ def _ids_are_sound(ids: Tensor, vocab_size: int) -> bool:
     if torch.compiler.is_compiling() or under_functorch() or ids.is_meta or isinstance(ids, FakeTensor):
         return False  # no values to read
     if ids.numel():
-        least, most = ids.aminmax()
+        least, most = value_range(ids)
         if least < 0 or most >= vocab_size:
             raise IndexError(
                 f"ids must be from 0 to {vocab_size - 1}, the rows of the vocabulary, but are from {least} to {most}"

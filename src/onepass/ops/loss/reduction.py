@@ -22,7 +22,7 @@ from onepass.ops.loss.formula import (
     kept_weight,
     reduce_losses,
 )
-from onepass.runtime.checks import check_number
+from onepass.runtime.checks import check_number, value_range
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.validation import validating
 
@@ -108,7 +108,7 @@ def validate_labels(labels: Tensor, V: int, ignore_index: int) -> None:
     """On a CPU and under validate(), raise if a label is out of range. Elsewhere such a row's loss is NaN."""
     if not can_validate_labels(labels) or not labels.numel():
         return
-    least, most = labels.aminmax()
+    least, most = value_range(labels)
     if least >= 0 and most < V:  # the usual case, in one pass
         return
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= V))]

@@ -220,7 +220,7 @@ def _shared_kernel(
     DY_ROW, DH_ROW, X_ROW = aligned(DY_ROW, ALIGN), aligned(DH_ROW, ALIGN), aligned(X_ROW, ALIGN)
     WHOLE: tl.constexpr = H % BLOCK_H == 0
     USED: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H  # of TILES, which is a power of two
-    SLOT: tl.constexpr = max(TILES, LINE)
+    SLOT: tl.constexpr = TILES if TILES > LINE else LINE  # to Triton 3.5, max(...) is no constant
     MEANS: tl.constexpr = 2 if LAYER else 1
     tile, group = tl.program_id(0) % USED, tl.program_id(0) // USED
     groups = tl.num_programs(0) // USED

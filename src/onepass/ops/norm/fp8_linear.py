@@ -62,7 +62,7 @@ def compiled_norm_product(
     """Return what `norm_linear_fp8` does, in a graph, of the rows of all weights."""
     tensors = x, norm_weight, norm_bias, weights, biases, residual
     y, inverse, scale, h, stats = _forward_op(*tensors, options, use_triton, product, keep, recipe)
-    return y, x if h is None else h, stats, CompiledFP8Call(weights, recipe, inverse, scale)
+    return y, x if h is None else h, stats, CompiledFP8Call(weights, recipe, inverse, scale, recipe.has_wgrad)
 
 
 def _forward_in_graph(

@@ -134,7 +134,8 @@ def _lanes_forward_kernel(
                 if kind == k:
                     _forward_tile(
                         x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at,
-                        width, column, first, TOTAL, eps, LAYER, PACKED, min(TALLEST, max(1, TILE >> k)), 1 << k,
+                        width, column, first, TOTAL, eps, LAYER, PACKED,
+                        (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k,  # 3.5: max is no constant
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
@@ -267,7 +268,7 @@ def _lanes_backward_kernel(
                     _backward_tiles(
                         dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, own, M, dy_at, x_at, weight_at, dy_row, x_row,
                         stats_at, width, column, strip, strips, TOTAL, LAYER, PACKED, DWEIGHT, DBIAS,
-                        min(TALLEST, max(1, TILE >> k)), 1 << k, STAGES,
+                        (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k, STAGES,  # 3.5: as forward
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
