@@ -311,6 +311,15 @@ def test_a_launch_bound_step_of_fixed_shapes_could_be_a_graph():
     assert "the same 10 launches with the same shapes in each step, 90 us of idling" in found.suggestions[0].saw
 
 
+def test_a_launch_bound_step_with_an_optimizer_is_a_graph_as_a_whole():
+    made = launch_bound()
+    made.mark("Optimizer.step#AdamW.step", 80, 10)
+    assert calls_of(made.profile(wall=100))[0] == "onepass.graphed_step(train_step)"
+    before = launch_bound()
+    before.mark("Optimizer.step#AdamW.step", -80, 10)
+    assert calls_of(before.profile(wall=100))[0] == "onepass.fuse(fn, cuda_graph=True)"
+
+
 def test_no_graph_where_it_would_not_do():
     graph = "onepass.fuse(fn, cuda_graph=True)"
     assert graph not in calls_of(launch_bound().profile(wall=11))  # the GPU is busy

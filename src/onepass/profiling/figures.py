@@ -46,6 +46,7 @@ class Figures:
 
     on_gpu: bool
     steps: int
+    trains: bool
     traced_us: float
     busy_us: float
     gaps: tuple[Gap, ...]
@@ -82,6 +83,7 @@ def figures(trace: Trace) -> Figures:
     return Figures(
         on_gpu,
         max(len(trace.steps), 1),
+        trace.trains,
         _traced(trace),
         length(union((event.start, event.end) for event in working)),
         _gaps(long_enough),

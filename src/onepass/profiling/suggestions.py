@@ -48,7 +48,8 @@ def _graph(figures: Figures, verdict: str, idle_us: float) -> list[Suggestion]:
         return []
     launches = counted(figures.launches / figures.steps, "launch")
     saw = f"the same {launches} with the same shapes in each step, {time(idle_us)} of idling"
-    return [Suggestion("onepass.fuse(fn, cuda_graph=True)", saw, idle_us)]
+    call = "onepass.graphed_step(train_step)" if figures.trains else "onepass.fuse(fn, cuda_graph=True)"
+    return [Suggestion(call, saw, idle_us)]
 
 
 _NORMS = frozenset(f"aten::{name}{way}" for name in ("native_layer_norm", "_fused_rms_norm") for way in ("", "_backward"))

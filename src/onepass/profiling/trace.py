@@ -13,6 +13,7 @@ from typing import Any
 
 WINDOW = "onepass: profiled"  # record_function ranges of record.py: the part of the trace to read, and each step in it
 STEP = "onepass: step"
+_OPTIMIZER = "Optimizer.step#"  # every torch.optim.Optimizer's, before its class
 
 _KINDS = {
     "cpu_op": "op",
@@ -108,6 +109,7 @@ class Trace:
     gpu: list[TraceEvent]  # kernels, copies and fills
     windows: list[TraceEvent]
     steps: list[TraceEvent]
+    trains: bool  # an optimizer stepped
     allocations: list[tuple[float, int]]  # on the CPU: time and bytes, negative for a free
 
 
@@ -134,6 +136,7 @@ def read(data: dict[str, Any]) -> Trace:
         [event for event in gpu if within(event)],
         windows,
         [event for event in marks if event.name == STEP],
+        any(event.name.startswith(_OPTIMIZER) for event in marks if within(event)),
         [(at, size) for at, size in memory if any(window.start <= at <= window.end for window in windows)],
     )
 
