@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from onepass.fusion.graph import Emitter
-from onepass.runtime.dispatch import registered
+from onepass.runtime.dispatch import TORCH, registered
 
 _log = logging.getLogger("onepass.fusion")
 _MARK = "onepass_whole"
-_ONLY_HERE = 3  # references to a storage's Python object without other holders: PyTorch's, a local name, getrefcount's argument
+# references to a storage's Python object without other holders: a local name's, getrefcount's, and from 2.10 on PyTorch's
+_ONLY_HERE = 3 if TORCH >= (2, 10) else 2
 _MOST_MOVES = 16  # times that a whole is packed: code that moves parameters more often does so at every step
 
 

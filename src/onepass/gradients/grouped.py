@@ -37,7 +37,7 @@ from onepass.kernels.grouped_product import (
     torch_can_group,
     unfit_for_scaled_groups,
 )
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8 import E4M3, check_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
@@ -128,9 +128,16 @@ def grouped_weight_gradient(
 # ---- autograd ----
 
 
+def graph_break_before_2_10() -> None:
+    """Break the graph in the forward of a Function whose backward takes each expert's rows, which are known when it runs."""
+    if TORCH < (2, 10) and torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
+        graph_break_before_2_10()
         ctx.weight, ctx.main_grad = weight, main_grads_of(ctx.needs_input_grad[1:], weight)[0]
         ctx.in_fp8, ctx.x_type = in_fp8, x.dtype
         x = x if in_fp8 else cast(x, product)

@@ -78,33 +78,42 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply without the 2 us that only functorch and setup_context need. Where `under_functorch`, it must not be
     called."""
     bare = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    if TORCH < (2, 11):
-        of_originals: Any = _of_originals(function)
-        return lambda *args: of_originals.apply(*args, args) if torch.compiler.is_compiling() else bare(*args)
 
     def apply(*args: Any) -> Any:
         return function.apply(*args) if torch.compiler.is_compiling() else bare(*args)
 
-    return apply
+    return apply if TORCH >= (2, 11) else _with_main_grads(function, apply)
 
 
-def _of_originals(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Return the Function with one more argument, a tuple of all others, for the compiler before PyTorch 2.11.
+def _with_main_grads(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `apply` for the compiler before PyTorch 2.11, which gives forward copies of tensors, without main_grad.
 
-    There forward gets copies of tensors, without main_grad. Tensors in a tuple come as they are, but get no gradients.
+    Tensors in a tuple come as they are, but get no gradients. So forward gets parameters with main_grad in both ways.
     """
 
-    class OfOriginals(torch.autograd.Function):
+    class WithMainGrads(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *copies_and_originals: Any) -> Any:
-            return function.forward(ctx, *copies_and_originals[-1])
+        def forward(ctx: Any, *args: Any) -> Any:
+            *copies, originals = args
+            chosen = [b if _has_main_grad(b) else a for a, b in zip(copies, originals, strict=True)]
+            return function.forward(ctx, *chosen)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = function.backward(ctx, *grads)
-            return (*found, None) if isinstance(found, tuple) else (found, None)
+            return *function.backward(ctx, *grads), None
 
-    return OfOriginals
+    with_main_grads: Any = WithMainGrads
+
+    def apply_to_parameters(*args: Any) -> Any:
+        if torch.compiler.is_compiling() and any([_has_main_grad(arg) for arg in args]):
+            return with_main_grads.apply(*args, args)
+        return apply(*args)
+
+    return apply_to_parameters
+
+
+def _has_main_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and (hasattr(value, "main_grad") or hasattr(value, "__fsdp_param__"))
 
 
 def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

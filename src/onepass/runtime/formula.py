@@ -151,7 +151,10 @@ def _traced_formula(formula: Formula, save: str, x: Tensor, rest: Tensors, parts
 class _ThroughFp8(torch.autograd.Function):
     """x as fp8 would give it back; its gradient is x's."""
 
-    generate_vmap_rule = True
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, parts: int) -> tuple[Tensor, int]:
+        kept: Tensor = _ThroughFp8.apply(x.movedim(in_dims[0], 0), parts)  # type: ignore[no-untyped-call]
+        return kept, 0  # rows alike; a generated rule needs PyTorch 2.13, as vmap can't view bits before
 
     @staticmethod
     def forward(x: Tensor, parts: int) -> Tensor:

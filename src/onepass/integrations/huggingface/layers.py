@@ -52,7 +52,8 @@ class AttentionArguments:
     def handed_on(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
         """Return the attention's arguments for a call. Return None if an argument is given that attention does not get."""
         passed = {}
-        for name, value in {**dict(zip(self.names, args, strict=False)), **options}.items():
+        named = dict(zip(self.names, args))  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
+        for name, value in {**named, **options}.items():
             if (name in self.passed) if name in self.names else self.others_too:
                 passed[name] = value
             elif value is not None and value is not False and name not in _OF_NO_USE:

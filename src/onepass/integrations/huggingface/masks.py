@@ -77,7 +77,7 @@ class Stack:
 
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
-        given = {**dict(zip(self.names, args, strict=False)), **options}
+        given = {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
         try:
             if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None

@@ -19,6 +19,7 @@ from onepass.gradients.fp8_weight import FP8Operand
 from onepass.gradients.grouped import (
     fp8_grouped_forward,
     fp8_input_gradient_op,
+    graph_break_before_2_10,
     grouped_linear_product,
     grouped_weight_gradient,
     unfit_for_grouped_fp8,
@@ -52,6 +53,7 @@ class _ActivationGroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, token_weight: Tensor | None, weight: Tensor, ends: Tensor, options: ActivationOptions,
         use_triton: bool, product: torch.dtype, save: str,
     ) -> Tensor:  # fmt: skip
+        graph_break_before_2_10()
         ctx.weight, ctx.main_grad = weight, main_grads_of(ctx.needs_input_grad[2:], weight)[0]
         ctx.options, ctx.use_triton, ctx.product = options, use_triton, product
         ctx.stored = saved.saved_format(x, save, activation_of(options.activation).parts)

@@ -171,7 +171,7 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
         kind = f"one of {mask.dtype}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise TypeError(f"mask must be a tensor of torch.bool, True where a score is left out, or None, but is {kind}")
     fits = mask.dim() <= x.dim()
-    for size, of_x in zip(reversed(mask.shape), reversed(x.shape), strict=False):
+    for size, of_x in zip(reversed(mask.shape), reversed(x.shape)):  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
         fits = fits and size in (1, of_x)
     if not fits:
         raise ValueError(f"mask must be broadcastable to x's shape {tuple(x.shape)}, but has shape {tuple(mask.shape)}")

@@ -384,7 +384,8 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
     else:
         dloss = saved.rows(dloss) if options.reduction == "none" else dloss
         g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
-    came = zip(options.differentiable(), dstats, strict=False)  # the others, which come after, have none
+    # the others, which come after, have none
+    came = zip(options.differentiable(), dstats)  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
     rows = {name: saved.rows(t).to(wide).contiguous() for name, t in came if t is not None}
     return RowGradients(g, **rows)
 
