@@ -309,7 +309,7 @@ def test_a_broken_copy_is_caught(name):
     *change, used = MUTANTS[name]
     broken = mutate(*change).norm_linear
     if used == "wide residual":
-        report = report_of(broken, BF16, True, True, RETURN, (4, 64), FP32, "triton")
+        report = report_of(broken, BF16, True, True, RETURN, (4, 260), FP32, "triton")  # of fewer rows it is never written
         assert not report
         return
     if used == ("h",):
