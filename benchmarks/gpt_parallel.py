@@ -12,6 +12,7 @@ bf16 weights, fp32 main_grad (kept, also on one GPU), masters and moments, clipp
     pp      2 stages, 8 microbatches of 1 sequence, a head that is not tied to the embedding; "later" is with
             defer_embedding_wgrad_compute, of the first 2 microbatches or of all 8; "uneven" has fewer layers in the last
             stage, so that with the head it has as much to do as the first
+    fp8     the same in eight bits, delayed scaling, set against one GPU in eight bits
 
 Scaling is tokens a second, over the ranks times those of the row on one GPU that is named beside it. Milliseconds are of steps
 that follow each other, optimizer included, on the slowest rank: the median of the rounds. The loss is of the same step in all
@@ -101,12 +102,13 @@ class Row:
         return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **kept)
 
     @property
-    def alike(self) -> tuple[bool, int]:
+    def alike(self) -> tuple[bool, bool, int]:
         """The same in rows that should have the same loss."""
-        return self.model.get("untie_embeddings_and_output_weights", False), self.sequences
+        return self.model.get("untie_embeddings_and_output_weights", False), "fp8_format" in self.model, self.sequences
 
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
+FP8 = {"fp8_format": "hybrid"}
 LATER = {"defer_embedding_wgrad_compute": True}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = UNTIED | {"pipeline_model_parallel_size": 2}
@@ -139,6 +141,9 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
         Row("dp, 4 x 4", "dp", ranks, 16 * ranks, 4, "one, 4 x 4"),
         Row("tp + sp, strong", "tp_sp", 2, 4, 4, "one, 4", TENSOR),
         Row("tp + sp, weak", "tp_sp", 2, 8, 8, "one, 4", TENSOR),
+        Row("one, 4, fp8", "one", 1, 4, 4, model=FP8),
+        Row("dp, sharded, fp8", "dp", ranks, 4 * ranks, 4, "one, 4, fp8", FP8, {"use_distributed_optimizer": True}),
+        Row("tp + sp, weak, fp8", "tp_sp", 2, 8, 8, "one, 4, fp8", TENSOR | FP8),
         pipeline("pp", {}),
         pipeline("pp, 2 later", LATER | {"wgrad_deferral_limit": 2}),
         pipeline("pp, 8 later", LATER),
