@@ -13,6 +13,7 @@ bf16 weights, fp32 main_grad (kept, also on one GPU), masters and moments, clipp
             defer_embedding_wgrad_compute, of the first 2 microbatches or of all 8; "uneven" has fewer layers in the last
             stage, so that with the head it has as much to do as the first
     fp8     the same in eight bits, delayed scaling, set against one GPU in eight bits
+    packed  the same with a document's end every 256 tokens or so, at random places, set against one GPU with as many
 
 Scaling is tokens a second, over the ranks times those of the row on one GPU that is named beside it. Milliseconds are of steps
 that follow each other, optimizer included, on the slowest rank: the median of the rounds. The loss is of the same step in all
@@ -51,6 +52,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -74,13 +76,14 @@ class Size:
     preset: str
     dtype: str
     length: int
+    document: int  # tokens of one where documents are packed, on average
     warm: int  # steps before the first round
     rounds: int
     steps: int  # of a round
 
 
-REAL = Size("1B", "bf16", 4096, 2, 3, 3)
-SMALL = Size("tiny", "fp32", 32, 1, 2, 1)
+REAL = Size("1B", "bf16", 4096, 256, 2, 3, 3)
+SMALL = Size("tiny", "fp32", 32, 8, 1, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Row:
     beside: str | None = None  # the row that scaling is over
     model: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
     def config(self, size: Size) -> Config:
         return preset(size.preset, params_dtype=size.dtype, **self.model)
@@ -102,9 +106,10 @@ class Row:
         return Options(seq_length=size.length, micro_batch_size=self.micro, global_batch_size=self.sequences, **kept)
 
     @property
-    def alike(self) -> tuple[bool, bool, int]:
+    def alike(self) -> tuple[bool, bool, bool, int]:
         """The same in rows that should have the same loss."""
-        return self.model.get("untie_embeddings_and_output_weights", False), "fp8_format" in self.model, self.sequences
+        untied = self.model.get("untie_embeddings_and_output_weights", False)
+        return untied, "fp8_format" in self.model, self.packed, self.sequences
 
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -144,6 +149,9 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
         Row("one, 4, fp8", "one", 1, 4, 4, model=FP8),
         Row("dp, sharded, fp8", "dp", ranks, 4 * ranks, 4, "one, 4, fp8", FP8, {"use_distributed_optimizer": True}),
         Row("tp + sp, weak, fp8", "tp_sp", 2, 8, 8, "one, 4, fp8", TENSOR | FP8),
+        Row("one, 4, packed", "one", 1, 4, 4, packed=True),
+        Row("dp, sharded, packed", "dp", ranks, 4 * ranks, 4, "one, 4, packed", {}, {"use_distributed_optimizer": True}, True),
+        Row("tp + sp, weak, packed", "tp_sp", 2, 8, 8, "one, 4, packed", TENSOR, packed=True),
         pipeline("pp", {}),
         pipeline("pp, 2 later", LATER | {"wgrad_deferral_limit": 2}),
         pipeline("pp, 8 later", LATER),
@@ -242,8 +250,10 @@ def stepper(row: Row, size: Size, layout: ParallelLayout) -> Callable[[], tuple[
     made: Trained = make(row.config(size), row.options(size), layout)
     vocabulary, random = row.config(size).vocab_size, torch.Generator().manual_seed(1)
     text = torch.randint(vocabulary, (row.sequences, size.length + 1), generator=random)
-    own = text.chunk(layout.data.size)[layout.data.rank].to(layout.device)
-    batch = TokenBatch(own[:, :-1], own[:, 1:])
+    cuts = torch.stack([torch.randperm(size.length - 1, generator=random)[: size.length // size.document] for _ in text]) + 1
+    ends = F.pad(F.pad(cuts.sort().values, (1, 0)), (0, 1), value=size.length).int()
+    own, documents = (of_all.chunk(layout.data.size)[layout.data.rank].to(layout.device) for of_all in (text, ends))
+    batch = TokenBatch(own[:, :-1], own[:, 1:], documents if row.packed else None)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         found = made.steps.run(batch)

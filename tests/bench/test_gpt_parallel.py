@@ -87,7 +87,7 @@ def test_a_pipelines_step_is_told_from_its_traces(record: dict[str, Any]) -> Non
 def test_every_row_is_a_model_and_a_run(bench: Any) -> None:
     for size in (bench.SMALL, bench.REAL):
         rows = bench.all_rows(size, 2)
-        assert len({row.name for row in rows}) == len(rows) == 21
+        assert len({row.name for row in rows}) == len(rows) == 24
         for row in rows:
             config, options = row.config(size), row.options(size)
             assert config.pipeline_model_parallel_size == (2 if row.case == "pp" else 1)
