@@ -216,7 +216,7 @@ def test_caches_end(monkeypatch, fresh):
 @needs_triton
 def test_a_table_is_as_new_when_it_comes_back(monkeypatch, fresh):
     monkeypatch.setattr(tables, "MOST", 2)
-    device = torch.device(DEVICE)
+    device = torch.empty(0, device=DEVICE).device  # with its number
     first = tables.device_table((1, 2), device)
     tables.device_table((3,), device)
     assert tables.device_table((1, 2), device) is first  # and was used last

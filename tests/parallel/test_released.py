@@ -192,7 +192,8 @@ def test_a_compiler_that_copies_what_ops_write_to_is_refused():
         compiled(torch.randn(3, 8)).sum().backward()
     main_grads.zero_()
     y = second(compiled(torch.randn(3, 8)))
-    with pytest.raises(RuntimeError, match="but a compiler copied it before, as all but Inductor do"):
+    refused = "but a compiler copied it before, as all but Inductor do|modified by an inplace operation"  # autograd's own, up to 2.10
+    with pytest.raises(RuntimeError, match=refused):
         y.sum().backward()  # the second's gradient has brought memory
 
 

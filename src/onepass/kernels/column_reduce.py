@@ -81,8 +81,8 @@ def share_strips(
 
     With half as many helpers as strips, a helper has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
     """
-    if STRIPS * STRIPS * 16 <= H:  # a quarter of what a tile may hold: more of it spills
-        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, 1, BLOCK_S * BLOCK_H // 4)
+    if STRIPS * STRIPS * 16 <= H:  # wider tiles spill
+        share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, 1, 8 * BLOCK_S)
     else:
         share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, BLOCK_S, BLOCK_H)
 

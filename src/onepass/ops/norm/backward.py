@@ -365,9 +365,9 @@ def _plan(
     most = tiles.resident * processors(device)
     (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
     align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
-    at_once = 512 * tiles.num_warps  # values of the last sums: 16 a thread
     bound: Bound
     if tiles.shared:
+        at_once = 512 * tiles.num_warps  # values of the last sums: 16 a thread
         share_s = min(power_of_two(max(1, most // tiles.pieces)), at_once)  # all strips
         bound = _shared_kernel.bind(
             dy_row, dh_row, x_row, H, layer, centered, add, align, tiles.block_h, power_of_two(tiles.pieces), SLOTS,
@@ -375,10 +375,11 @@ def _plan(
         )  # fmt: skip
     else:
         fold = tiles.block_h >= 256 * tiles.num_warps
+        share = (128, 8 * tiles.num_warps) if tiles.pieces < 5 else (16 * tiles.num_warps, 32)  # 32 values a thread, or 16
         told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
             dy_row, dy_gap, dh_row, x_row, x_gap, eps, dy_inner, x_inner, H, layer, centered, add, align,
-            tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late, tiles.stages, at_once // 32, 32,
+            tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late, tiles.stages, *share,
             num_warps=tiles.num_warps, resident=told,
         )  # fmt: skip
     return tiles, most, bound

@@ -36,7 +36,7 @@ _SPAN = 64  # rows of the tallest tile
 _RESIDENT = 3  # programs of the backward a multiprocessor
 _TURNS = tl.constexpr(4)  # tiles that are worth a program with sums of its own
 _FORWARD_TILE = _BACKWARD_TILE = 2048  # values
-_SHARE_S, _SHARE_H = 32, 64  # strips and columns of a tile of the last sums
+_SHARE_S, _SHARE_H = 128, 32  # strips and columns of a tile of the last sums
 _LAUNCHES = 4  # programs of the backward, for each that runs at a time: lanes share them out more evenly
 
 
@@ -128,20 +128,20 @@ def _lanes_forward_kernel(
         weight_at = aligned(tl.load(at_ptr + L), ALIGN)
         bias_at = aligned(tl.load(at_ptr + 2 * L), ALIGN)
         stats_at = lane * M
-        TOTAL = aligned(TOTAL, ALIGN)
+        total = aligned(TOTAL, ALIGN)
         for k in tl.static_range(4, 12):
             if (KINDS >> k) & 1:  # noqa: SIM102  (known to the compiler; what follows is not)
                 if kind == k:
                     _forward_tile(
                         x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at,
-                        width, column, first, TOTAL, eps, LAYER, PACKED,
+                        width, column, first, total, eps, LAYER, PACKED,
                         (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k,  # 3.5: max is no constant
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
                 _forward_long(
                     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at,
-                    width, column, first, TOTAL, eps, LAYER, PACKED,
+                    width, column, first, total, eps, LAYER, PACKED,
                 )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def _lanes_backward_kernel(
         x_at = aligned(tl.load(at_ptr + L), ALIGN)
         weight_at = aligned(tl.load(at_ptr + 2 * L), ALIGN)
         stats_at = lane * M
-        TOTAL = aligned(TOTAL, ALIGN)
+        total = aligned(TOTAL, ALIGN)
         SUMS: tl.constexpr = DWEIGHT + DBIAS
         partials = partial_ptr
         if SUMS > 0:
@@ -267,14 +267,14 @@ def _lanes_backward_kernel(
                 if kind == k:
                     _backward_tiles(
                         dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, own, M, dy_at, x_at, weight_at, dy_row, x_row,
-                        stats_at, width, column, strip, strips, TOTAL, LAYER, PACKED, DWEIGHT, DBIAS,
+                        stats_at, width, column, strip, strips, total, LAYER, PACKED, DWEIGHT, DBIAS,
                         (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k, STAGES,  # 3.5: as forward
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
                 _backward_long(
                     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, own, M, dy_at, x_at, weight_at, dy_row, x_row,
-                    stats_at, width, column, strip, strips, TOTAL, LAYER, PACKED, DWEIGHT, DBIAS,
+                    stats_at, width, column, strip, strips, total, LAYER, PACKED, DWEIGHT, DBIAS,
                 )  # fmt: skip
         if SUMS > 0:
             helpers = tl.minimum(tl.load(lanes_ptr + 6 * L), tl.maximum(1, strips // 2)).to(tl.int32)

@@ -26,6 +26,7 @@ _RAGGED: dict[str, tuple[int, ...]] = {  # some widths, a lane each
     "lanes of 16 to 2048": tuple(1 << k for k in range(4, 12)),
     "lanes of 64 and 5000": (64, 5000),
     "odd lanes": (1, 33, 255, 1000, 2001),
+    "one lane of 1": (1,),  # a size of 1 is a constant to the compiler
 }
 
 
