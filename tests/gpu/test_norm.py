@@ -218,6 +218,17 @@ def test_repeated_calls_are_bitwise_equal(H, layer):
 
 
 @kinds
+@pytest.mark.parametrize("residual", (True, False), ids=("residual", ""))
+@pytest.mark.parametrize("H", (64, 777, 2048, 4096, 5000, 8192, 12288))
+def test_frozen_vectors_leave_dx_its_bits(H, layer, residual):
+    leaves, dys = inputs(3000, H, layer, residual)
+    wanted = grads(layer, leaves, dys)[1 + residual]
+    x, weight, bias, residual = leaves
+    y = norm(layer)(x, weight.detach(), None if bias is None else bias.detach(), residual)
+    assert torch.equal(wanted, torch.autograd.grad(y, x, dys if isinstance(y, tuple) else dys[0])[0])
+
+
+@kinds
 def test_kernels_of_two_kinds_use_the_same_scratch_in_turn(layer):
     cases = [inputs(129, H, layer, seed=H) for H in (32768, 1024, 262144, 5000, 16384, 53248)]
     first = [grads(layer, *case) for case in cases]

@@ -154,6 +154,24 @@ def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, memory_effic
 
 
 @needs_triton
+@kinds
+@paths
+@pytest.mark.parametrize("residual", [True, False])
+def test_frozen_vectors_leave_dx_its_bits(layer, path, residual):
+    inputs = tensors((7,), layer=layer)[: 4 if residual else 3]
+    inputs += [None] * (not residual)
+    with small_tiles(module, path) as counters:
+        wanted = gradients(op(layer), inputs)
+        for t in inputs[1:3]:
+            if t is not None:
+                t.requires_grad_(False)
+        found = gradients(op(layer), inputs)
+    outputs = 1 + residual
+    kept = [*wanted[: outputs + 1], *(wanted[-1:] if residual else [])]  # y, h, dx, and the residual's
+    assert equal(found, kept) and counters.clean()
+
+
+@needs_triton
 @paths
 def test_a_kernel_is_asked_for_no_gradient_that_nobody_wants(path, monkeypatch):
     calls = []

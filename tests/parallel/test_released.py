@@ -192,7 +192,8 @@ def test_a_compiler_that_copies_what_ops_write_to_is_refused():
         compiled(torch.randn(3, 8)).sum().backward()
     main_grads.zero_()
     y = second(compiled(torch.randn(3, 8)))
-    refused = "but a compiler copied it before, as all but Inductor do|modified by an inplace operation"  # autograd's own, up to 2.10
+    # up to PyTorch 2.10 autograd refuses it by itself
+    refused = "but a compiler copied it before, as all but Inductor do|modified by an inplace operation"
     with pytest.raises(RuntimeError, match=refused):
         y.sum().backward()  # the second's gradient has brought memory
 

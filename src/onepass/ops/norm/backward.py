@@ -4,7 +4,8 @@ With x' a normalised row, g = weight * dy, and means over the row:
     dx = (g - x' mean(g x') - mean(g)) / deviation + dh        (RMSNorm has no mean(g); dh is h's own gradient)
     dweight = sum over rows of dy x',  dbias = sum over rows of dy
 
-Rows     a program holds whole rows in registers, while its next rows are on their way, and sums dweight and dbias.
+Rows     a program holds whole rows in registers, while its next rows are on their way, and sums dweight and dbias. Where neither
+         is asked for, most widths have a program a row.
 Shared   a wide row is shared by programs that run at the same time, each with the sums of its own columns. They meet through
          memory: each publishes its parts of the next row's means before it needs the others' parts of this row's.
 Either way neighbouring programs work on neighbouring rows, all over the tensor at the same pace, which the memory likes 5 %
@@ -39,6 +40,7 @@ WORDS = tl.constexpr(32)  # of int32, from the counters to the first word: words
 LINE = tl.constexpr(16)  # each slot's, of int64: half the speed is lost where many programs poll a line that others write
 ALWAYS_HELD = 8192  # rows up to this are held by one program, whatever their type
 SHARED = 8192  # columns of a shared row that a multiprocessor has, in every shape of tiles
+_INT32_MAX = 0x7FFFFFFF
 SLOTS = 4  # rounds whose words may be in use at a time: one is written while the one before is read, by the slowest two back
 
 
@@ -358,11 +360,14 @@ def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device:
 @lru_cache(4096)
 def _plan(
     H: int, dy_lies: Groups, dh_row: int, x_lies: Groups, eps: float, layer: bool, centered: bool, add: bool,
-    size: int, residual: bool, late: int, device: torch.device,
+    size: int, residual: bool, late: int, sums: bool, device: torch.device,
 ) -> tuple[NormBackwardTiles, int, Bound]:  # fmt: skip
     """The tiles, how many programs there are at most, and the kernel."""
     tiles = _tiles_on(H, layer, size, residual, late, device)
     most = tiles.resident * processors(device)
+    if not (sums or tiles.shared) and (tiles.pieces < 3 if residual else tiles.num_warps == 4 or not layer):
+        # nothing is kept from row to row: as many programs as there are rows are faster where enough of them fit
+        tiles, most = tiles._replace(stages=1, resident=0), _INT32_MAX
     (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
     align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
     bound: Bound
@@ -410,7 +415,8 @@ def norm_backward(
     M = x.numel() // H
     late = _late_bytes(weight, bias if rebuild else None)
     tiles, wanted, launch = _plan(
-        H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late, device
+        H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late,
+        need_dweight or need_dbias, device,
     )  # fmt: skip
     sums = (need_dweight + need_dbias) * H
     few = are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
