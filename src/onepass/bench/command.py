@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     huggingface.refuse_options(args)
     dtype = DTYPES[args.dtype]
     peers = find_peers()
-    skipped = "peers that take seconds to compile are left out of --quick (--peer names them)" if args.quick else None
+    skipped = "what takes seconds to compile is left out of --quick (--peer names peers)" if args.quick else None
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
     plans = _chosen(plans, args)
 
@@ -130,11 +130,11 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
     wanted = [name.lower() for name in args.peer or ()]
 
     def keep(contender: Contender) -> bool:
-        if contender.ours:
-            return True
         if wanted:
-            return any(name in contender.name.lower() for name in wanted)
-        return not (args.quick and (contender.compiles or contender.name in BY_CUTE))
+            return contender.ours or any(name in contender.name.lower() for name in wanted)
+        if args.quick:
+            return not (contender.compiles or contender.slow_start or contender.name in BY_CUTE)
+        return True
 
     return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick, peers)
 

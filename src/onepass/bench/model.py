@@ -82,6 +82,7 @@ class Contender:
     package: str | None = None  # the package that it needs, a key of peers.PACKAGES; if not installed, it is left out
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
+    slow_start: bool = False  # compiles for seconds, so that --quick is without it
     floor: bool = False  # does only a part of the work, as a lower bound of the time; its result is not checked
     lacks: str | None = None  # why it can't run this case here: said below the table, in place of a row
 
