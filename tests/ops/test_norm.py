@@ -462,8 +462,12 @@ def test_explain_names_the_kernels(name, H, words):
     assert "keeps x only" in memory_efficient and ("once more" in memory_efficient) == (H > 4096)
     assert "keeps h and its" in onepass.explain(name, x, residual=x, backend="triton").variant
     assert "nothing to do" in onepass.explain(name, x[:0], backend="triton").variant
-    few = onepass.explain(name, x[:3], backend="triton").variant
-    assert ("with a program a row, beside" in few) == (H <= 8192)
+    weight = torch.empty(H, device=DEVICE, dtype=BF16)
+    for asked in (False, True):
+        few = onepass.explain(name, x[:3], weight.requires_grad_(asked), backend="triton").variant
+        assert ("with a program a row" in few) == (H <= 8192) and ("beside" in few) == (asked and H <= 8192)
+        many = onepass.explain(name, x, weight, backend="triton").variant
+        assert ("as many programs" in many) == (not asked and (name == "rms_norm" or H <= 5120) and H <= 12288)
 
 
 class _OnAGpu:

@@ -345,6 +345,14 @@ def reads_twice(tiles: NormBackwardTiles) -> bool:
     return tiles.shared or tiles.pieces > 4
 
 
+def runs_once(tiles: NormBackwardTiles, layer: bool, residual: bool) -> bool:
+    """Whether a program takes no second turn where no weight asks for a gradient, and so nothing is kept from turn to turn.
+
+    It is faster where enough programs fit on a multiprocessor.
+    """
+    return not tiles.shared and (tiles.pieces < 3 if residual else tiles.num_warps == 4 or not layer)
+
+
 def too_few_processors(x: Tensor) -> str | None:
     """Why rows this wide can't be shared by programs that run at the same time, or None: they would not all find a place."""
     needed, there = ceil_div(x.shape[-1], SHARED), processors(x.device)
@@ -365,8 +373,7 @@ def _plan(
     """The tiles, how many programs there are at most, and the kernel."""
     tiles = _tiles_on(H, layer, size, residual, late, device)
     most = tiles.resident * processors(device)
-    if not (sums or tiles.shared) and (tiles.pieces < 3 if residual else tiles.num_warps == 4 or not layer):
-        # nothing is kept from row to row: as many programs as there are rows are faster where enough of them fit
+    if not sums and runs_once(tiles, layer, residual):
         tiles, most = tiles._replace(stages=1, resident=0), _INT32_MAX
     (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
     align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
@@ -413,15 +420,16 @@ def norm_backward(
     if dh is not None:
         dh, dh_row = as_rows(dh)
     M = x.numel() // H
-    late = _late_bytes(weight, bias if rebuild else None)
-    tiles, wanted, launch = _plan(
-        H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late,
-        need_dweight or need_dbias, device,
-    )  # fmt: skip
     sums = (need_dweight + need_dbias) * H
     few = are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
-    if stats is None and reads_twice(tiles):
-        stats = norm_statistics(x, options)
+    if not few:
+        late = _late_bytes(weight, bias if rebuild else None)
+        tiles, wanted, launch = _plan(
+            H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late,
+            sums > 0, device,
+        )  # fmt: skip
+        if stats is None and reads_twice(tiles):
+            stats = norm_statistics(x, options)
     dx = dweight = dbias = y = None
     if need_dx:  # other programs of few rows read dy
         dx = dy if into_dy and not few else torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)
@@ -437,17 +445,17 @@ def norm_backward(
         dbias = torch.empty_like(bias)
     scratch = stream_scratch if keep_scratch else new_scratch
     tensors = dy, dh, x, weight, bias, stats, dx, y, dweight, dbias
-    if tiles.shared:
+    if few:
+        assert stats is not None
+        lies = dy_lies[0], dh_row, x_lies[0]
+        few_rows_backward(dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, lies, options, into is not None)
+    elif tiles.shared:
         groups = min(M, max(1, wanted // tiles.pieces))
         words = groups * SLOTS * (2 if layer else 1) * max(power_of_two(tiles.pieces), LINE.value)
         partial, arrived = scratch(groups * sums, WORDS.value + 2 * words, device)
         wanted = launch.most_at_once(*tensors, partial, arrived, M)
         groups = min(groups, max(1, wanted // tiles.pieces))
         launch((groups * tiles.pieces, 1, 1), *tensors, partial, arrived, M)
-    elif few:
-        assert stats is not None
-        lies = dy_lies[0], dh_row, x_lies[0]
-        few_rows_backward(dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, lies, options, into is not None)
     else:
         blocks = ceil_div(M, tiles.block_m)
         programs = min(blocks, wanted)

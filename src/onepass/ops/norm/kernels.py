@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ from onepass.gradients.fp8_weight import describe_fp8
 from onepass.gradients.product import describe_products
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
-from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, tiles_for, too_few_processors
+from onepass.kernels.layout import as_groups
+from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, runs_once, tiles_for, too_few_processors
 from onepass.ops.norm.few_rows import are_few, few_rows_tiles
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.forward import forward_tiles, norm_forward
+from onepass.ops.norm.forward import SHORT, forward_tiles, norm_forward
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Call, Registered
 from onepass.runtime.sizes import ceil_div
@@ -98,9 +100,15 @@ def norm_variant(
     weight: Tensor | None,
     layer: bool,
     memory_efficient: bool,
+    vectors: Sequence[Tensor | None],
     rebuilt_with: Tensor | None = None,
 ) -> str:
-    """Which kernels a call runs, and their tiles. `rebuilt_with`: y's bias, where backward builds y again."""
+    """Which kernels a call runs, and their tiles.
+
+    Args:
+        vectors: weight and bias, as far as backward may be asked for their gradients.
+        rebuilt_with: y's bias, where backward builds y again.
+    """
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
@@ -111,15 +119,20 @@ def norm_variant(
     else:
         said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
         said += f" but for {ahead.held} held in registers" if ahead.held else ""
-    if are_few(x.numel() // H, H) and not memory_efficient:
-        said += f"; backward with a program a row, beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient"
+    sums = any(vector is not None and vector.requires_grad for vector in vectors)
+    if are_few(x.numel() // H, H) and not memory_efficient and not as_groups(x, H <= SHORT)[1][2]:
+        said += "; backward with a program a row"
+        said += f", beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient" if sums else ""
         return f"{said}; keeps {'x' if residual is None else 'h'} and its rows' statistics"
     if back.shared:
         said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
     else:
         said += f"; backward with {back.block_m} rows at a time a program, in registers"
         said += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
-    said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
+    if not sums and runs_once(back, layer, residual is not None):
+        said += ", as many programs as that takes"
+    else:
+        said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
     kept = "x" if residual is None else "h"
     if not memory_efficient:
         return f"{said}; keeps {kept} and its rows' statistics"
@@ -129,7 +142,9 @@ def norm_variant(
 def norm_linear_variant(call: Call) -> str:
     """Which kernels a call of norm_linear runs, and their tiles."""
     layer = call.norm == "layer_norm"
-    said = norm_variant(call.x, call.residual, call.norm_weight, layer, False, call.norm_bias)
+    said = norm_variant(
+        call.x, call.residual, call.norm_weight, layer, False, (call.norm_weight, call.norm_bias), call.norm_bias
+    )
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
     products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
     return f"{said}; {products}; {rebuilt} is rebuilt in backward"
