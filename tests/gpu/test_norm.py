@@ -8,6 +8,7 @@ from gpu.calls import nobody_waits
 
 import onepass
 from onepass.kernels import scratch
+from onepass.kernels.language import VERSION
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import few_rows
 from onepass.ops.norm import forward as norm_forward
@@ -217,6 +218,7 @@ def test_repeated_calls_are_bitwise_equal(H, layer):
     assert all(equal(first, grads(layer, leaves, dys)) for _ in range(200))
 
 
+@pytest.mark.skipif(VERSION > (3, 6), reason="3.9 fuses products and sums otherwise in each kernel")
 @kinds
 @pytest.mark.parametrize("residual", (True, False), ids=("residual", ""))
 @pytest.mark.parametrize("H", (64, 777, 2048, 4096, 5000, 8192, 12288))

@@ -276,8 +276,8 @@ def test_gradients_of_rows_are_summed_wide_and_rounded_once(dtype, main):
     start = torch.zeros(11, 6, device=DEVICE, dtype=dtype if main is None else main)
     if main is not None:
         layer.weight.main_grad = start.normal_()
-    before, ids = start.double(), tokens(4000)
-    dy = torch.randn(4000, 6, device=DEVICE).to(dtype) + 1
+    before, ids = start.double(), tokens(600)
+    dy = torch.randn(600, 6, device=DEVICE).to(dtype) + 1
     layer(ids).backward(dy)
     exact = before.index_add(0, ids, dy.double())
     got = layer.weight.grad if main is None else layer.weight.main_grad
