@@ -85,6 +85,42 @@ def test_a_moved_name_names_version_and_seam_and_restores(package, name):
     module._rebound.clear()
 
 
+class Closed(ModuleType):
+    """A module that takes no new value."""
+
+    def __setattr__(self, name, value):
+        if name == "run" and value is ours:
+            raise RuntimeError("closed")
+        super().__setattr__(name, value)
+
+
+def test_what_fails_within_a_name_is_restored(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "acme.closed", Closed("acme.closed"))
+    sys.modules["acme.closed"].run = theirs
+    seams = _seams()
+    with pytest.raises(RuntimeError, match="closed"), seams.all_or_nothing():
+        seams.rebind("acme.ops", "run", ours)
+    assert package["acme.ops"].run is package["acme.mlp"].run is package["acme.spec"].Impl is theirs
+    assert not seams.bindings and not module._rebound
+
+
+def test_modules_may_come_while_copies_are_looked_for(package, monkeypatch):
+    class Growing(dict):
+        """As modules that a finalizer imports while a list of them is made."""
+
+        def items(self):
+            raise RuntimeError("dictionary changed size during iteration")
+
+        def copy(self):
+            return dict(self)
+
+    monkeypatch.setattr(module.sys, "modules", Growing(sys.modules))
+    seams = _seams()
+    seams.rebind("acme.ops", "run", ours)
+    assert package["acme.mlp"].run is ours
+    seams.undo()
+
+
 def test_twice_is_refused_and_the_first_stays(package):
     first, second = _seams(), _seams()
     first.rebind("acme.ops", "run", ours)

@@ -124,20 +124,21 @@ class Seams:
             raise SeamError(
                 f"{binding.seam} of {self.package} {self.version} is rebound by onepass already: undo() that install first"
             )
-        binding.assign(binding.now)
         binding.shared = copies and isinstance(binding.owner, ModuleType) and callable(binding.before)
-        if binding.shared:
-            for copy, name in self._copies(binding.before):
-                setattr(copy, name, binding.now)
-                binding.copies.append(copy.__name__)
+        found = list(self._copies(binding.before)) if binding.shared else []
+        found = [each for each in found if each != (binding.owner, binding.name)]
         _rebound[binding.key] = self.package
-        self.bindings.append(binding)
+        self.bindings.append(binding)  # what raises from here on is restored
+        binding.assign(binding.now)
+        for copy, name in found:
+            setattr(copy, name, binding.now)
+            binding.copies.append(copy.__name__)
 
     def _copies(self, value: Any) -> Iterator[tuple[ModuleType, str]]:
         """Yield modules of the package and their global names that are this object."""
-        for title, module in list(sys.modules.items()):
+        for title, module in sys.modules.copy().items():  # list() may collect garbage, and that may import
             if isinstance(module, ModuleType) and (title == self.root or title.startswith(self.root + ".")):
-                for name in [name for name, held in list(vars(module).items()) if held is value]:
+                for name in [name for name, held in vars(module).copy().items() if held is value]:
                     yield module, name
 
     @contextmanager

@@ -356,9 +356,9 @@ _names_of_kernels: set[str] = set()
 def _kernel_names() -> set[str]:
     """Return the names of Triton functions: a GPU runs them whole, and the interpreter line by line."""
     if not _names_of_kernels:
-        for module in list(sys.modules.values()):
+        for module in sys.modules.copy().values():
             if getattr(module, "__name__", "").startswith("onepass."):
-                for value in list(vars(module).values()):
+                for value in vars(module).copy().values():
                     function = getattr(getattr(value, "jit", value), "fn", None)
                     if function is not None and hasattr(function, "__name__"):
                         _names_of_kernels.add(function.__name__)
