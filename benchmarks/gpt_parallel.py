@@ -114,6 +114,7 @@ class Row:
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FP8 = {"fp8_format": "hybrid"}
+SHARDED = {"use_distributed_optimizer": True}
 LATER = {"defer_embedding_wgrad_compute": True}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = UNTIED | {"pipeline_model_parallel_size": 2}
@@ -142,15 +143,15 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
         Row("one, 4 x 4", "one", 1, 16, 4),
         Row(alone, "one", 1, 8, 1, model=UNTIED),
         Row("dp", "dp", ranks, 4 * ranks, 4, "one, 4"),
-        Row("dp, sharded", "dp", ranks, 4 * ranks, 4, "one, 4", training={"use_distributed_optimizer": True}),
+        Row("dp, sharded", "dp", ranks, 4 * ranks, 4, "one, 4", training=SHARDED),
         Row("dp, 4 x 4", "dp", ranks, 16 * ranks, 4, "one, 4 x 4"),
         Row("tp + sp, strong", "tp_sp", 2, 4, 4, "one, 4", TENSOR),
         Row("tp + sp, weak", "tp_sp", 2, 8, 8, "one, 4", TENSOR),
         Row("one, 4, fp8", "one", 1, 4, 4, model=FP8),
-        Row("dp, sharded, fp8", "dp", ranks, 4 * ranks, 4, "one, 4, fp8", FP8, {"use_distributed_optimizer": True}),
+        Row("dp, sharded, fp8", "dp", ranks, 4 * ranks, 4, "one, 4, fp8", FP8, SHARDED),
         Row("tp + sp, weak, fp8", "tp_sp", 2, 8, 8, "one, 4, fp8", TENSOR | FP8),
         Row("one, 4, packed", "one", 1, 4, 4, packed=True),
-        Row("dp, sharded, packed", "dp", ranks, 4 * ranks, 4, "one, 4, packed", {}, {"use_distributed_optimizer": True}, True),
+        Row("dp, sharded, packed", "dp", ranks, 4 * ranks, 4, "one, 4, packed", training=SHARDED, packed=True),
         Row("tp + sp, weak, packed", "tp_sp", 2, 8, 8, "one, 4, packed", TENSOR, packed=True),
         pipeline("pp", {}),
         pipeline("pp, 2 later", LATER | {"wgrad_deferral_limit": 2}),

@@ -468,6 +468,8 @@ def test_explain_names_the_kernels(name, H, words):
         assert ("with a program a row" in few) == (H <= 8192) and ("beside" in few) == (asked and H <= 8192)
         many = onepass.explain(name, x, weight, backend="triton").variant
         assert ("as many programs" in many) == (not asked and (name == "rms_norm" or H <= 5120) and H <= 12288)
+    heads = onepass.explain(name, torch.empty(2, 3, 6, H, device=DEVICE, dtype=BF16)[:, :, :4], backend="triton").variant
+    assert ("with a program a row" in heads) == (1024 < H <= 8192)  # wider ones are copied
 
 
 class _OnAGpu:

@@ -79,9 +79,10 @@ def share_strips(
 ):  # fmt: skip
     """`share_tiles`; with few strips and wide rows in tiles of one strip and many columns, which makes fewer loads in sequence.
 
-    With half as many helpers as strips, a helper has about H / (16 STRIPS) tiles of 32 columns, or one wide tile of STRIPS turns.
+    With half as many helpers as strips, a helper has about H / (16 STRIPS) tiles of 32 columns, half as many of 64, or one wide
+    tile of STRIPS turns.
     """
-    if STRIPS * STRIPS * 16 <= H:  # wider tiles spill
+    if STRIPS * STRIPS * 16 <= H:  # 4 or 8 values a thread at a time: more of them spill
         share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, 1, 8 * BLOCK_S)
     else:
         share_tiles(partial_ptr, out_ptr, other_ptr, helper, helpers, STRIPS, H, ADD, BLOCK_S, BLOCK_H)

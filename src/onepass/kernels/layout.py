@@ -20,13 +20,19 @@ def as_groups(x: Tensor, heads: bool) -> tuple[Tensor, Groups]:
     """Like `as_rows`; with `heads`, also accepts a head-split slice of a fused projection, without copying."""
     if x.is_contiguous():
         return x, (x.shape[-1], None, 0)
+    lies = groups_of(x, heads)
+    return (x.contiguous(), (x.shape[-1], None, 0)) if lies is None else (x, lies)
+
+
+def groups_of(x: Tensor, heads: bool) -> Groups | None:
+    """Return how x's rows lie, or None where `as_groups` copies them."""
     levels = _levels(x)
     if len(levels) == 1:
-        return x, (levels[0][1], None, 0)
+        return levels[0][1], None, 0
     if heads and len(levels) == 2 and x.dim() > 3 and levels[1][0] <= _MOST:
         (_, outer), (inner, row) = levels
-        return x, (row, outer - inner * row, inner)
-    return x.contiguous(), (x.shape[-1], None, 0)
+        return row, outer - inner * row, inner
+    return None
 
 
 def _levels(x: Tensor) -> list[tuple[int, int]]:

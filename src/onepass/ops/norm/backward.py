@@ -40,7 +40,6 @@ WORDS = tl.constexpr(32)  # of int32, from the counters to the first word: words
 LINE = tl.constexpr(16)  # each slot's, of int64: half the speed is lost where many programs poll a line that others write
 ALWAYS_HELD = 8192  # rows up to this are held by one program, whatever their type
 SHARED = 8192  # columns of a shared row that a multiprocessor has, in every shape of tiles
-_INT32_MAX = 0x7FFFFFFF
 SLOTS = 4  # rounds whose words may be in use at a time: one is written while the one before is read, by the slowest two back
 
 
@@ -370,11 +369,11 @@ def _plan(
     H: int, dy_lies: Groups, dh_row: int, x_lies: Groups, eps: float, layer: bool, centered: bool, add: bool,
     size: int, residual: bool, late: int, sums: bool, device: torch.device,
 ) -> tuple[NormBackwardTiles, int, Bound]:  # fmt: skip
-    """The tiles, how many programs there are at most, and the kernel."""
+    """The tiles, how many programs there are at most (0: as many as that takes), and the kernel."""
     tiles = _tiles_on(H, layer, size, residual, late, device)
-    most = tiles.resident * processors(device)
     if not sums and runs_once(tiles, layer, residual):
-        tiles, most = tiles._replace(stages=1, resident=0), _INT32_MAX
+        tiles = tiles._replace(stages=1, resident=0)
+    most = tiles.resident * processors(device)
     (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
     align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
     bound: Bound
@@ -458,7 +457,7 @@ def norm_backward(
         launch((groups * tiles.pieces, 1, 1), *tensors, partial, arrived, M)
     else:
         blocks = ceil_div(M, tiles.block_m)
-        programs = min(blocks, wanted)
+        programs = min(blocks, wanted or blocks)
         partial = arrived = None
         if sums:
             partial, arrived = scratch(programs * sums, 2, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from onepass.gradients.fp8_weight import describe_fp8
 from onepass.gradients.product import describe_products
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
-from onepass.kernels.layout import as_groups
+from onepass.kernels.layout import groups_of
 from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, runs_once, tiles_for, too_few_processors
 from onepass.ops.norm.few_rows import are_few, few_rows_tiles
 from onepass.ops.norm.formula import NormOptions
@@ -98,29 +97,25 @@ def norm_variant(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     layer: bool,
     memory_efficient: bool,
-    vectors: Sequence[Tensor | None],
-    rebuilt_with: Tensor | None = None,
+    rebuilds: bool = False,
 ) -> str:
-    """Which kernels a call runs, and their tiles.
-
-    Args:
-        vectors: weight and bias, as far as backward may be asked for their gradients.
-        rebuilt_with: y's bias, where backward builds y again.
-    """
+    """Which kernels a call runs, and their tiles. `rebuilds`: backward builds y again."""
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
     ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
-    back = tiles_for(x, residual, weight, rebuilt_with, layer)
+    back = tiles_for(x, residual, weight, bias if rebuilds else None, layer)
     if ahead.short:
         said = f"forward with {ahead.block_m} rows a program, in registers"
     else:
         said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
         said += f" but for {ahead.held} held in registers" if ahead.held else ""
-    sums = any(vector is not None and vector.requires_grad for vector in vectors)
-    if are_few(x.numel() // H, H) and not memory_efficient and not as_groups(x, H <= SHORT)[1][2]:
+    sums = any(vector is not None and vector.requires_grad for vector in (weight, bias))
+    lies = groups_of(x, H <= SHORT)
+    if are_few(x.numel() // H, H) and not memory_efficient and (lies is None or not lies[2]):
         said += "; backward with a program a row"
         said += f", beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient" if sums else ""
         return f"{said}; keeps {'x' if residual is None else 'h'} and its rows' statistics"
@@ -142,9 +137,7 @@ def norm_variant(
 def norm_linear_variant(call: Call) -> str:
     """Which kernels a call of norm_linear runs, and their tiles."""
     layer = call.norm == "layer_norm"
-    said = norm_variant(
-        call.x, call.residual, call.norm_weight, layer, False, (call.norm_weight, call.norm_bias), call.norm_bias
-    )
+    said = norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
     products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
     return f"{said}; {products}; {rebuilt} is rebuilt in backward"

@@ -340,8 +340,7 @@ def _variant(call: Call, layer: bool) -> str:
     target = output_target(call.out, call.x)
     if target is not None:
         return fp8.output_variant(call.x, call.residual, layer, target)
-    vectors = (call.weight, call.bias) if layer else (call.weight,)
-    return kernels.norm_variant(call.x, call.residual, call.weight, layer, call.memory_efficient, vectors)
+    return kernels.norm_variant(call.x, call.residual, call.weight, call.bias if layer else None, layer, call.memory_efficient)
 
 
 define_op(
