@@ -1,5 +1,9 @@
 """A plan chosen wrongly reads misaligned memory and kills the process: plans differ wherever Triton compiles differently."""
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +82,41 @@ def test_a_plan_is_kept_and_a_new_size_needs_none():
         assert torch.equal(module.activation_forward(x, None, None, None, None, options, x.dtype), x.relu())
     plans = [len(module._forward_plan(act, M, 48, 48, None, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_threads_that_compile_a_kernel_at_the_same_time_can_launch_it_again():
+    act, options, together = module.find_activation("relu"), ActivationOptions("relu", None, None), Barrier(4)
+    x = torch.randn(7, 776, device=DEVICE)
+
+    def call(number):
+        together.wait()
+        return module.activation_forward(x, None, None, None, None, options, x.dtype)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert all(torch.equal(y, x.relu()) for y in pool.map(call, range(4)))
+            gc.collect()
+    assert module._forward_plan(act, 7, 776, 776, None, False, None, None, 0)[1].plans
+
+
+def test_a_kernel_is_held_for_as_long_as_its_plan(monkeypatch):
+    """Triton drops the first of two that threads compiled at the same time, and from 3.9 on unloads what nobody holds."""
+
+    class Compiled:
+        pass
+
+    compiled = Compiled()
+    held, one = weakref.ref(compiled), bound(8, 8, None, None)
+    monkeypatch.setattr(launch.Bound, "_by_triton", lambda self, grid, args: held())
+    monkeypatch.setattr(launch, "_quick_launch", lambda compiled, device: (print, ()))
+    one.first(("a kind",), (1, 1, 1), (torch.zeros(1),))
+    del compiled
+    gc.collect()
+    assert held() is not None and one.plans == {("a kind",): (print, ())}
+    del one
+    gc.collect()
+    assert held() is None
 
 
 def launched_by_triton(monkeypatch, scratch):

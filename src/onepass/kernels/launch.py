@@ -53,15 +53,17 @@ class Kernel:
         """Triton's kernel, made at the first call."""
         return jit(self._function, do_not_specialize=self._varying)
 
-    def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False, resident: int = 0) -> Bound:
+    def bind(self, *fixed: Any, num_warps: int = 4, together: bool = False, resident: int = 0, fused: bool = True) -> Bound:
         """Bind the arguments after the varying ones.
 
         `together`: all programs run at the same time, or the launch fails; they may wait for each other.
         `resident`: how many programs share a multiprocessor's registers. Without it the assembler makes room for more programs
         than there are, and spills.
+        `fused`: the compiler may round a product and a sum once, where it likes. Otherwise only `tl.fma` does, and a result has
+        the same bits whatever else the kernel is compiled for.
         """
-        # Triton 3.9 warns where fusion of a product and a sum isn't asked for, and 3.10 leaves it out
-        options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": True}
+        # always named: Triton 3.9 warns where it isn't, and 3.10 leaves fusion out
+        options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": fused}
         if together:
             options["launch_cooperative_grid"] = True
         if resident:
@@ -75,6 +77,7 @@ class Bound:
     def __init__(self, kernel: Kernel, fixed: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.kernel, self.fixed, self.options = kernel, fixed, options
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.kept: list[Any] = []  # Triton 3.9 unloads a kernel that it holds no longer: the first of two that threads compiled
         self.room: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, grid: Grid, *args: Any) -> None:
@@ -105,6 +108,7 @@ class Bound:
         if compiled is not None:
             plan = _quick_launch(compiled, args[0].device)
             if plan is not None:
+                self.kept.append(compiled)
                 self.plans[kind] = plan
 
     def _by_triton(self, grid: Grid, args: tuple[Any, ...]) -> Any:
