@@ -479,7 +479,7 @@ class _OnAGpu:
         self.shape, self.dtype, self.device, self.is_cuda = (4, H), BF16, torch.device("cuda", 0), True
 
 
-@pytest.mark.parametrize(("H", "needed"), [(12289, 2), (65536, 8), (65537, 9), (131072, 16), (262144, 32)])
+@pytest.mark.parametrize(("H", "needed"), [(12288, 2), (12289, 3), (65536, 11), (65537, 9), (131072, 16), (262144, 32)])
 def test_rows_shared_by_programs_need_room_for_all_of_them(H, needed, monkeypatch):
     monkeypatch.setattr(kernels, "triton_unsupported", lambda x: None)
     for there in (needed - 1, needed):
@@ -487,6 +487,6 @@ def test_rows_shared_by_programs_need_room_for_all_of_them(H, needed, monkeypatc
         reason = kernels.norm_unsupported(_OnAGpu(H))
         assert (reason is None) == (there >= needed), reason
         assert reason is None or reason == f"rows of {H} need {needed} multiprocessors, and the GPU has {there}"
-    for layer in (False, True):
-        tiles = norm_backward.backward_tiles(H, layer, 4, False, 0, 216064)
-        assert tiles.shared and -(-tiles.pieces // tiles.resident) == needed
+    tiles = [norm_backward.backward_tiles(H, layer, 4, False, 0, 216064) for layer in (False, True)]
+    assert all(each.shared for each in tiles)
+    assert max(-(-each.pieces // each.resident) for each in tiles) == needed

@@ -265,7 +265,7 @@ MUTANTS = {
         "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
     ),
     "dx over the caller's gradient": (module, "_backward_single", "ours=dy is not None", "ours=True", "writes"),
-    "few rows' y without its bias": (few_rows, "_row_gradient", " + load_vector(bias_ptr, columns, columns < H)", "", "values"),
+    "few rows' y without its bias": (few_rows, "_row_gradient", "load_vector(bias_ptr, columns, columns < H)", "0.0", "values"),
     "norm(x) kept in the place of x": (module, "_NormLinear.forward", "h, norm_weight", "normed, norm_weight", "values"),
 }
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from onepass.bench import huggingface, record, registry, runner
+from onepass.bench import ahead, huggingface, record, registry, runner
 from onepass.bench.model import BenchCase, Contender, CpuTimes, OpBench
 from onepass.bench.options import DTYPES, find_device
-from onepass.bench.peers import BY_CUTE, find_peers
+from onepass.bench.peers import find_peers
 from onepass.bench.record import BenchRun
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
 from onepass.runtime.errors import CommandError, check_output
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
     known = ", ".join(registry.known_ops())
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
-    parser.add_argument("--quick", action="store_true", help="one case of each op, done in a minute or two")
+    parser.add_argument("--quick", action="store_true", help="one case of each op, done in about a minute")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     result = BenchRun(device, dtype, args.quick, peers, measure_ceilings(device, clock), runner.cpu_speed(clock, dtype))
     report.header(result, _ours_runs_as(plans[0], device), _without(plans, peers), skipped)
     stopped: int | None = None
-    with report.ticking(sum(plan.steps(device) for plan in plans)) as tick:
+    to_compile = ahead.tasks_of(plans) if args.quick and device.type == "cuda" else []
+    with report.ticking(sum(plan.steps(device) for plan in plans) + len(to_compile)) as tick:
         try:
+            ahead.compile_ahead(to_compile, clock, tick)
             for plan in plans:
                 for found in runner.measure(plan, clock, result.ceilings, tick):
                     if isinstance(found, CpuTimes):
@@ -132,9 +134,7 @@ def _plan(op: str, args: argparse.Namespace, device: torch.device, dtype: torch.
     def keep(contender: Contender) -> bool:
         if wanted:
             return contender.ours or any(name in contender.name.lower() for name in wanted)
-        if args.quick:
-            return not (contender.compiles or contender.slow_start or contender.name in BY_CUTE)
-        return True
+        return not (args.quick and contender.slow_start)
 
     return runner.BenchPlan(bench, bench.cases(device, dtype, args.quick), keep, args.quick, peers)
 

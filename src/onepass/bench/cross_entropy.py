@@ -125,7 +125,7 @@ def _contenders(case: BenchCase) -> list[Contender]:
         Contender("onepass", _ours, ours=True),
         Contender("eager", _eager),
         Contender("torch.compile", _compiled, compiles=True),
-        Contender("Liger", _liger, package="Liger", slow_start=True),
+        Contender("Liger", _liger, package="Liger"),
         Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()),
     ]
     if case.variant != "smoothing":

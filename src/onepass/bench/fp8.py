@@ -51,8 +51,8 @@ def ours(case: BenchCase, make: Callable[[BenchCase, Precision], Call], weights:
     return [
         Contender("onepass", first_of_a_step(_RECIPE), ours=True),
         Contender("onepass, codes kept", lambda case: make(case, _RECIPE), ours=True),
-        Contender("onepass current", first_of_a_step(FP8Recipe("current")), ours=True, slow_start=True),
-        Contender("onepass row", first_of_a_step(FP8Recipe("row")), ours=True, slow_start=True),
+        Contender("onepass current", first_of_a_step(FP8Recipe("current")), ours=True),
+        Contender("onepass row", first_of_a_step(FP8Recipe("row")), ours=True),
         Contender(reference(case), lambda case: make(case, None), ours=True),
     ]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 Result = Tensor | tuple[Tensor, ...]
 Call = Callable[..., Result]  # takes the case's tensors in their order
 FP8 = " fp8"  # the end of variants whose products are in eight bits
+_BY_CUTE = frozenset({"QuACK", "flash-attn 4", "Liger CuTe", "Liger Hopper", "cuDNN flex"})  # contenders: seconds for each shape
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,13 @@ class Contender:
     package: str | None = None  # the package that it needs, a key of peers.PACKAGES; if not installed, it is left out
     ours: bool = False
     compiles: bool = False  # needs inductor and, on a CPU, a C++ compiler
-    slow_start: bool = False  # compiles for seconds, so that --quick is without it
     floor: bool = False  # does only a part of the work, as a lower bound of the time; its result is not checked
     lacks: str | None = None  # why it can't run this case here: said below the table, in place of a row
+
+    @property
+    def slow_start(self) -> bool:
+        """Whether it compiles for seconds, in one thread at a time: --quick leaves it out."""
+        return self.compiles or self.name in _BY_CUTE
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ PACKAGES = {
     "torchao": PeerPackage("torchao", "torchao"),
     "cuDNN frontend": PeerPackage("cudnn", "nvidia-cudnn-frontend"),
 }
-BY_CUTE = frozenset({"QuACK", "flash-attn 4", "Liger CuTe", "Liger Hopper", "cuDNN flex"})  # contenders: seconds for each shape
 
 
 def find_peers() -> dict[str, str]:

@@ -40,7 +40,7 @@ from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 
 ROUNDS, ROUNDS_QUICK = 5, 3
-CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 5  # the minimum is reported: other work of the CPU only adds to a call's time
+CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 3  # the minimum is reported: other work of the CPU only adds to a call's time
 _FEW_CALLS = 5  # of a case whose work is not tiny: the GPU must not keep the CPU waiting
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer bytes may be shorter than its launches, so it is timed in a graph
 T = TypeVar("T")

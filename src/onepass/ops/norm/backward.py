@@ -39,7 +39,6 @@ from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_mem
 WORDS = tl.constexpr(32)  # of int32, from the counters to the first word: words lie on lines of the cache of their own,
 LINE = tl.constexpr(16)  # each slot's, of int64: half the speed is lost where many programs poll a line that others write
 ALWAYS_HELD = 8192  # rows up to this are held by one program, whatever their type
-SHARED = 8192  # columns of a shared row that a multiprocessor has, in every shape of tiles
 SLOTS = 4  # rounds whose words may be in use at a time: one is written while the one before is read, by the slowest two back
 
 
@@ -62,7 +61,7 @@ def _statistics(xs, H: tl.constexpr, eps, LAYER: tl.constexpr, BLOCK_H: tl.const
         away = xs[i]
         if LAYER:
             away = tl.where((i * BLOCK_H + tl.arange(0, BLOCK_H) < H)[None, :], away - mean, 0.0)
-        total += away * away
+        total = tl.fma(away, away, total)
     return mean, (1.0 / tl.sqrt(tl.sum(total, 1) / H + eps))[:, None]
 
 
@@ -83,6 +82,15 @@ def _store_chunk(x_ptr, rows, columns, real, value, H: tl.constexpr, WHOLE: tl.c
 def _add_rows(sums, values, FOLD: tl.constexpr):
     """values [BLOCK_M, BLOCK_H] added to sums: over the rows at once, where a thread has all rows of its columns."""
     return sums + (tl.sum(values, 0)[None, :] if FOLD else values)
+
+
+@device_function
+def _add_products(sums, a, b, FOLD: tl.constexpr):
+    """`_add_rows` of a * b."""
+    if FOLD and a.shape[0] > 1:
+        return sums + tl.sum(a * b, 0)[None, :]
+    else:
+        return tl.fma(a, b, sums)
 
 
 @device_function
@@ -144,17 +152,18 @@ def _rows_kernel(
             z = (x - mean if LAYER else x) * rstd  # outside the row this is no 0, but there dy is
             normed += (z,)
             if dweight_ptr is not None:
-                new_dweights += (_add_rows(dweights[i], dy * z, FOLD),)
+                new_dweights += (_add_products(dweights[i], dy, z, FOLD),)
             if dbias_ptr is not None:
                 new_dbiases += (_add_rows(dbiases[i], dy, FOLD),)
             weight = load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE else weights[i]
             if y_ptr is not None:
-                y = z * weight + load_vector(bias_ptr, columns, columns < H)[None, :]
+                y = tl.fma(z, weight, load_vector(bias_ptr, columns, columns < H)[None, :])
                 _store_chunk(y_ptr, rows, columns, real, y, H, (i + 1) * BLOCK_H <= H)
             g = dy * weight
             gs += (g,)
-            products += g * z
-            sum_g += g
+            products = tl.fma(g, z, products)
+            if LAYER:
+                sum_g = tl.fma(dy, weight, sum_g)
         if dweight_ptr is not None:
             dweights = new_dweights
         if dbias_ptr is not None:
@@ -166,12 +175,13 @@ def _rows_kernel(
         for i in tl.static_range(CHUNKS):
             columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
             if dx_ptr is not None:
-                dx = gs[i] - normed[i] * product
+                dx = tl.fma(normed[i], -product, gs[i])
                 if LAYER:
                     dx -= mean_g
-                dx *= rstd
                 if dh_ptr is not None:
-                    dx += _chunk(dh_ptr, rows, columns, DH_ROW, real, H, (i + 1) * BLOCK_H <= H)
+                    dx = tl.fma(dx, rstd, _chunk(dh_ptr, rows, columns, DH_ROW, real, H, (i + 1) * BLOCK_H <= H))
+                else:
+                    dx *= rstd
                 _store_chunk(dx_ptr, rows, columns, real, dx, H, (i + 1) * BLOCK_H <= H)
     PARTS: tl.constexpr = (dweight_ptr is not None) + (dbias_ptr is not None)
     if PARTS > 0:
@@ -257,20 +267,21 @@ def _shared_kernel(
             _publish_parts(next_words + tile, next_dy, next_x, next_mean, weight, turn + 2, LAYER, SLOT)
             words = words_ptr + turn % SLOTS * (MEANS * SLOT) + others
             parts = tl.where(there, await_all(words, turn + 1), 0.0)
-            g = d * weight
             if LAYER:
                 g_parts = tl.where(there, await_all(words + SLOT, turn + 1), 0.0)
                 product, sum_g = tl.reduce((parts, g_parts), 0, _add_pairs)
-                dx = (g - z * (product * rstd / H) - sum_g / H) * rstd
+                dx = tl.fma(z, -(product * rstd / H), tl.fma(d, weight, -sum_g / H))
             else:
-                dx = (g - z * (tl.sum(parts, 0) * rstd / H)) * rstd
+                dx = tl.fma(z, -(tl.sum(parts, 0) * rstd / H), d * weight)
             if dh_ptr is not None:
-                dx += _tile(dh_ptr, row, M, columns, DH_ROW, H, WHOLE).to(tl.float32)
+                dx = tl.fma(dx, rstd, _tile(dh_ptr, row, M, columns, DH_ROW, H, WHOLE).to(tl.float32))
+            else:
+                dx *= rstd
             tl.store(dx_ptr + row * H + columns, dx, mask=within)
         if y_ptr is not None:
-            tl.store(y_ptr + row * H + columns, z * weight + load_vector(bias_ptr, columns, within), mask=within)
+            tl.store(y_ptr + row * H + columns, tl.fma(z, weight, load_vector(bias_ptr, columns, within)), mask=within)
         if dweight_ptr is not None:
-            dweight += d * z
+            dweight = tl.fma(d, z, dweight)
         if dbias_ptr is not None:
             dbias += d
         dy, x, mean = next_dy, next_x, next_mean
@@ -317,7 +328,7 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
     elif H <= ALWAYS_HELD or (H <= 12288 and not wide):
         tiles = NormBackwardTiles(False, 1, 2048, ceil_div(H, 2048), 8, 4 if H <= 6144 else 3, 1)
     elif H <= 65536 and (wide or not layer):
-        tiles = NormBackwardTiles(True, 1, 2048, ceil_div(H, 2048), 4, 3, 4)
+        tiles = NormBackwardTiles(True, 1, 2048, ceil_div(H, 2048), 4, 3, 3 if layer else 4)
     elif H <= 131072:
         tiles = NormBackwardTiles(True, 1, 4096, ceil_div(H, 4096), 4, 4, 2)
     else:
@@ -354,7 +365,8 @@ def runs_once(tiles: NormBackwardTiles, layer: bool, residual: bool) -> bool:
 
 def too_few_processors(x: Tensor) -> str | None:
     """Why rows this wide can't be shared by programs that run at the same time, or None: they would not all find a place."""
-    needed, there = ceil_div(x.shape[-1], SHARED), processors(x.device)
+    columns = 6144 if x.shape[-1] <= 65536 else 8192  # that a multiprocessor has, at least, in every shape of tiles
+    needed, there = ceil_div(x.shape[-1], columns), processors(x.device)
     return f"rows of {x.shape[-1]} need {needed} multiprocessors, and the GPU has {there}" if needed > there else None
 
 
@@ -382,7 +394,8 @@ def _plan(
         share_s = min(power_of_two(max(1, most // tiles.pieces)), at_once)  # all strips
         bound = _shared_kernel.bind(
             dy_row, dh_row, x_row, H, layer, centered, add, align, tiles.block_h, power_of_two(tiles.pieces), SLOTS,
-            tiles.stages, share_s, at_once // share_s, num_warps=tiles.num_warps, together=True,
+            tiles.stages, share_s, at_once // share_s,
+            num_warps=tiles.num_warps, together=True, resident=tiles.resident, fused=False,
         )  # fmt: skip
     else:
         fold = tiles.block_h >= 256 * tiles.num_warps
@@ -391,7 +404,7 @@ def _plan(
         bound = _rows_kernel.bind(
             dy_row, dy_gap, dh_row, x_row, x_gap, eps, dy_inner, x_inner, H, layer, centered, add, align,
             tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late, tiles.stages, *share,
-            num_warps=tiles.num_warps, resident=told,
+            num_warps=tiles.num_warps, resident=told, fused=False,
         )  # fmt: skip
     return tiles, most, bound
 

@@ -38,15 +38,17 @@ def _row_gradient(
     z = (x - tl.load(stats_ptr + M + row) if LAYER else x) * rstd  # outside the row this is no 0, but there dy is
     weight = load_scale(weight_ptr, columns, columns < H, CENTERED)
     if y_ptr is not None:
-        tl.store(y_ptr + row * H + columns, z * weight + load_vector(bias_ptr, columns, columns < H), mask=inside)
+        y = tl.fma(z, weight, load_vector(bias_ptr, columns, columns < H))
+        tl.store(y_ptr + row * H + columns, y, mask=inside)
     if dx_ptr is not None:
         g = dy * weight
-        dx = g - z * (tl.sum(g * z, 0) / H)
+        dx = tl.fma(z, -(tl.sum(g * z, 0) / H), g)
         if LAYER:
             dx -= tl.sum(g, 0) / H
-        dx *= rstd
         if dh_ptr is not None:
-            dx += tl.load(dh_ptr + row * DH_ROW + columns, mask=inside, other=0.0).to(tl.float32)
+            dx = tl.fma(dx, rstd, tl.load(dh_ptr + row * DH_ROW + columns, mask=inside, other=0.0).to(tl.float32))
+        else:
+            dx *= rstd
         tl.store(dx_ptr + row * H + columns, dx, mask=inside)
 
 
@@ -84,7 +86,8 @@ def _few_rows_kernel(
                 z = load_block(x_ptr, rows, columns, X_ROW, inside)
                 if LAYER:
                     z -= tl.load(stats_ptr + M + rows, mask=real, other=0.0)[:, None]
-                dweight += dy * (z * tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None])
+                z *= tl.load(stats_ptr + rows, mask=real, other=0.0)[:, None]
+                dweight = tl.fma(dy, z, dweight)
             dbias += dy
         if dweight_ptr is not None:
             _store_columns(dweight_ptr, columns, tl.sum(dweight, 0), H, ADD)
@@ -116,7 +119,7 @@ def _plan(
     across = ceil_div(H, tiles.block_h) if sums else 0
     bound: Bound = _few_rows_kernel.bind(
         dy_row, dh_row, x_row, H, layer, centered, add, known_align(dy_row, dh_row, x_row),
-        power_of_two(H), across, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps,
+        power_of_two(H), across, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps, fused=False,
     )  # fmt: skip
     return across, bound
 

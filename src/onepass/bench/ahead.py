@@ -1,0 +1,57 @@
+"""Compile contenders' kernels ahead of a short run, several at a time: one after the other they would be most of its time.
+
+Each contender is called in a thread of its own. Compilers leave Python's lock for as long as they work, and processes would have
+caches of their own. Autograd's threads are turned off, as there is one for all backward passes of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+
+import torch
+
+from onepass.bench import accuracy
+from onepass.bench.model import BenchCase, Contender
+from onepass.bench.runner import BenchPlan, Tick
+from onepass.runtime.ceilings import Clock
+
+_THREADS = 8  # at most: each holds one case's inputs and results
+Task = tuple[BenchPlan, BenchCase, Contender]
+
+
+def tasks_of(plans: Sequence[BenchPlan]) -> list[Task]:
+    """Return what to compile. Compilers that take one thread at a time wait until it is measured."""
+    found = [(plan, case, contender) for plan in plans for case in plan.cases for contender in plan.contenders(case)]
+    return [task for task in found if not task[2].slow_start]
+
+
+def compile_ahead(tasks: Sequence[Task], clock: Clock, tick: Tick) -> None:
+    """Call each contender, forward and backward. What it returns or raises is judged when it is measured."""
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        warnings.simplefilter("ignore")
+        running = {pool.submit(_call, task, clock.device): task for task in tasks}
+        try:
+            for done in as_completed(running):
+                _, case, contender = running[done]
+                tick(f"{case.name}: {contender.name}, compiled")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    clock.synchronize()
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _call(task: Task, device: torch.device) -> None:
+    plan, case, contender = task
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    with suppress(Exception), torch.autograd.set_multithreading_enabled(False):
+        inputs = plan.bench.inputs(case, device, torch.Generator(device=device))
+        call = contender.make(case)
+        for _ in range(2 if case.fp8 else 1):  # delayed scales come from the step before
+            accuracy.outputs(call, inputs)

@@ -1,0 +1,105 @@
+"""Compiling ahead of a short run: what is called, where, and what becomes of errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.bench import ahead, norm, runner
+from onepass.bench.model import BenchCase, Call, Contender
+from onepass.runtime.ceilings import clock_for
+
+CASE = norm._case("rms", 8, 16, torch.float32)
+
+
+class _Twice(torch.autograd.Function):
+    """Note the threads that run it."""
+
+    threads: list[tuple[str, int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        _Twice.threads.append(("forward", threading.get_ident()))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        _Twice.threads.append(("backward", threading.get_ident()))
+        return 2 * dy, dy.sum(0)
+
+
+def _twice(case: BenchCase) -> Call:
+    return lambda x, weight: _Twice.apply(x, weight)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _raises(case: BenchCase) -> Call:
+    raise RuntimeError("not here")
+
+
+def _warns(case: BenchCase) -> Call:
+    warnings.warn("of a peer", stacklevel=1)
+    return _twice(case)
+
+
+def _compile(*contenders: Contender, case: BenchCase = CASE) -> list[str]:
+    _Twice.threads = []
+    ticks: list[str] = []
+    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: list(contenders))
+    tasks = ahead.tasks_of([runner.BenchPlan(bench, [case], lambda _: True, quick=True)])
+    ahead.compile_ahead(tasks, clock_for(torch.device("cpu")), ticks.append)
+    assert len(ticks) == len(tasks)
+    return ticks
+
+
+def test_forward_and_backward_run_in_one_thread_that_is_not_this_one() -> None:
+    assert _compile(Contender("twice", _twice)) == ["rms 8x16: twice, compiled"]
+    (first, forward), (second, backward) = _Twice.threads
+    assert (first, second) == ("forward", "backward")
+    assert forward == backward != threading.get_ident()
+
+
+def test_in_eight_bits_there_is_a_step_before() -> None:
+    _compile(Contender("twice", _twice), case=dataclasses.replace(CASE, fp8=True))
+    assert len(_Twice.threads) == 4
+
+
+def test_several_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 4)
+    all_here = threading.Barrier(4, timeout=60)
+    met: list[int] = []
+
+    def meets(case: BenchCase) -> Call:
+        met.append(all_here.wait())
+        return _twice(case)
+
+    _compile(*(Contender(f"peer {i}", meets) for i in range(4)))
+    assert sorted(met) == [0, 1, 2, 3]
+
+
+def test_errors_and_warnings_are_for_later() -> None:
+    assert len(_compile(Contender("raises", _raises), Contender("warns", _warns))) == 2
+    assert len(_Twice.threads) == 2
+
+
+def test_what_compiles_in_one_thread_at_a_time_waits() -> None:
+    assert _compile(Contender("torch.compile", _raises, compiles=True), Contender("QuACK", _raises, "QuACK")) == []
+
+
+def test_an_interruption_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)
+
+    def interrupt(said: str) -> None:
+        raise KeyboardInterrupt
+
+    _Twice.threads = []
+    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender(f"peer {i}", _twice) for i in range(50)])
+    tasks = ahead.tasks_of([runner.BenchPlan(bench, [CASE], lambda _: True)])
+    with pytest.raises(KeyboardInterrupt):
+        ahead.compile_ahead(tasks, clock_for(torch.device("cpu")), interrupt)
+    assert len(_Twice.threads) < 100
