@@ -1,7 +1,7 @@
 """Compile contenders' kernels ahead of a short run, several at a time: one after the other they would be most of its time.
 
-Each contender is called in a thread of its own. Compilers leave Python's lock for as long as they work, and processes would have
-caches of their own. Autograd's threads are turned off, as there is one for all backward passes of a GPU.
+Contenders are called in threads: Triton's compiler releases the GIL for much of its work, and processes would each import all
+packages and hold a GPU context. Autograd's own thread is turned off: one for all backward passes compiles them in sequence.
 """
 
 from __future__ import annotations
