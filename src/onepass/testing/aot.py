@@ -172,6 +172,7 @@ ALLOWED_SPILLS = {
     ("attention.backward dq", "attention 32/8x128", 80): 10,
     ("attention.backward dk_dv", "attention 32/8x128", 80): 18,
     ("attention.backward dq", "attention 8/8x128", 100): 10,
+    ("norm.backward rows", "rms_norm 2048x12288 residual", 100): 12,
     ("activation.kernels backward", "activation_linear gelu_exact 16384x8192", 100): 3,
     ("embedding.forward embedding", "embedding 16384x2048", 80): 2,
     ("embedding.forward embedding", "embedding 16384x2048 32000", 80): 2,
