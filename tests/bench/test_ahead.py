@@ -16,6 +16,7 @@ from onepass.bench.model import BenchCase, Call, Contender
 from onepass.runtime.ceilings import clock_for
 
 CASE = norm._case("rms", 8, 16, torch.float32)
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class _Twice(torch.autograd.Function):
@@ -52,7 +53,7 @@ def _compile(*contenders: Contender, case: BenchCase = CASE) -> list[str]:
     ticks: list[str] = []
     bench = dataclasses.replace(norm.BENCH, contenders=lambda _: list(contenders))
     tasks = ahead.tasks_of([runner.BenchPlan(bench, [case], lambda _: True, quick=True)])
-    ahead.compile_ahead(tasks, clock_for(torch.device("cpu")), ticks.append)
+    ahead.compile_ahead(tasks, clock_for(DEVICE), ticks.append)
     assert len(ticks) == len(tasks)
     return ticks
 
@@ -101,5 +102,5 @@ def test_an_interruption_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender(f"peer {i}", _twice) for i in range(50)])
     tasks = ahead.tasks_of([runner.BenchPlan(bench, [CASE], lambda _: True)])
     with pytest.raises(KeyboardInterrupt):
-        ahead.compile_ahead(tasks, clock_for(torch.device("cpu")), interrupt)
+        ahead.compile_ahead(tasks, clock_for(DEVICE), interrupt)
     assert len(_Twice.threads) < 100

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench import ahead, gpu, norm, runner
+from onepass.bench import gpu, norm, runner
 from onepass.bench.model import BenchCase, CaseResult, Contender
 from onepass.runtime.ceilings import Ceilings, clock_for
 
@@ -89,26 +87,3 @@ def test_a_quick_run_times_the_cpu_on_the_case_itself() -> None:
     assert isinstance(result, CaseResult)
     for row in result.rows:
         assert row.contender == "copy" or 5 < row.cpu_forward_us < row.cpu_both_us < 5000
-
-
-def test_ahead_of_a_quick_run_backward_compiles_in_the_threads_of_forward() -> None:
-    threads: list[int] = []
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            threads.append(threading.get_ident())
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-            threads.append(threading.get_ident())
-            return 2 * dy, dy.sum(0)
-
-    contenders = [Contender("double", lambda case: lambda *given: Double.apply(*given))]
-    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: contenders)
-    plan = runner.BenchPlan(bench, [norm._case("rms", 256, 4096, torch.bfloat16)], lambda _: True, quick=True)
-    clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
-    ahead.compile_ahead(ahead.tasks_of([plan]), clock, lambda _: None)
-    forward, backward = threads
-    assert forward == backward
