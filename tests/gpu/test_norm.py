@@ -233,6 +233,19 @@ def test_what_is_frozen_leaves_what_flows_on_its_bits(M, H, layer, residual):
 
 
 @kinds
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("residual", (True, False), ids=("residual", ""))
+@pytest.mark.parametrize("H", (64, 777, 1024, 4096, 8192, 12288, 20000, 65536, 131072))
+def test_no_grad_leaves_y_its_bits(H, residual, dtype, layer):
+    """Log-probabilities of a policy are found without a graph, and compared with those of a training step."""
+    leaves, _ = inputs(300, H, layer, residual, dtype)
+    with_graph = norm(layer)(*leaves)
+    with torch.no_grad():
+        alone = norm(layer)(*leaves)
+    assert equal(with_graph, alone) if residual else torch.equal(with_graph, alone)
+
+
+@kinds
 def test_kernels_of_two_kinds_use_the_same_scratch_in_turn(layer):
     cases = [inputs(129, H, layer, seed=H) for H in (32768, 1024, 262144, 5000, 16384, 53248)]
     first = [grads(layer, *case) for case in cases]

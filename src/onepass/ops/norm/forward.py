@@ -77,7 +77,7 @@ def _short_kernel(
         X_INNER, H, LAYER, CENTERED, ALIGN, BLOCK_M, BLOCK_H,
     )  # fmt: skip
     if y_ptr is not None:
-        tl.store(y_ptr + at, x * rstd * weight + bias, mask=inside)
+        tl.store(y_ptr + at, tl.fma(x * rstd, weight, bias), mask=inside)
 
 
 @device_function
@@ -105,7 +105,8 @@ def _add_groups(means, squares, met, x, GROUP: tl.constexpr):
     step = mean - means
     part = 1.0 / (met + 1.0)
     # step by step, as the square of the first step, the mean itself, may be more than fp32 holds
-    return means + step * part, squares + tl.sum(away * away, 1) + step * (step * (GROUP * met * part)), met + 1.0
+    squares = tl.fma(step, step * (GROUP * met * part), squares + tl.sum(away * away, 1))
+    return tl.fma(step, part, means), squares, met + 1.0
 
 
 @device_function
@@ -116,7 +117,7 @@ def normed_piece(
     z = x.to(tl.float32)
     if LAYER:
         z -= mean
-    return z * rstd * load_scale(weight_ptr, columns, inside, CENTERED) + load_vector(bias_ptr, columns, inside)
+    return tl.fma(z * rstd, load_scale(weight_ptr, columns, inside, CENTERED), load_vector(bias_ptr, columns, inside))
 
 
 @device_function
@@ -133,11 +134,12 @@ def long_statistics(
     squares = tl.zeros([BLOCK_H // GROUP], tl.float32)  # summed: of the values, or of their distances from their group's mean
     met = 0.0
     for first in range(0, AGAIN, BLOCK_H):
-        x = _groups(row_piece(x_ptr, residual_ptr, h_ptr, row, first + lanes, whole, X_ROW, R_ROW, "evict_last"), GROUP)
+        x = row_piece(x_ptr, residual_ptr, h_ptr, row, first + lanes, whole, X_ROW, R_ROW, "evict_last")
         if LAYER:
-            means, squares, met = _add_groups(means, squares, met, x, GROUP)
+            means, squares, met = _add_groups(means, squares, met, _groups(x, GROUP), GROUP)
         else:
-            squares += tl.sum(x * x, 1)
+            x = x.to(tl.float32)
+            squares = tl.fma(x, x, squares)
     held = ()
     for i in tl.static_range(HELD):
         columns = AGAIN + i * BLOCK_H + lanes
@@ -156,7 +158,9 @@ def long_statistics(
         x = (still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
         if LAYER:
             x = tl.where(inside_row(AGAIN + i * BLOCK_H + lanes, H, AGAIN + (i + 1) * BLOCK_H <= H), x - mean, 0.0)
-        squares += tl.sum(_groups(x * x, GROUP), 1)
+            squares += tl.sum(_groups(x * x, GROUP), 1)
+        else:
+            squares = tl.fma(x, x, squares)
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
     if stats_ptr is not None:
         tl.store(stats_ptr + row, rstd)
@@ -248,10 +252,11 @@ def _bind(tiles: NormForwardTiles, H: int, x_lies: Groups, r_row: int, eps: floa
     bound: Bound
     if tiles.short:
         lies = x_row, x_gap, r_row, eps, x_inner
-        bound = _short_kernel.bind(*lies, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps)
+        bound = _short_kernel.bind(*lies, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps, fused=False)
     else:
         lies = x_row, r_row, eps
-        bound = _long_kernel.bind(*lies, *fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps)
+        cut = tiles.block_h, tiles.held, tiles.cache
+        bound = _long_kernel.bind(*lies, *fixed, *cut, num_warps=tiles.num_warps, fused=False)
     return bound
 
 

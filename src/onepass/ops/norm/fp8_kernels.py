@@ -25,7 +25,7 @@ def short_codes_kernel(
         x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, M, X_ROW, X_GAP, R_ROW, eps,
         X_INNER, H, LAYER, CENTERED, ALIGN, BLOCK_M, BLOCK_H,
     )  # fmt: skip
-    y = x * rstd * weight + bias
+    y = tl.fma(x * rstd, weight, bias)
     if inverse_ptr is not None:
         rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         biased = scale_exponents(tl.maximum(tl.max(finite_sizes(tl.where(inside, y, 0.0)), 1), 0.0), E5M2)
