@@ -39,15 +39,15 @@ norm_fp8, activation_fp8 = (import_module(f"onepass.ops.{family}.fp8_linear") fo
 # ---- the contract of every op holds with precision too ----
 
 SHAPES = {
-    "linear": (((37, 32), (48, 32), (48,)), (), {}),
-    "norm_linear": (((37, 32), (32,), (48, 32), (48,), (37, 32)), ("residual",), {}),
+    "linear": (((11, 32), (48, 32), (48,)), (), {}),
+    "norm_linear": (((11, 32), (32,), (48, 32), (48,), (11, 32)), ("residual",), {}),
     "norm_linear: all outputs": (
-        ((37, 32), (32,), (48, 32), (48,), (32,), (37, 32)),
+        ((11, 32), (32,), (48, 32), (48,), (32,), (11, 32)),
         ("norm_bias", "residual"),
         {"norm": "layer_norm", "return_norm_output": True},
     ),
-    "activation_linear": (((37, 64), (48, 32), (48,), (64,), (37,)), ("bias", "activation_bias", "token_weight"), {}),
-    "activation_linear: fp8": (((37, 64), (48, 32)), (), {"save": "fp8"}),
+    "activation_linear": (((11, 64), (48, 32), (48,), (64,), (11,)), ("bias", "activation_bias", "token_weight"), {}),
+    "activation_linear: fp8": (((11, 64), (48, 32)), (), {"save": "fp8"}),
 }
 REFUSED = (
     contract.refuses_second_derivatives,

@@ -16,7 +16,7 @@ from onepass.runtime.samples import CoveringCall, Sample, give_main_grad, meta, 
 
 def _table(rows: int, first: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Ids of a vocabulary, some of which are often there, and the rows of a table from `first` on."""
-    ids = torch.arange(3 * 37).mul(7).remainder(vocabulary).view(3, 37)
+    ids = torch.arange(3 * 11).mul(7).remainder(vocabulary).view(3, 11)
     ids[1] = first + 1
     return ids.to(device), *random_tensors(((rows, 61),), device, dtype)
 

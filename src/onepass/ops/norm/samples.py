@@ -25,20 +25,20 @@ from onepass.runtime.samples import (
 )
 
 SAMPLES = {
-    "layer_norm": Sample(partial(random_tensors, ((37, 203), (203,), (203,))), layer_norm_reference),
-    "rms_norm": Sample(partial(random_tensors, ((37, 203), (203,))), rms_norm_reference),
-    "norm_linear": Sample(partial(random_tensors, ((37, 203), (203,), (29, 203))), norm_linear_reference),
+    "layer_norm": Sample(partial(random_tensors, ((11, 203), (203,), (203,))), layer_norm_reference),
+    "rms_norm": Sample(partial(random_tensors, ((11, 203), (203,))), rms_norm_reference),
+    "norm_linear": Sample(partial(random_tensors, ((11, 203), (203,), (29, 203))), norm_linear_reference),
     "layer_norm: residual": Sample(
-        partial(random_tensors, ((37, 203), (203,), (203,), (37, 203))),
+        partial(random_tensors, ((11, 203), (203,), (203,), (11, 203))),
         layer_norm_reference,
         {"zero_centered_gamma": True},
         keywords=("residual",),
     ),
     "rms_norm: residual": Sample(
-        partial(random_tensors, ((37, 203), (203,), (37, 203))), rms_norm_reference, keywords=("residual",)
+        partial(random_tensors, ((11, 203), (203,), (11, 203))), rms_norm_reference, keywords=("residual",)
     ),
     "norm_linear: all outputs": Sample(
-        partial(random_tensors, ((37, 203), (203,), (29, 203), (29,), (203,), (37, 203))),
+        partial(random_tensors, ((11, 203), (203,), (29, 203), (29,), (203,), (11, 203))),
         norm_linear_reference,
         {"norm": "layer_norm", "return_norm_output": True},
         keywords=("norm_bias", "residual"),
