@@ -21,7 +21,7 @@ from onepass.ops.norm import few_rows
 from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import poisoned, unchanged
 
-M, H = 300, 40
+M, H = 130, 40
 OPS = {
     "rms_norm": lambda x, a, b, backend, op=onepass: op.rms_norm(x, a, backend=backend),
     "layer_norm": lambda x, a, b, backend, op=onepass: op.layer_norm(x, a, b, backend=backend),
