@@ -399,8 +399,10 @@ def broken_by_threads(make: Callable[[], Step], threads: int = 4, runs: int = 3)
     expected = _copied(make().run())
     broken: list[str] = []
     together = threading.Barrier(threads)
+    cores = torch.get_num_threads()
 
     def work(step: Step) -> None:
+        torch.set_num_threads(cores)  # OpenMP gives a new thread all cores, and small products other bits
         before = _copied(step.lasting())
         together.wait()
         try:
