@@ -249,14 +249,13 @@ def _forward_plan(
 def _bind(tiles: NormForwardTiles, H: int, x_lies: Groups, r_row: int, eps: float, layer: bool, centered: bool) -> Bound:
     x_row, x_gap, x_inner = x_lies
     fixed = H, layer, centered, known_align(x_row, x_gap or 0, r_row)
-    bound: Bound
+    bound: Bound  # not fused, so that y has the same bits whether or not statistics are stored
     if tiles.short:
         lies = x_row, x_gap, r_row, eps, x_inner
         bound = _short_kernel.bind(*lies, *fixed, tiles.block_m, tiles.block_h, num_warps=tiles.num_warps, fused=False)
     else:
         lies = x_row, r_row, eps
-        cut = tiles.block_h, tiles.held, tiles.cache
-        bound = _long_kernel.bind(*lies, *fixed, *cut, num_warps=tiles.num_warps, fused=False)
+        bound = _long_kernel.bind(*lies, *fixed, tiles.block_h, tiles.held, tiles.cache, num_warps=tiles.num_warps, fused=False)
     return bound
 
 
