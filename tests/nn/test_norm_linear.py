@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from inspect import signature
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_the_linear_layer_starts_as_torchs():
 
 
 def test_eps_is_each_norms_own_unless_it_is_given():
-    assert NormLinear(8, 4).eps == 1e-6 and NormLinear(8, 4, norm="layer_norm").eps == 1e-5
+    for norm in ("rms_norm", "layer_norm"):
+        assert NormLinear(8, 4, norm=norm).eps == signature(getattr(onepass, norm)).parameters["eps"].default
     assert NormLinear(8, 4, norm="layer_norm", eps=1e-6).eps == 1e-6
 
 

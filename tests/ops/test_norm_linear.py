@@ -78,12 +78,13 @@ def test_values_and_gradients_in_fp16(backend, layer):
 @kinds
 def test_it_is_the_norm_and_the_linear(backend, layer):
     x, norm_weight, weight, bias, norm_bias = tensors(layer=layer)
-    expected = F.layer_norm(x, (40,), norm_weight, norm_bias, 1e-6) if layer else F.rms_norm(x, (40,), norm_weight, 1e-6)
+    x = x * 1e-3  # which makes its square that of eps
+    expected = F.layer_norm(x, (40,), norm_weight, norm_bias) if layer else onepass.rms_norm(x, norm_weight, backend="torch")
     y, normed = op(layer, backend=backend, return_norm_output=True)(x, norm_weight, weight, bias, norm_bias)
     torch.testing.assert_close(normed, expected)
     torch.testing.assert_close(y, F.linear(expected, weight, bias))
     bare = op(layer, backend=backend)(x, None, weight)
-    expected = F.layer_norm(x, (40,), eps=1e-6) if layer else F.rms_norm(x, (40,), eps=1e-6)
+    expected = F.layer_norm(x, (40,)) if layer else F.rms_norm(x, (40,), eps=1e-6)
     torch.testing.assert_close(bare, F.linear(expected, weight))
 
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.fp8_state import shown_precision
 from onepass.nn.norm import MarkedParameters, is_size
+from onepass.ops.norm.formula import DEFAULT_EPS
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.checks import check_eps
 from onepass.runtime.fp8_recipe import Precision, recipe_of
-
-_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
 
 class NormLinear(MarkedParameters):
@@ -64,15 +63,15 @@ class NormLinear(MarkedParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if norm not in _EPS:
-            raise ValueError(f"norm must be one of {', '.join(_EPS)}, but is {norm!r}")
+        if norm not in DEFAULT_EPS:
+            raise ValueError(f"norm must be one of {', '.join(DEFAULT_EPS)}, but is {norm!r}")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not is_size(size):
                 raise ValueError(f"{name} must be a size of at least 1, but is {size!r}")
         recipe_of(precision)
         self.precision = precision
         self.in_features, self.out_features, self.norm = in_features, out_features, norm
-        self.eps = _EPS[norm] if eps is None else check_eps(eps)
+        self.eps = DEFAULT_EPS[norm] if eps is None else check_eps(eps)
         self.zero_centered_gamma, self.sequence_parallel = zero_centered_gamma, sequence_parallel
         self.return_norm_output, self.return_input = return_norm_output, return_input
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from onepass.gradients.vectors import VectorGrads
 
 
+DEFAULT_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}  # what `rms_norm` and `layer_norm` have, for ops that take a norm by name
+
+
 class NormOptions(NamedTuple):
     """What a norm takes besides tensors."""
 

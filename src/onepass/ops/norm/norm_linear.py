@@ -54,7 +54,7 @@ from onepass.gradients.vectors import (
     with_fp32_grads,
 )
 from onepass.ops.norm import kernels
-from onepass.ops.norm.formula import NormOptions, add_rounded, norm_backward_formula, norm_formula
+from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_backward_formula, norm_formula
 from onepass.ops.norm.fp8_linear import norm_linear_fp8, start_norm_operand
 from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.parallel.tensor_parallel import (
@@ -75,20 +75,25 @@ from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 
-NORMS = ("rms_norm", "layer_norm")
+NORMS = tuple(DEFAULT_EPS)
 
 
 def norm_linear_reference(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, norm_bias: Tensor | None = None,
-    *, norm: str = "rms_norm", eps: float = 1e-6, zero_centered_gamma: bool = False, return_norm_output: bool = False,
+    *, norm: str = "rms_norm", eps: float | None = None, zero_centered_gamma: bool = False, return_norm_output: bool = False,
     residual: Tensor | None = None, return_input: bool = False, stored: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
-    wide, h = _normed(x, residual, norm_weight, norm_bias, norm == "layer_norm", eps, zero_centered_gamma, stored or x.dtype)
+    options = _options(norm, eps, zero_centered_gamma)
+    wide, h = _normed(x, residual, norm_weight, norm_bias, *options, stored or x.dtype)
     normed = wide.to(x.dtype)
     y = F.linear(normed, weight, bias)
     return _returned(y, normed if return_norm_output else None, h if residual is not None or return_input else None)
+
+
+def _options(norm: str, eps: float | None, zero_centered_gamma: bool) -> NormOptions:
+    return NormOptions(norm == "layer_norm", float(DEFAULT_EPS[norm] if eps is None else eps), bool(zero_centered_gamma))
 
 
 def _normed(
@@ -371,13 +376,13 @@ _apply = fast_apply(_NormLinear)
 
 def _check(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    norm: str, eps: float, zero_centered_gamma: bool,
+    norm: str, eps: float | None, zero_centered_gamma: bool,
 ) -> None:  # fmt: skip
-    check_norm(x, eps)
-    if residual is not None:
-        check_same_shape("residual", residual, x)
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, but is {norm!r}")
+    check_norm(x, DEFAULT_EPS[norm] if eps is None else eps)
+    if residual is not None:
+        check_same_shape("residual", residual, x)
     if norm_weight is not None:
         check_vector("norm_weight", norm_weight, x)
     elif zero_centered_gamma:
@@ -398,7 +403,7 @@ def norm_linear(
     residual: Tensor | None = None,
     norm: str = "rms_norm",
     norm_bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
     zero_centered_gamma: bool = False,
     return_norm_output: bool = False,
     return_input: bool = False,
@@ -419,7 +424,7 @@ def norm_linear(
         residual: of x's shape: added to x before, in the norm's pass. h is returned too, and is kept in the place of both.
         norm: ``rms_norm`` or ``layer_norm``.
         norm_bias: ``[K]``, for ``layer_norm``.
-        eps, zero_centered_gamma: the norm's, as in `rms_norm` and `layer_norm`.
+        eps, zero_centered_gamma: the norm's, as in `rms_norm` and `layer_norm`. None is that norm's own eps: 1e-6 or 1e-5.
         return_norm_output: return norm(h) as well, of the x that is given; it can be differentiated too.
         return_input: return h without a residual too. It is x itself, and what uses it in the place of x has its gradient added
             to x's in the norm's own pass; autograd would add the two by a kernel more.
@@ -455,7 +460,7 @@ def norm_linear(
             return_norm_output=return_norm_output, return_input=return_input, tp_group=tp_group,
             sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
-    options = NormOptions(norm == "layer_norm", float(eps), bool(zero_centered_gamma))
+    options = _options(norm, eps, zero_centered_gamma)
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0

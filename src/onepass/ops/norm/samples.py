@@ -96,7 +96,7 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
         tensors["residual"] = RandomTensor((*lead, width), draw.beside(dtype))
     options: dict[str, Any] = {
         "norm": norm,
-        "eps": draw.choose((1e-5, _least_eps(width), 0.1)),
+        "eps": draw.choose((None, 1e-5, _least_eps(width), 0.1)),
         "zero_centered_gamma": "norm_weight" in tensors and draw.flag(0.3),
         "return_norm_output": draw.flag(0.3),
         "return_input": draw.flag(0.2),

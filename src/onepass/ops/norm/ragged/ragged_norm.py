@@ -29,7 +29,7 @@ _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def ragged_norm_reference(
-    xs: Lanes, weights: Lanes, biases: Lanes, *, norm: str = "layer_norm", eps: float = 1e-5, native: bool = False
+    xs: Lanes, weights: Lanes, biases: Lanes, *, norm: str, eps: float, native: bool = False
 ) -> Lanes:
     """The formula, for every type, of each lane."""
     none: list[None] = [None] * len(xs)
