@@ -187,6 +187,25 @@ def test_linear_cross_entropy_by_the_configs_name():
         installed.undo()
 
 
+def test_linear_cross_entropy_rounds_no_logits():
+    """In bf16 too, whether the version has the function itself or the config's name applies our head."""
+    options = {**KINDS["RMSNorm, swiglu"], "params_dtype": torch.bfloat16, "cross_entropy_loss_fusion": True}
+    installed = megatron.install()
+    try:
+        config = config_of(**options, cross_entropy_fusion_impl="linear")
+        model, hidden = model_of(config, local_spec(config)), []
+        model.decoder.register_forward_hook(lambda module, given, result: hidden.append(result.double()))
+        tokens = torch.randint(64, (2, 17))
+        mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+        given, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        loss = model(given, torch.arange(16)[None].expand(2, -1), mask, labels=labels)
+        logits = (hidden[0] @ model.shared_embedding_or_output_weight().double().T).permute(1, 2, 0)
+        torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="none").float(), rtol=2e-6, atol=2e-6)
+        assert loss.dtype is torch.float32 and loss.is_contiguous()
+    finally:
+        installed.undo()
+
+
 def test_gradient_accumulation_fusion():
     config = config_of(**KINDS["RMSNorm, swiglu"])
     stock = step(model_of(config, local_spec(config), False))

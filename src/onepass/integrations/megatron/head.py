@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad
@@ -18,19 +19,24 @@ _MARK = "_onepass_head"
 
 def output_processor(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor | None,
-    runtime_gather_output: bool | None = None, scale_logits: Any = None, config: Any = None, **_: Any,
+    runtime_gather_output: bool | None = None, scale_logits: Any = None, config: Any = None, fp32_logits: bool = False, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Pass this as GPTModel.forward(output_processor=...), from megatron-core 0.18 on. Without labels it returns logits."""
+    """Pass this as GPTModel.forward(output_processor=...), from megatron-core 0.18 on. Without labels it returns logits.
+
+    ``functools.partial(output_processor, fp32_logits=True)`` never rounds the logits that it doesn't keep.
+    """
     if labels is not None:
         _refuse(config)
-        return head_loss(hidden_states, output_layer, output_weight, labels, config)
+        return head_loss(hidden_states, output_layer, output_weight, labels, config, fp32_logits)
     logits: Tensor = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)[0]
     if scale_logits:
         logits = scale_logits(logits)
     return logits.transpose(0, 1).contiguous()
 
 
-def head_loss(hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, config: Any) -> Tensor:
+def head_loss(
+    hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, config: Any, fp32_logits: bool = False
+) -> Tensor:
     """Return each token's loss, ``[b, s]``, of hidden states ``[s, b, h]`` or this rank's part of s."""
     weight = layer.weight if weight is None else weight
     group = layer.tp_group
@@ -43,6 +49,7 @@ def head_loss(hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor,
         sequence_parallel=layer.sequence_parallel,
         bias=None if layer.skip_bias_add else layer.bias,
         logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
+        logits_dtype=torch.float32 if fp32_logits else None,
         deferred=_deferred(weight, layer, config),
     )
     return loss.transpose(0, 1).contiguous()
@@ -84,11 +91,13 @@ class AppliedHead:
         return self._said
 
 
-def apply(model: Any) -> AppliedHead:
+def apply(model: Any, *, fp32_logits: bool = False) -> AppliedHead:
     """Make no logits in a built GPTModel's or HybridModel's forward with labels. Without labels it returns logits as before.
 
     Args:
         model: also within DistributedDataParallel and Float16Module. A pipeline stage without a head is left.
+        fp32_logits: compute the loss of logits that are never rounded, as ``cross_entropy_fusion_impl="linear"`` does.
+            Otherwise they are rounded to the hidden states' type, as stock's are.
     """
     while hasattr(model, "module"):
         model = model.module
@@ -117,11 +126,13 @@ def apply(model: Any) -> AppliedHead:
         return input_, None
 
     def loss(labels: Tensor, logits: Tensor) -> Tensor:
-        return head_loss(logits, layer, call["weight"], labels, model.config) if call["wanted"] else their_loss(labels, logits)
+        if not call["wanted"]:
+            return their_loss(labels, logits)
+        return head_loss(logits, layer, call["weight"], labels, model.config, fp32_logits)
 
     vars(model).update({"forward": forward, "compute_language_model_loss": loss, _MARK: True})
     vars(layer)["forward"] = hidden_as_logits
-    return AppliedHead(model, _account(model, "output_layer and loss: linear_cross_entropy, with labels"))
+    return AppliedHead(model, _account(model, f"output_layer and loss: linear_cross_entropy, with labels{', of fp32 logits' * fp32_logits}"))
 
 
 def _account(model: Any, head: str) -> str:

@@ -130,6 +130,6 @@ def _with_linear_head(init: Any) -> Any:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "linear" and self.post_process:
-            apply(self)
+            apply(self, fp32_logits=True)  # as the function of newer versions
 
     return __init__
