@@ -125,14 +125,15 @@ def apply(model: Any, *, fp32_logits: bool = False) -> AppliedHead:
         call["weight"] = weight
         return input_, None
 
-    def loss(labels: Tensor, logits: Tensor) -> Tensor:
+    def loss(labels: Tensor, logits: Tensor) -> Any:
         if not call["wanted"]:
             return their_loss(labels, logits)
         return head_loss(logits, layer, call["weight"], labels, model.config, fp32_logits)
 
     vars(model).update({"forward": forward, "compute_language_model_loss": loss, _MARK: True})
     vars(layer)["forward"] = hidden_as_logits
-    return AppliedHead(model, _account(model, f"output_layer and loss: linear_cross_entropy, with labels{', of fp32 logits' * fp32_logits}"))
+    how = "linear_cross_entropy of fp32 logits" if fp32_logits else "linear_cross_entropy"
+    return AppliedHead(model, _account(model, f"output_layer and loss: {how}, with labels"))
 
 
 def _account(model: Any, head: str) -> str:
