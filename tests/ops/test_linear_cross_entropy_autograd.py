@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +25,14 @@ from ops.linear_cross_entropy_oracle import (  # noqa: F401
     WAYS,
     op,
     reductions_of,
+    taken,
     ways,
     whole_sums,
 )
 from torch.utils.checkpoint import checkpoint
 
 import onepass.ops.loss.linear_cross_entropy as module
+from onepass.ops.loss.linear_cross_entropy.plan import make_plan
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
 # ---- which gradients are asked for, and what they cost ----
@@ -82,12 +85,25 @@ def test_twice_over_a_retained_graph(way):
         dys = [torch.randn_like(out) for out in outs]
         with unchanged(**{f"out{i}": out for i, out in enumerate([*outs, *dys])}):
             first, second, third = (torch.autograd.grad(outs, leaves, dys, retain_graph=True) for _ in range(3))
-        assert equal(second, third)
-        for a, b in zip(first, second, strict=True):  # forward's were rounded before they were multiplied
-            torch.testing.assert_close(a, b, rtol=1e-5 if dtype is FP32 else 2e-2, atol=1e-6 if dtype is FP32 else 2e-2)
-        assert way == "grad_in_forward" or equal(first, second)
+        assert equal(first, second) and equal(second, third)
         apart = torch.autograd.grad(outputs(call(*inputs)), leaves, dys)
         assert equal(first, apart)  # called again: bit for bit
+
+
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+def test_logits_that_waited_are_made_again_as_forward_made_them(reduction):
+    """The plan for recomputed logits divides tokens and columns otherwise."""
+    inputs = tensors((300,), 16, 257)
+    leaves = [t for t in inputs if t.is_floating_point()]
+    with mock.patch.object(module.steps, "make_plan", _keeping_plan):
+        loss = op(reduction=reduction)(*inputs)
+        first, second = (torch.autograd.grad(loss, leaves, torch.ones_like(loss), retain_graph=True) for _ in range(2))
+    assert equal(first, second)
+
+
+def _keeping_plan(asked, machine):
+    budget = asked.N * asked.V * asked.size if asked.mode is None else 1 << 14
+    return make_plan(asked._replace(chunk_bytes=budget, mode=asked.mode or "keep_logits"), machine)
 
 
 @again_and_again
@@ -97,7 +113,20 @@ def test_one_gradient_after_the_other(way):
     expected = torch.autograd.grad(op(way)(*inputs), leaves)
     loss = op(way)(*inputs)
     for leaf, grad in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(torch.autograd.grad(loss, leaf, retain_graph=True)[0], grad, rtol=1e-5, atol=1e-7)
+        (found,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found, grad) or way in ("recompute", "blocks", "both")  # those divide a call by what is asked for
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there a vocabulary of an odd size is padded, and products are larger")
+def test_what_forward_made_is_made_again_only_where_it_was_multiplied_in_place():
+    for dtype, expected in ((FP32, [0, 0, 3]), (BF16, [0, 0, 0])):
+        hidden, weight, labels, *_ = tensors((16,), dtype=dtype, rest=False)
+        labels[1] = 0  # a row that is ignored is not computed
+        loss = op("grad_in_forward")(hidden, weight, labels)
+        for leaves, count in zip(((hidden,), (weight,), (hidden, weight)), expected, strict=True):
+            found = taken(lambda leaves=leaves, loss=loss: torch.autograd.grad(loss, leaves, retain_graph=True))
+            assert found.products([hidden, weight, labels]) == count
 
 
 @ways

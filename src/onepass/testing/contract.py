@@ -95,14 +95,14 @@ def _close(found: Any, expected: Any, what: str) -> None:
 
 
 def repeats(subject: Subject) -> None:
-    """Two calls are bitwise equal. A retained graph gives its gradients twice. Inputs and incoming gradients are not written."""
+    """Two calls are bitwise equal, and two backward passes of one. Inputs and incoming gradients are not written."""
     tensors = subject.tensors()
     ys, again = subject.run(*tensors), subject.run(*tensors)
     incoming = [torch.ones_like(y) for y in ys if y.requires_grad]
     before = [t.detach().clone() for t in tensors]
+    first = subject.gradients(tensors, ys, retain_graph=True)
     torch.autograd.backward([y for y in ys if y.requires_grad], incoming, retain_graph=True)
     assert all(bool((g == 1).all()) for g in incoming), "an incoming gradient was written"
-    first = subject.gradients(tensors, ys, retain_graph=True)
     for found in (subject.gradients(tensors, ys), subject.gradients(tensors, again)):
         assert all(map(torch.equal, first, found)), "gradients differ from call to call"
     assert all(map(torch.equal, ys, again)), "results differ from call to call"

@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wrong = kept.mismatch(labels) if kept is not None and labels.is_cuda else None  # a CPU has raised
             if wrong is not None:
                 loss, *outputs = [t if t.dtype is torch.bool else torch.where(wrong, torch.nan, t) for t in (loss, *outputs)]
-        ctx.options, ctx.deferred, ctx.used = options, deferred, False
+        ctx.options, ctx.deferred, ctx.needs, ctx.used, ctx.scaled = options, deferred, needs, False, ()
         ctx.promised = options.grad_scale is not None and any(needs)
         ctx.added = added
         # A graph's op returns an empty dbias for none. A rank without columns has no other: backward makes it again.
@@ -117,9 +117,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _promised_gradients(ctx, saved, dloss, stats, requests, fresh)
         elif dloss is None and not stats:
             grads = (None,) * 5
-        elif ctx.made and fresh and not stats:
+        elif ctx.made and not stats:
             assert dloss is not None
-            grads = _made_gradients(ctx, saved, dloss, requests)
+            grads = _made_gradients(ctx, _unscaled(ctx, saved, requests), dloss, requests)
         else:
             grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
         return *grads, dtoken_weight, None, None, None, None, None, None
@@ -245,12 +245,25 @@ Grads = tuple[Tensor | None, ...]  # of hidden, the weight, the bias, and LoRA's
 # ---- gradients that forward has made ----
 
 
+def _unscaled(ctx: Any, saved: _Saved, requests: list[GradRequest]) -> _Saved:
+    """Return what forward made. Where an earlier pass multiplied it in place, forward's products are computed again: the same
+    numbers, rounded in the same places."""
+    asked = [name for name, request in zip(_SCALED, requests, strict=False) if request is not GradRequest.SKIP]
+    if not any(name in ctx.scaled for name in asked):
+        return saved
+    *_, dhidden, dweight, _, _, _, _ = steps.forward(
+        _selected(saved.hidden, saved.selection()), *saved[1:10], ctx.options, ctx.needs, False,
+        accumulate=(_parameters(ctx, saved)[0], ctx.main_grads[0], GradRequest.ACCUMULATE), mode="grad_in_forward",
+    )  # fmt: skip
+    return saved._replace(hidden_made=dhidden, weight_made=dweight)
+
+
 def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradRequest]) -> Grads:
     """Multiply what forward made by the loss's incoming gradient; it is rounded once."""
     factor = dloss if saved.scale is None else dloss * saved.scale
     weight, hidden = _parameters(ctx, saved)[0], None
     if requests[0] is not GradRequest.SKIP and saved.hidden_made is not None:
-        hidden = _as_hidden(saved, _times(ctx.options, saved.hidden_made, factor, ctx.options.product))
+        hidden = _as_hidden(saved, _times_once(ctx, saved, "hidden_made", factor, ctx.options.product))
 
     def put_weight() -> Tensor | None:
         if requests[1] is GradRequest.SKIP:
@@ -259,7 +272,8 @@ def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradR
             only = [request if i == 1 else GradRequest.SKIP for i, request in enumerate(requests)]
             return _backward_gradients(ctx, saved, dloss, (), only, False)[1]
         moved = accumulates_elsewhere(weight) and requests[1] is not GradRequest.RETURN
-        sums = _times(ctx.options, saved.weight_made, factor, saved.weight_made.dtype if moved else weight.dtype)
+        dtype = saved.weight_made.dtype if moved else weight.dtype
+        sums = _times_once(ctx, saved, "weight_made", factor, dtype)
         return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
 
     return hidden, *_put(put_weight, _sums_of(ctx, saved, saved.made(), requests, factor))
@@ -275,6 +289,16 @@ def _put(
 ) -> list[Tensor | None]:
     found, dweight = vector_gradients(others, put_weight)
     return [dweight, *found]
+
+
+_SCALED = "hidden_made", "weight_made"  # those that backward may multiply in place
+
+
+def _times_once(ctx: Any, saved: _Saved, name: str, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    made: Tensor = getattr(saved, name)
+    if made.dtype == dtype:
+        ctx.scaled = (*ctx.scaled, name)
+    return _times(ctx.options, made, factor, dtype)
 
 
 def _times(options: LossOptions, made: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -343,7 +367,7 @@ def _true_scale(ctx: Any, dloss: Tensor, dstats: list[Tensor]) -> Tensor:
 def _backward_gradients(
     ctx: Any, saved: _Saved, dloss: Tensor | None, dstats: Sequence[Tensor | None], requests: list[GradRequest], fresh: bool
 ) -> Grads:
-    """Make gradients from the logits that waited, unless an earlier pass has used them; else from recomputed logits."""
+    """Make gradients from the logits that waited, or from recomputed logits."""
     weight = _parameters(ctx, saved)[0]
     incoming = _incoming(saved, ctx.options, dloss, dstats)
     made, grad = Gradients(None, None, None), None
@@ -359,7 +383,7 @@ def _backward_gradients(
         made = Gradients(*steps.backward(
             _selected(saved.hidden, saved.selection()), *saved[1:5], saved.labels, saved.place, saved.bits,
             saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
-            accumulate=(weight, main_grad, request), logits=saved.logits if fresh else None,
+            accumulate=(weight, main_grad, request), logits=saved.logits, used=not fresh,
         ))  # fmt: skip
 
     def put_weight() -> Tensor | None:

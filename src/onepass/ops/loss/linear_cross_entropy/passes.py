@@ -79,12 +79,19 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
 
 def _losses_of_all_logits(head: Head, rows: int) -> tuple[RowLosses, LogitsBlock]:
     """One launch for all rows' statistics: those of a row are the same as in a chunk's launch."""
-    buffer = new_buffer(head, head.tokens, head.columns)[0]
-    for chunk in Chunks(head, rows):
-        make_logits(head, head.hidden[chunk], 0, head.columns, (buffer[chunk], None))
-    logits = _block_of(head, buffer)
-    parts = _statistics(head, logits, head.labels, head.bits)
-    return _finished(head, parts, head.labels), logits
+    logits = new_buffer(head, head.tokens, head.columns)[0]
+    make_all_logits(head, rows, head.columns, logits)
+    block = _block_of(head, logits)
+    return _finished(head, _statistics(head, block, head.labels, head.bits), head.labels), block
+
+
+def make_all_logits(head: Head, rows: int, columns: int, into: Tensor) -> None:
+    """Write the logits that wait, chunk after chunk of `rows` tokens."""
+    chunks = Chunks(head, rows)
+    for at, chunk in enumerate(chunks):
+        hidden, part = chunks.hidden(chunk, chunks.after(at)), into[chunks.places(chunk)]
+        for first in range(0, max(head.columns, 1), columns or 1):
+            make_logits(head, hidden, first, columns, (part[:, first:], None))
 
 
 def _block_of(head: Head, buffer: Tensor) -> LogitsBlock:

@@ -31,6 +31,7 @@ from onepass.ops.loss.linear_cross_entropy.passes import (
     gradients_of_kept_logits,
     losses,
     losses_and_gradients,
+    make_all_logits,
     recompute_gradients,
 )
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, machine_speed, make_plan
@@ -232,11 +233,12 @@ def _backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
     place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
     dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
-    accumulate: Accumulate | None = None, logits: Tensor | None = None,
+    accumulate: Accumulate | None = None, logits: Tensor | None = None, used: bool = False,
 ) -> Gradients:  # fmt: skip
     """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
 
-    With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None.
+    With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None. `used` logits
+    hold their gradient: they are made again in place, by forward's products.
     """
     head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
@@ -251,8 +253,10 @@ def _backward(
     incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
     found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
     if logits is not None:
-        kept = to_local_rows(logits, head.columns)
-        gradients_of_kept_logits(head, _forward_pieces(head, True)[0], kept, found, incoming, sums, target is not None)
+        kept, (rows, columns) = to_local_rows(logits, head.columns), _forward_pieces(head, True)
+        if used:
+            make_all_logits(head, rows, columns, logits)
+        gradients_of_kept_logits(head, rows, kept, found, incoming, sums, target is not None)
     else:
         options, rank = options._replace(grad_scale=None), _rank_of(lora_a)
         plan = plan_call(hidden, weight, labels.shape[0], options, needs, target, "recompute", rank)

@@ -59,8 +59,7 @@ class _LinearDivergence(torch.autograd.Function):
         requests = grad_requests(ctx, True, True, *(t is not None for t in saved[2:5]))
         needs = Needs(*[request is not GradRequest.SKIP for request in requests])
         if ctx.options.reduction == "none":
-            waiting = WaitingLogits(saved.waiting, saved.teacher_waiting) if fresh else WaitingLogits()
-            found = _from_logits(saved, ctx.options, dloss, needs, waiting)
+            found = _from_logits(saved, ctx.options, dloss, needs, used=not fresh)
         else:
             found = _from_made(ctx, saved, dloss, needs, requests)
         parameters = [t if held is None else held for held, t in zip(ctx.held, saved[1:5], strict=True)]
@@ -125,13 +124,14 @@ def _scaled(made: Tensor, factor: Tensor, dtype: torch.dtype, use_triton: bool) 
 
 
 def _from_logits(
-    saved: _SavedDivergence, options: DivergenceOptions, dloss: Tensor, needs: Needs, waiting: WaitingLogits
-) -> Gradients:  # fmt: skip
-    """Make gradients from the logits that waited, unless an earlier pass has used them; else from new ones."""
+    saved: _SavedDivergence, options: DivergenceOptions, dloss: Tensor, needs: Needs, used: bool
+) -> Gradients:
+    """Make gradients from the logits that waited, unless an earlier pass has `used` the student's; else from new ones."""
+    waiting = WaitingLogits(saved.waiting, saved.teacher_waiting)
     incoming = row_gradient(dloss.to(saved.numbers.dtype), "none", saved.labels.shape[0])
     if not torch.compiler.is_compiling():  # a version counter of its own: a second backward does not read what is written here
         waiting = WaitingLogits(*(None if t is None else t.data for t in waiting))
-    made = Gradients(*steps.backward(*saved[:10], saved.numbers, incoming, options, needs, waiting=waiting))
+    made = Gradients(*steps.backward(*saved[:10], saved.numbers, incoming, options, needs, waiting=waiting, used=used))
     return made if needs.need_bias else made._replace(bias=None)
 
 

@@ -124,8 +124,10 @@ class WaitingLogits(NamedTuple):
 class _LogitChunks:
     """Both heads' logits, chunk by chunk: in a chunk's buffer, or in memory for all tokens where they wait."""
 
-    def __init__(self, pair: HeadPair, rows: int, waiting: WaitingLogits, made: bool = False) -> None:
-        """made: the logits that wait are there already."""
+    def __init__(
+        self, pair: HeadPair, rows: int, waiting: WaitingLogits, made: tuple[bool, bool] = (False, False)
+    ) -> None:  # fmt: skip
+        """made: the student's and the teacher's logits that wait are there already."""
         self.pair, self.waiting, self.made = pair, waiting, made
         self.chunks = [slice(at, min(at + rows, pair.tokens)) for at in range(0, pair.tokens, max(1, rows))]
         most, (student, teacher) = min(rows, pair.tokens), waiting
@@ -137,15 +139,19 @@ class _LogitChunks:
     def of(self, chunk: slice) -> tuple[LogitsBlock, LogitRows]:
         """The student's logits, which hold their gradient after a call of the rows' kernels, and both heads'."""
         student, teacher = (
-            self._block(head, chunk, buffer, kept)
-            for head, buffer, kept in zip((self.pair.student, self.pair.teacher), self.buffers, self.waiting, strict=True)
+            self._block(head, chunk, buffer, kept, made)
+            for head, buffer, kept, made in zip(
+                (self.pair.student, self.pair.teacher), self.buffers, self.waiting, self.made, strict=True
+            )
         )
         return student, LogitRows(student.x, student.out, teacher.x, _chunk_of(self.pair.labels, chunk), student.room)
 
-    def _block(self, head: Head, chunk: slice, buffer: tuple[Tensor, Tensor | None], kept: Tensor | None) -> LogitsBlock:
+    def _block(
+        self, head: Head, chunk: slice, buffer: tuple[Tensor, Tensor | None], kept: Tensor | None, made: bool
+    ) -> LogitsBlock:
         if kept is None:
             return make_logits(head, _chunk_of(head.hidden, chunk), 0, head.columns, buffer)
-        if not self.made:
+        if not made:
             return make_logits(head, _chunk_of(head.hidden, chunk), 0, head.columns, (_chunk_of(kept, chunk), None))
         x = kept[chunk, : head.columns]
         return LogitsBlock(x, x, max(head.columns, head.weight.shape[0]), 0)
@@ -253,10 +259,13 @@ def _partial_rows(pair: HeadPair, logits: LogitRows, numbers: Tensor, shard: Voc
 
 
 def gradients(
-    pair: HeadPair, rows: int, waiting: WaitingLogits, numbers: Tensor, incoming: Tensor, into: Gradients
+    pair: HeadPair, rows: int, waiting: WaitingLogits, numbers: Tensor, incoming: Tensor, into: Gradients, used: bool
 ) -> None:  # fmt: skip
-    """Write the gradients to `into`, from the logits that waited or from new ones. `incoming`: of each row's divergence."""
-    logits, sums = _LogitChunks(pair, rows, waiting, made=True), _GradientSums(pair.student, into)
+    """Write the gradients to `into`, from the logits that waited or from new ones. `incoming`: of each row's divergence.
+
+    used: the student's logits that waited hold their gradient. They are made again.
+    """
+    logits, sums = _LogitChunks(pair, rows, waiting, made=(not used, True)), _GradientSums(pair.student, into)
     for chunk in logits.chunks:
         student, both = logits.of(chunk)
         pair.rows.row_gradients(both, pair.terms, numbers[:, chunk], incoming[chunk])

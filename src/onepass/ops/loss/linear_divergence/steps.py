@@ -142,15 +142,16 @@ def _backward(
     student: Tensor, student_weight: Tensor, student_bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
     teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, labels: Tensor, place: Tensor | None,
     numbers: Tensor, incoming: Tensor, options: DivergenceOptions, needs: Needs, *, waiting: WaitingLogits = WaitingLogits(),  # noqa: B008
+    used: bool = False,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of rows' divergences, from logits that waited or from new ones."""
+    """Return the gradients of rows' divergences, from logits that waited, unless an earlier pass has `used` them, or new ones."""
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
     heads = HeadOperands(student, student_weight, student_bias, lora), HeadOperands(teacher, teacher_weight, teacher_bias)
     pair = _pair(*heads, labels, place, options)
     of_rows = options._replace(reduction="none")
     plan = plan_call(student, student_weight, teacher_weight, of_rows, needs, waiting.teacher is None)
     into = _new_gradients(pair, lora_a, lora_b, needs, pair.student.hidden.dtype)
-    gradients(pair, plan.rows, waiting, numbers, incoming, into)
+    gradients(pair, plan.rows, waiting, numbers, incoming, into, used)
     return into
 
 
