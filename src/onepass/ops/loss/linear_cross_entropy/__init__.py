@@ -143,10 +143,18 @@ def _variant(call: Call) -> str:
     tokens = call.labels.numel() if selection is None else selection.whole.shape[0]
     said = f"{tokens} of {call.labels.numel()} rows" if selection is not None else "all rows"
     if rows is None:
-        said += ": fewer with rows=kept_rows(labels)" if call.rows is None else ": how many are kept is not known here"
+        said += _ignored_too(call) if call.rows is None else ": how many are kept is not known here"
     low_rank = 0 if call.lora is None else call.lora.a.shape[0]
     plan = plan_call(call.hidden, call.weight, tokens, options, needs, main_grad, low_rank=low_rank)
     return f"{said}; {plan}{f'; LoRA of rank {low_rank}' if low_rank else ''}"
+
+
+def _ignored_too(call: Call) -> str:
+    """Say how many rows are computed though they are ignored, and what leaves them out. It waits for the labels."""
+    if not can_count(call.labels):
+        return ": fewer with rows=onepass.kept_rows(labels), outside of graphs"
+    ignored = int((call.labels == call.ignore_index).sum())
+    return f", {ignored} of {call.labels.numel()} ignored: rows=onepass.kept_rows(labels) leaves those out" if ignored else ""
 
 
 def _check(call: Call) -> None:
