@@ -1,12 +1,14 @@
 """What is changed in a model after `apply` is what runs: each module, hook and attribute that recognition has read."""
 
 import copy
+import importlib
 import inspect
 from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -118,6 +120,13 @@ def doubling(kind):
     return type("Derived", (kind,), {"forward": forward})
 
 
+def double_experts(model):
+    """Run experts by an implementation that makes twice what their class's code makes."""
+    interface = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    interface.setdefault("doubled", lambda module, *args: 2 * inspect.unwrap(type(module).forward)(module, *args))
+    model.set_experts_implementation("doubled")
+
+
 def bias(size):
     return nn.Parameter(torch.linspace(-1, 1, size))
 
@@ -158,6 +167,7 @@ CHANGES = {
     "another head": ("Mistral", lambda model: setattr(model, "lm_head", Scaled(model.lm_head))),
     "experts' activation": ("Mixtral", put("mlp.experts.act_fn", lambda _: nn.ReLU())),
     "experts' hook": ("Mixtral", hook("mlp.experts.act_fn")),
+    "experts' implementation": ("Mixtral", double_experts),
     "mlp's class": ("Llama", derive("mlp")),
     "attention's class": ("Llama", derive("self_attn")),
     "norm's class": ("Llama", derive("input_layernorm")),
@@ -301,6 +311,46 @@ def test_a_hook_from_before_stays_in_force_and_sees_no_probe():
     assert [row.why for row in applied.left] == ["its act_fn has hooks or a forward of its own"]
     assert_alike(step(model, **batch()), step(before, **batch()))
     assert len(calls) == 2
+
+
+def scale_gradients(module, gradients, *_):
+    return tuple(None if gradient is None else 1.1 * gradient for gradient in gradients)
+
+
+GLOBAL_HOOKS = {
+    "register_module_forward_hook": lambda module, args, result: 1.1 * result,
+    "register_module_forward_pre_hook": lambda module, args: tuple(1.1 * x for x in args),
+    "register_module_full_backward_hook": scale_gradients,
+    "register_module_full_backward_pre_hook": scale_gradients,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*ackward hook")  # on modules that return records, and on those without gradients
+@pytest.mark.parametrize("register", GLOBAL_HOOKS)
+@pytest.mark.parametrize("family", ("Llama", "GPT2"))
+def test_global_hooks_see_the_calls_of_all_modules(register, family):
+    model = made(family)
+    before, late, calls = copy.deepcopy(model), copy.deepcopy(model), []
+    expected = huggingface.apply(late)
+    enlarge(late, copy.deepcopy(before))
+
+    def hook(module, *args):
+        calls.append(type(module).__name__)
+        return GLOBAL_HOOKS[register](module, *args) if calls[-1] in ("Linear", "Conv1D", "SiLUActivation") else None
+
+    with getattr(torch_module, register)(hook):
+        applied = huggingface.apply(model)  # which probes nothing by it, and recognises what it would without
+        assert not calls
+        for each in (model, before):
+            each.load_state_dict(late.state_dict())
+        runs = []
+        for each in (before, model, late):
+            runs.append((step(each, **batch()), sorted(calls)))
+            calls.clear()
+    for found, seen in runs[1:]:
+        assert_alike(found, runs[0][0])
+        assert seen == runs[0][1] and len(seen) > 20
+    assert applied.rows == expected.rows
 
 
 @pytest.mark.parametrize("first", ("onepass", "PEFT"))

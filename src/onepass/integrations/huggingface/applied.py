@@ -22,7 +22,7 @@ from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.precision import set_precision
-from onepass.integrations.huggingface.probe import isolated_rng
+from onepass.integrations.huggingface.probe import fresh_defaults
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
@@ -193,7 +193,7 @@ def apply(
     recipe = recipe_of(precision)
     patches = Patches()
     try:
-        with isolated_rng():
+        with fresh_defaults():
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.snapshot import recording
+from onepass.integrations.huggingface.snapshot import GLOBAL_HOOKS, recording
 
 FP64 = torch.float64
 
@@ -42,16 +42,20 @@ def probe_forward(module: nn.Module, *args: Any, probed_code: Callable[..., Any]
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Restore PyTorch's random state and default dtype after the block. Within it PyTorch's defaults are a fresh process's."""
-    dtype = torch.get_default_dtype()
+def fresh_defaults() -> Iterator[None]:
+    """Restore PyTorch's random state, default dtype and global hooks after the block. Within it they are a fresh process's."""
+    dtype, hooks = torch.get_default_dtype(), [dict(registry) for registry in GLOBAL_HOOKS]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
+        for registry in GLOBAL_HOOKS:
+            registry.clear()
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            for registry, kept in zip(GLOBAL_HOOKS, hooks, strict=True):
+                registry.update(kept)
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:

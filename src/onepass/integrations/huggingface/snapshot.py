@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 _UNIMPORTANT = frozenset(  # changes of these are looked at in each call, or change no number
     ("training", "gradient_checkpointing", "layer_idx", "forward", "config", "return_dict", "use_cache", "extra_repr")
 )
-
+_KEPT_AS = {"_experts_implementation": "_experts_implementation_internal"}  # properties of a configuration that models set later
 
 CODE_CHANGED = "its class has another forward"
 
@@ -124,13 +125,24 @@ FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
 _NO_MATTER = (FSDP, "transformers.")  # transformers' hooks only record outputs
 
 
+GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (  # of torch.nn.modules.module.register_module_forward_hook and its kin
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
 def hooked(module: nn.Module, but_by: tuple[str, ...] = _NO_MATTER) -> bool:
     """Whether hooks see or change this module's calls. Hooks from packages with these prefixes do not count."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
-        if hooks:
-            for hook in hooks.values():
-                if not (getattr(hook, "__module__", None) or "").startswith(but_by):
-                    return True
+    a, b, c, d = GLOBAL_HOOKS
+    e, f, g, h = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if not (a or b or c or d or e or f or g or h):  # no loop: each call of a layer asks this of all its modules
+        return False
+    for hooks in (a, b, c, d, e, f, g, h):
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith(but_by):
+                return True
     return False
 
 
@@ -162,8 +174,8 @@ class Reads:
         tensors = {name for name in names - children.keys() if isinstance(_found(own, name), Tensor)}
         tensors |= {name for name in names if _found(own, name) is None and not hasattr(type(self.module), name)}
         attributes = _attributes_of(own.get("config"))
-        aliases = getattr(own.get("config"), "attribute_map", None) or {}
-        config = {aliases.get(name, name) for name in self.config - _UNIMPORTANT if not name.startswith("_")}
+        aliases = _KEPT_AS | (getattr(own.get("config"), "attribute_map", None) or {})
+        config = {aliases.get(name, name) for name in self.config - _UNIMPORTANT if name in _KEPT_AS or not name.startswith("_")}
         return Snapshot(
             code=type(self.module).forward,
             attributes=tuple((name, _kept(own.get(name))) for name in sorted(names - tensors - children.keys())),
