@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from onepass.gradients.main_grad import (
@@ -41,7 +42,7 @@ def are_packed(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:  # every call of a layer pays for this: it makes no object that it can avoid
         if type(tensor) is not Parameter and type(tensor) is not Tensor:
             return False
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        if tensor.layout is not torch.strided or not tensor.is_contiguous() or is_functorch_wrapped_tensor(tensor):
             return False
         shape, start = tensor.shape, tensor.data_ptr()
         size = tensor.itemsize

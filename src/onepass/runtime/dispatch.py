@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -43,8 +44,8 @@ def needs_dispatcher(*tensors: Tensor | None) -> bool:
 
 
 def has_address(x: Tensor) -> bool:
-    """Whether `x.data_ptr()` is where its values are: a compiler's tensors, fake ones and subclasses have none."""
-    return type(x) in PLAIN and not torch.compiler.is_compiling()
+    """Whether `x.data_ptr()` is where its values are: tensors of compilers and functorch, fake ones and subclasses have none."""
+    return type(x) in PLAIN and not torch.compiler.is_compiling() and not is_functorch_wrapped_tensor(x)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from onepass.ops.activation.activations import ACTIVATIONS, Activation
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import gather_tokens, route, scatter_tokens
+from onepass.runtime.dispatch import under_functorch
 
 _EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
 
@@ -99,7 +100,8 @@ def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-    """Run the match, or the class's forward under a compiler, with expert parallelism and where it was changed since."""
-    if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False) or not self._onepass.snapshot.unchanged(self):
+    """Run the match, or the class's forward: in a compiler or functorch, with expert parallelism, where it was changed since."""
+    traced = torch.compiler.is_compiling() or under_functorch()
+    if traced or getattr(self, "_is_expert_parallel", False) or not self._onepass.snapshot.unchanged(self):
         return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     return self._onepass(hidden_states, top_k_index, top_k_weights)
