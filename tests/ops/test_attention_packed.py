@@ -203,6 +203,21 @@ def test_one_document_is_a_sequence(backend):
 
 
 @backends
+@pytest.mark.parametrize("documents", (0, 1, 2))
+def test_of_no_tokens_every_parameter_gets_zeros(backend, documents):
+    qkv, tables, sinks = tensors(longest=0)
+    given = [qkv[:, :0], sinks, *(torch.ones(D, device=DEVICE, requires_grad=True) for _ in range(2))]
+    tables |= {"cu_seqlens": torch.zeros(1 + documents, dtype=torch.int32, device=DEVICE)} if documents else {}
+
+    def call(qkv, sinks, q_weight, k_weight):
+        norm = {"q_weight": q_weight, "k_weight": k_weight}
+        return onepass.attention(qkv, HEADS, GROUPS, sinks=sinks, **norm, **tables, backend=backend)
+
+    y, *grads = gradients(call, given)
+    assert y.shape == (1, 0, HEADS * D) and not any(grad.any() for grad in grads)
+
+
+@backends
 def test_a_window_as_long_as_the_tokens_is_none(backend):
     qkv, _, _ = tensors()
     call = lambda x, window: onepass.attention(x, HEADS, GROUPS, window=window, backend=backend)  # noqa: E731

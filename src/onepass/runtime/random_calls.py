@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -86,9 +86,10 @@ class RandomTensor:
 
     Args:
         kind: what its numbers are: "number" (of any size), "finite" (no infinity), "tame" (of size 1 or less), "weight" (so that
-            a product of such rows keeps the size), "tame weight", "positive", "labels", "mask", "cos" or "sin".
+            a product of such rows keeps the size), "tame weight", "positive", "labels", "mask", "boundaries" of documents, "cos"
+            or "sin".
         parameter: whether it may carry main_grad.
-        top: the number of labels, or the columns of a weight.
+        top: the number of labels, the columns of a weight, or the last boundary.
         ignore_index: of labels.
     """
 
@@ -110,12 +111,14 @@ class RandomCall:
         formula: takes the tensors by their names, in any type, and returns what the op returns. The op and the formula find the
             random state alike, so that the formula can drop what the op drops.
         products: whether operands of products inside are rounded to the storage type.
+        constants: tensors that get no gradient, whether they ask for one or not. All others do, also where there are no rows.
         written: tensors that the call writes by design. They are given as results of an operator.
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
         finite: draw no infinity and no NaN, where the formula isn't the contract for them.
         incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
         promised: the gradient that comes to the first result where the call was promised it. None comes to the others.
         floors: takes the tensors, and returns absolute errors that results ("y0", "dweight") may have where terms cancel.
+        arithmetic: which tensor's type the arithmetic of a result ("y1", "dk") has, where that is not the first one's.
         can_defer: whether the weight's gradient may be made after backward, where the op can.
         arguments: makes the op's keywords of the tensors, where some of them are parts of a record.
     """
@@ -124,12 +127,14 @@ class RandomCall:
     options: dict[str, Any]
     formula: Callable[..., Any]
     products: bool = False
+    constants: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     gradients: float = 0.0
     finite: bool = False
     incoming: float = 1.0
     promised: float | None = None
     floors: Callable[[dict[str, Tensor]], dict[str, float]] = lambda tensors: {}
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
     can_defer: bool = True
     arguments: Callable[[dict[str, Tensor]], dict[str, Any]] = lambda tensors: tensors
 

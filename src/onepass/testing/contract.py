@@ -51,8 +51,7 @@ class Subject:
         return [*list(inspect.signature(self.op.function).parameters)[:split], *self.sample.keywords]
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found = self.sample.call(self.op.function, *tensors, backend=self.backend)
-        return found if isinstance(found, tuple) else (found,)
+        return _tuple(self.sample.call(self.op.function, *tensors, backend=self.backend))
 
     def gradients(self, tensors: list[Tensor], ys: tuple[Tensor, ...] | None = None, **how: Any) -> list[Tensor]:
         """Return the gradients of a weighted sum of all outputs, by the tensors that require grad."""
@@ -68,6 +67,10 @@ def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
             if name.partition(":")[0] == op.name:
                 found[name] = Subject(op, backend, device, sample)
     return found
+
+
+def _tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _loss(ys: tuple[Tensor, ...]) -> Tensor:
@@ -191,7 +194,7 @@ def _second(
     function: Callable[..., Any], tensors: list[Tensor], first: list[Tensor], second: Callable[..., list[Tensor | None]]
 ) -> list[Tensor | None]:
     ys = function(*tensors)
-    total = _loss(ys if isinstance(ys, tuple) else (ys,))
+    total = _loss(_tuple(ys))
     grads = torch.autograd.grad(total.square(), first, create_graph=True)
     penalty = total + sum(g.square().sum() for g in grads)
     return second(penalty, [t for t in tensors if t.requires_grad])
@@ -299,6 +302,44 @@ def _in_place_of(subject: Subject, named: dict[str, Tensor]) -> list[Tensor]:
     return [named.get(name, t) for name, t in zip(subject.names(), subject.tensors(), strict=True)]
 
 
+# ---- nothing to do ----
+
+
+def gives_gradients_of_nothing(subject: Subject) -> None:
+    """Without rows every tensor that requires grad gets a gradient, of zeros: a bucket that waits for one must not wait.
+
+    Each of the first tensor's dimensions but the last is made 0 in turn. With a main_grad, that stays as it is.
+    """
+    names = subject.names()
+    for rows in {size for size in subject.tensors()[0].shape[:-1] if size > 1}:
+        with torch.no_grad():
+            empty = [_without(rows, name, t) for name, t in zip(names, subject.tensors(), strict=True)]
+        formula, ours, adding = ([_like(t, given) for t, given in zip(empty, subject.tensors(), strict=True)] for _ in range(3))
+        for t in adding:
+            _give_main_grad(t)
+        expected = _by_backward(_loss(_tuple(subject.sample.call(subject.sample.formula, *formula))), formula)
+        for leaves in (ours, adding):
+            found = _by_backward(_loss(subject.run(*leaves)), leaves)
+            for name, t, grad, zeros in zip(names, leaves, found, expected, strict=True):
+                if t.requires_grad:
+                    what = f"gradient of {name}, where {names[0]} is {tuple(leaves[0].shape)}"
+                    assert grad is not None, f"no {what}"
+                    added = t.main_grad - 1 if leaves is adding else 0  # type: ignore[attr-defined]
+                    _close([(grad + added).to(t.dtype)], [torch.zeros_like(t) if zeros is None else zeros], what)
+
+
+def _like(t: Tensor, given: Tensor) -> Tensor:
+    """A leaf of this tensor's values, which asks for a gradient as `given` does."""
+    return t.detach().requires_grad_(given.requires_grad)
+
+
+def _without(rows: int, name: str, t: Tensor) -> Tensor:
+    """The tensor with no entries along the dimensions of this size. Boundaries of documents fall to 0."""
+    for dim, size in enumerate(t.shape):
+        t = t.narrow(dim, 0, 0) if size == rows else t
+    return torch.zeros_like(t) if name == "cu_seqlens" else t
+
+
 # ---- autocast, checkpointing, compilation ----
 
 
@@ -331,8 +372,7 @@ def can_be_compiled(subject: Subject) -> None:
     torch._dynamo.reset()
     sample, function, backend = subject.sample, subject.op.function, subject.backend
     compiled = torch.compile(lambda *ts: sample.call(function, *ts, backend=backend), fullgraph=True, backend="aot_eager")
-    found = compiled(*tensors)
-    found = found if isinstance(found, tuple) else (found,)
+    found = _tuple(compiled(*tensors))
     _close(found, expected, "results")
     _close(subject.gradients(tensors, found), grads, "gradients")
 
@@ -370,6 +410,7 @@ CHECKS = (
     refuses_second_derivatives,
     follows_transforms,
     leaves_main_grad_alone_where_it_fails,
+    gives_gradients_of_nothing,
     works_under_autocast,
     can_be_checkpointed,
     can_be_compiled,

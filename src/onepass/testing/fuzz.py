@@ -80,10 +80,10 @@ class _Drawn:
     defers: bool = False  # the weight's gradient is made after backward
     dys: list[Tensor | None] | None = None
 
-    @property
-    def wide(self) -> torch.dtype:
-        """The type in which the op computes."""
-        return torch.promote_types(next(iter(self.tensors.values())).dtype, torch.float32)
+    def wide(self, result: str) -> torch.dtype:
+        """The type in which the op computes a result."""
+        decides = self.call.arithmetic.get(result, next(iter(self.tensors)))
+        return torch.promote_types(self.tensors[decides].dtype, torch.float32)
 
 
 # ---- a case ----
@@ -111,7 +111,7 @@ def run_case(
     draw = Draw(random.Random(f"{op.name} {seed % _CALLS if on_gpu else seed}"), choices, roomy=on_gpu)
     drawn = _draw_case(op, draw, seed, device, without)
     found = Outcome(op.name, seed, given=choices is not None)
-    references: list[dict[str, Tensor]] | None = None
+    references: dict[torch.dtype, list[dict[str, Tensor]]] = {}
     call = op.call(**drawn.call.arguments(drawn.tensors), **drawn.call.options)
     for backend in backends:
         if backend == "triton" and op.unsupported(call) is not None:
@@ -125,12 +125,16 @@ def run_case(
                 found.lost = True
                 break
             continue
-        references = references or _references(drawn)
         types = {f"d{name}": drawn.main_grads.get(name, drawn.tensors[name]).dtype for name in drawn.asking}
         factor = PRODUCTS if drawn.call.products else 1.0
-        floors, eps = drawn.call.floors(drawn.tensors), torch.finfo(drawn.wide).eps
-        bad = judge(ours, references, types, drawn.call.gradients, factor, floors, eps)
-        found.failures += [f"{backend}: {words}" for words in bad]
+        floors = drawn.call.floors(drawn.tensors)
+        for wide in dict.fromkeys(map(drawn.wide, ours)):
+            if wide not in references:
+                references[wide] = _references(drawn, wide)
+            results = [{name: t for name, t in each.items() if drawn.wide(name) is wide} for each in (ours, *references[wide])]
+            eps = torch.finfo(wide).eps
+            bad = judge(results[0], results[1:], types, drawn.call.gradients, factor, floors, eps)
+            found.failures += [f"{backend}: {words}" for words in bad]
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)
     return found
@@ -161,7 +165,7 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         numbers = "normal" if numbers in refused else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
         alike = tensor is first and len(tensor.shape) == 1  # a row of one number has no variance
-        if layout == "expanded" and (alike or (call.products and "weight" in tensor.kind)):
+        if layout == "expanded" and (alike or tensor.kind == "boundaries" or (call.products and "weight" in tensor.kind)):
             layout = "contiguous"  # of equal rows of a weight gradients cancel, down to the rounding of operands
         values = _values(tensor, numbers, _generator(device, seed, i), device)
         drawn.tensors[name] = lay_out(values, layout)
@@ -202,6 +206,9 @@ def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, devi
     if tensor.kind == "labels":
         labels = torch.randint(tensor.top, shape, **on)
         return torch.where(uniform() < 0.2, tensor.ignore_index, labels)
+    if tensor.kind == "boundaries":
+        inner = torch.randint(tensor.top + 1, (shape[0] - 2,), **on).sort().values
+        return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tensor.top)]).to(tensor.dtype)
     if tensor.kind == "mask":
         return uniform() < 0.3
     if tensor.kind == "positive":
@@ -264,8 +271,11 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw)
             results = _results(outputs, drawn.dys)
             if deferred is not None:
                 deferred.flush()
+    whole = outputs[0].requires_grad and not any(y.requires_grad and dy is None for y, dy in zip(outputs, drawn.dys, strict=True))
     for name in drawn.asking:
         grad = leaves[name].main_grad if name in drawn.main_grads else leaves[name].grad  # type: ignore[attr-defined]
+        if grad is None and whole and name not in drawn.call.constants:
+            raise AssertionError(f"no gradient for {name}, which asked for one")
         results[f"d{name}"] = torch.zeros_like(leaves[name]) if grad is None else grad
     frozen = [name for name, t in leaves.items() if name not in drawn.asking and t.grad is not None]
     if frozen:
@@ -300,13 +310,13 @@ def _results(outputs: list[Tensor], dys: list[Tensor | None]) -> dict[str, Tenso
     return {f"y{i}": y.detach() for i, y in enumerate(outputs)}
 
 
-def _references(drawn: _Drawn) -> list[dict[str, Tensor]]:
-    """Return the results in fp64, in fp32, and twice in fp32 of inputs a rounding away, subnormal ones taken for 0.
+def _references(drawn: _Drawn, wide: torch.dtype) -> list[dict[str, Tensor]]:
+    """Return the results in fp64, in `wide`, and twice in that of inputs a rounding away, subnormal ones taken for 0.
 
-    Those show how far the problem itself amplifies an error, as where a difference cancels. The rounding is fp32's, or the
-    storage type's where operands of products inside have that type. For an op that computes in fp64, fp32 becomes fp64.
+    Those show how far the problem itself amplifies an error, as where a difference cancels. The rounding is that of `wide`, or
+    the storage type's where operands of products inside have that type.
     """
-    first, wide = next(iter(drawn.tensors.values())), drawn.wide
+    first = next(iter(drawn.tensors.values()))
     jitter = torch.finfo(first.dtype if drawn.call.products else wide).eps
     found = [_formula(drawn, torch.float64), _formula(drawn, wide)]
     return found + [_formula(drawn, wide, jitter, seed) for seed in (1, 2)]

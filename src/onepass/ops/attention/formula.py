@@ -112,8 +112,8 @@ def _by_document(
 ) -> Tensor:
     """Return y [B, S, heads D]: of each document alone where the host may read the boundaries, elsewhere at once, by a mask."""
     if cu_seqlens is not None and are_readable(cu_seqlens):
-        each = [tuple(x[:, first:end] for x in parts) for first, end in ranges_of(cu_seqlens) if end > first]
-        y = torch.cat([attend(part, options, None, sinks) for part in each] or [parts[0]], 1)
+        ranges = [(first, end) for first, end in ranges_of(cu_seqlens) if end > first] or [(0, 0)]
+        y = torch.cat([attend(tuple(x[:, first:end] for x in parts), options, None, sinks) for first, end in ranges], 1)
     else:
         y = attend(parts, options, cu_seqlens, sinks)
     return contiguous_tokens(y.flatten(2), options)

@@ -96,14 +96,20 @@ def _random_attention(draw: Draw) -> RandomCall:
     options |= {"causal": draw.flag(0.8), "softcap": draw.choose((None, 3.0), (3, 1))}
     sides = (None, 2, 5, 40) if options["causal"] else (None, (1, 3), (20, None))
     options["window"] = draw.choose(sides, (3, *(1 for _ in sides[1:])))
+    if batch == 1 and draw.flag(0.3):
+        tensors["cu_seqlens"] = RandomTensor((draw.choose((3, 2, 5)),), torch.int32, "boundaries", top=tokens)
+    if "cos" in tensors and draw.flag(0.3):
+        tensors |= {name: RandomTensor((D,), draw.beside(dtype), "tame", True) for name in ("q_weight", "k_weight")}
+        options |= {"eps": draw.choose((1e-6, 1e-2)), "zero_centered_gamma": draw.flag()}
     if draw.flag(0.2):
         tensors["sinks"] = RandomTensor((heads,), draw.choose((FP32, dtype)), "tame")
     options["by_group"] = draw.flag(0.2)
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
     # an infinity or NaN may turn any row of its sequence into NaN; the scores' gradient of a query that sees one key is rounding
+    floors = dict.fromkeys(("dqkv", "dq_weight", "dk_weight"), 2e-5)
     return RandomCall(
-        tensors, {**options, "overwrite": bool(written)}, formula, True, written, finite=True, floors=lambda _: {"dqkv": 2e-5}
+        tensors, {**options, "overwrite": bool(written)}, formula, True, written=written, finite=True, floors=lambda _: floors
     )
 
 
@@ -118,7 +124,9 @@ def _random_rope(draw: Draw) -> RandomCall:
     if draw.flag(0.4):
         tensors |= {name: RandomTensor((D,), draw.beside(dtype)) for name in ("q_weight", "k_weight")}
         options |= {"eps": draw.choose((1e-6, 1e-2)), "zero_centered_gamma": draw.flag()}
-    return RandomCall(tensors, options, partial(rope_reference, **options))
+    return RandomCall(
+        tensors, options, partial(rope_reference, **options), arithmetic=dict.fromkeys(("y1", "dk", "dk_weight"), "k")
+    )
 
 
 RANDOM_CALLS = {"attention": _random_attention, "rope": _random_rope}

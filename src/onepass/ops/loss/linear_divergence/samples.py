@@ -97,8 +97,9 @@ def _random_divergence(draw: Draw) -> RandomCall:
             "dstudent_lora.a": rows * lora_floor(dtype) * sizes["student"],
         }
 
+    constants = tuple(name for name in tensors if name.startswith("teacher"))
     return RandomCall(
-        tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, floors=floors, arguments=with_lora
+        tensors, {**options, **more}, formula, True, constants, finite=True, incoming=scaled, floors=floors, arguments=with_lora
     )
 
 
