@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from bench.benching import bench, only, stand_in, wrong
 
 from onepass.bench import attention, attention_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.kernels.language import triton
 
 
 def given(variant: str) -> tuple[BenchCase, Inputs]:
@@ -158,3 +160,14 @@ def test_the_full_cases_are_those_of_a_gpu() -> None:
     assert [case.name for case in cases[:2]] == ["turned 4x4096x32x8x64", "turned 16x1024x12x12x64"]
     assert len(cases) == 16
     assert (cases[0].forward_bytes, cases[0].backward_bytes) == (4 * 4096 * 80 * 128, 4 * 4096 * 160 * 128)
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("spread", (1.0, 16.0))
+def test_the_stored_y_is_all_that_makes_sharp_scores_worse(spread: float) -> None:
+    """As numerics.md says: delta of a y in 16 bits. Whoever mends it finds another figure here, and changes the page."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "attention_sharp_scores.py"))
+    ours, stored = (script["ratio"](by, spread, 33, 64, 0, device) for by in ("onepass", "stored y"))
+    assert ours == pytest.approx(stored, rel=0.05)
+    assert (ours > 1.25) is (spread > 1)
