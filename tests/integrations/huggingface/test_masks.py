@@ -82,11 +82,37 @@ def test_a_mask_that_is_asked_for_otherwise_is_kept():
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 
-def test_positions_that_begin_again_are_packed_where_they_were():
-    model, before, _ = both()
+@pytest.mark.parametrize("family", ("Llama", "Mistral", "GPT2"))  # by markers, with windows, and by transformers' masks
+@pytest.mark.parametrize("loss", (True, False))
+def test_training_parts_packed_rows_though_nobody_says_that_it_needs_no_cache(family, loss):
+    """loss: by the model; else outside of it, as trainers do, where the stack of layers sees to it."""
+    model, before, _ = both(family)
     given = batch() | {"position_ids": torch.arange(12).remainder(5).expand(2, -1)}
-    assert_alike(step(model, **given), step(before, **given))
-    assert_alike(step(model, **given, use_cache=False), step(before, **given, use_cache=False))
+    if loss:
+        assert_alike(step(model, **given), step(before, **given, use_cache=False))
+    elif family != "GPT2":
+        del given["labels"]
+        found, expected = model(**given), before(**given, use_cache=False)
+        assert found.past_key_values is None
+        torch.testing.assert_close(found.logits, expected.logits)
+        asked = model(**given | {"position_ids": torch.arange(12)[None]}, use_cache=True)
+        assert asked.past_key_values.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("how", ("eval", "asked", "GptOss"))
+def test_packed_rows_that_are_one_sequence_are_warned_of_once(how):
+    model, before, _ = both("GptOss" if how == "GptOss" else "Llama")
+    plain = {"input_ids": batch()["input_ids"], **({"use_cache": True} if how == "asked" else {})}
+    given = plain | {"position_ids": torch.arange(12).remainder(5).expand(2, -1)}
+    if how == "eval":
+        model.eval()
+    model(**plain)
+    model(**plain, position_ids=torch.arange(12)[None])
+    line = "cu_seq_lens_q" if how == "GptOss" else "use_cache=False"
+    with pytest.warns(UserWarning, match=f"position_ids begin again within a row.*{line}"):
+        found = model(**given).logits
+    torch.testing.assert_close(model(**given).logits, found)
+    torch.testing.assert_close(found, before(**given).logits)
 
 
 def known(model):

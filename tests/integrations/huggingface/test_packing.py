@@ -15,6 +15,7 @@ from onepass.integrations import huggingface  # noqa: E402
 from onepass.integrations.huggingface import attentions, documents, interfaces, masks  # noqa: E402
 from onepass.integrations.huggingface.masks import Stack  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*position_ids begin again within a row:UserWarning")  # test_masks.py has it
 PACKED = sorted(set(FAMILIES) - {"GPT2", "OPT"})  # whose masks onepass makes
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}  # Qwen 2's second layer
 NAMED = ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "GptOss")
@@ -268,7 +269,7 @@ LEFT = {
     "a window and a cache": ("Mistral", {"use_cache": True}, "a cache"),
     "masks by kind": ("Gemma2", {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"))}, "attention_mask"),
     "a cache": ("Llama", {"use_cache": True}, "a cache"),
-    "a cache for positions": ("Llama", {"position_ids": ROWS["position_ids"]}, "a cache"),
+    "a cache for positions": ("Llama", {"position_ids": ROWS["position_ids"], "use_cache": True}, "a cache"),
     "holes": ("Llama", {"attention_mask": holes()}, "attention_mask with holes"),
     "another argument": ("Llama", {"output_attentions": True}, "output_attentions"),
     "both ways": ("Llama", {"is_causal": False}, "is_causal"),

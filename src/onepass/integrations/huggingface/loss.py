@@ -37,7 +37,7 @@ from onepass.runtime.autocast import under_autocast
 _LEAVE = "leave this model's loss as it is (loss=False)"
 _TRLS = "TRL's trainers run TRL's fused head, which onepass.integrations.trl.install() replaces"
 _OURS_IN_TRL = "TRL's trainers run its fused head, by linear_cross_entropy too"
-_ABOUT_CACHES = {"use_cache", "past_key_values", "cache", "position_ids"}  # without a cache models check position_ids for packing
+_ABOUT_CACHES = {"use_cache", "past_key_values", "cache"}
 _CHUNK = 4096  # tokens
 _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
 
@@ -193,7 +193,8 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
-            kwargs["use_cache"] = False  # otherwise models copy every layer's keys and values into a cache that nothing reads
+            # Else models copy all keys and values into a cache that nothing reads, and look for no packed documents.
+            kwargs["use_cache"] = False
         shared.call = _call_of(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
         try:
             return type(self).forward(self, *args, **kwargs)

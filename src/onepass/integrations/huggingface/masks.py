@@ -8,6 +8,7 @@ does so, and what each layer's own masks hide. In all other calls masks are tran
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ _INPUTS = frozenset(  # these mask nothing
 )
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _HIDING = LENGTHS | {_MASK, _POSITIONS}
+_CACHE = ("use_cache", "past_key_values", "cache")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Stack:
     pads: bool = False  # a mask of [rows, tokens] hides tokens
     snapshot: Snapshot = UNREAD
     refused: dict[str, None] = field(default_factory=dict)  # what calls had that were left to transformers
+    warned: bool = False  # that documents see each other
 
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
@@ -77,7 +80,7 @@ class Stack:
 
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
-        given = {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
+        given = self._given(args, options)
         try:
             if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None
@@ -86,6 +89,16 @@ class Stack:
             if not torch.compiler.is_compiling():
                 self.refused[str(reason)] = None
             return None
+
+    def trains_by_positions(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether this call trains, has positions and asks for no cache: with one transformers looks for no documents."""
+        if not stack.training or not torch.is_grad_enabled() or "use_cache" in self.names[: len(args)]:
+            return False
+        given = self._given(args, options)
+        return given.get(_POSITIONS) is not None and all(given.get(name) is None for name in _CACHE)
+
+    def _given(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
 
     def _intact(self, stack: Any) -> bool:
         """Whether all code from here to onepass's attentions is unchanged."""
@@ -98,9 +111,10 @@ class Stack:
 
     def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
         cache = everything.get("use_cache")
-        if getattr(stack.config, "use_cache", False) if cache is None else cache:
-            raise Refused("a cache")
         given = {name: value for name, value in everything.items() if value is not None and value is not False}
+        if getattr(stack.config, "use_cache", False) if cache is None else cache:
+            self._check_rows(given, "with a cache, which use_cache=False leaves out, transformers looks for none")
+            raise Refused("a cache")
         for name in everything:
             if name not in _INPUTS and name not in _HIDING and (name in given or name == "is_causal"):
                 raise Refused(name)
@@ -126,8 +140,22 @@ class Stack:
         if name not in given:
             return None
         if not (self.pads if name is _MASK else self.packs):
+            self._check_rows(given, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
             raise Refused(f"{name}, by which its own masks part nothing")
         return documents_of_rows(given[name], rows, tokens, x.device, padding=name is _MASK)
+
+    def _check_rows(self, given: dict[str, Any], why: str) -> None:
+        """Warn once where positions begin again in a row that transformers takes for one sequence."""
+        if self.warned or _POSITIONS not in given or any(name in given for name in (_MASK, *_CACHE[1:])):
+            return
+        x = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        try:
+            self.warned = documents_of_rows(given[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
+        except Refused:  # what has no documents that onepass can see
+            return
+        if self.warned:
+            text = "position_ids begin again within a row, as those of packed documents do, but the row is one sequence"
+            warnings.warn(f"{type(self.module).__name__}: {text}: {why}", stacklevel=2)
 
     def _hides_more(self, tokens: int) -> bool:
         """Whether a layer needs onepass's attention even where rows are whole."""
@@ -330,6 +358,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
+    if self._onepass.trains_by_positions(self, args, options):
+        options["use_cache"] = False
     marker = self._onepass.marker(self, args, options)
     if marker is not None:
         options[_MASK] = marker
