@@ -78,7 +78,7 @@ def test_installed_and_by_spec_as_stock(kind, tied):
     stock = step(model_of(config, local_spec(config), tied))
     installed = megatron.install()
     try:
-        fused = config_of(**options, bias_activation_fusion=True, bias_dropout_fusion=True)
+        fused = config_of(**options, bias_activation_fusion=True, bias_dropout_fusion=True, apply_rope_fusion=True)
         assert step(model_of(fused, local_spec(fused), tied)) == pytest.approx(stock, rel=1e-3 if "gelu" in kind else 2e-6)
         model = model_of(config, megatron.gpt_layer_spec(config), tied)
         applied = megatron.apply(model)

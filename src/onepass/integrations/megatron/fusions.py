@@ -115,13 +115,17 @@ def fused_apply_rotary_pos_emb(
 ) -> Tensor:
     """Turn t ``[s, b, heads, d]`` by freqs ``[s, 1, 1, r]``, which have each angle twice; d - r numbers pass.
 
-    The result lies in memory with b first, whether transpose_output_memory asks for it or not.
+    The result is contiguous, as stock's, whose attention views it; or with transpose_output_memory its transpose (0, 1) is.
     """
     if start_positions is not None:
         raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
     cos, sin = table_pair(freqs, interleaved, t.shape[0])
-    turned, _ = rope(t.transpose(0, 1), t[:, :, :0].transpose(0, 1), cos, sin, interleaved=interleaved)
-    return turned.transpose(0, 1)
+    if transpose_output_memory:
+        t = t.transpose(0, 1)
+    else:
+        cos, sin = (table[:, None].expand(-1, t.shape[1], -1) for table in (cos, sin))
+    turned, _ = rope(t, t[:, :, :0], cos, sin, interleaved=interleaved)
+    return turned.transpose(0, 1) if transpose_output_memory else turned
 
 
 def fused_apply_rotary_pos_emb_thd(
