@@ -27,7 +27,7 @@ def on_cpu(one_rank, monkeypatch):
 
     tracker = random.get_cuda_rng_tracker()
     monkeypatch.setattr(type(tracker), "fork", lambda self, name="": torch.random.fork_rng(devices=[]))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):  # theirs are compiled, which takes seconds
         warnings.simplefilter("ignore")
         yield
 

@@ -36,23 +36,24 @@ CLAMPED = {
 
 
 def as_stock(name):
-    return test_fusions.test_as_stock, name
+    return test_fusions.test_as_stock, name, torch.float32
 
 
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the test that must fail
     "the clamp forgotten": (FUSIONS, "bias_swiglu_impl", "clamp=clamp_value", "clamp=None", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
     "fp8 and offload both": (FUSIONS, "_save", "if fp8 and offload", "if not fp8 and offload", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
-    "tokens of one weight": (FUSIONS, "weighted_bias_swiglu_impl", "token_weight=weights", "token_weight=None", as_stock("weighted_bias_swiglu_impl")),
+    "tokens of one weight": (FUSIONS, "weighted_bias_swiglu_impl", "token_weight=weights", "token_weight=None", as_stock("swiglu of experts")),
     "the linear offset forgotten": (FUSIONS, "weighted_bias_quick_geglu_impl", "float(linear_offset)", "0.0", as_stock("quick_geglu")),
-    "gelu by erf": (FUSIONS, "bias_gelu_impl", '"gelu"', '"gelu_exact"', as_stock("bias_gelu_impl")),
-    "geglu without its bias": (FUSIONS, "bias_geglu_impl", "input, bias,", "input, None,", as_stock("bias_geglu_impl")),
+    "gelu by erf": (FUSIONS, "bias_gelu_impl", '"gelu"', '"gelu_exact"', as_stock("gelu")),
+    "geglu without its bias": (FUSIONS, "bias_geglu_impl", "input, bias,", "input, None,", as_stock("geglu")),
     "relu not squared": (FUSIONS, "weighted_squared_relu_impl", '"squared_relu"', '"relu"', as_stock("squared_relu")),
-    "halves for neighbours": (FUSIONS, "fused_apply_rotary_pos_emb", "interleaved=interleaved)", "interleaved=False)", (test_fusions.test_rope, True, 8)),
-    "cosines for sines": (FUSIONS, "table_pair", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", (test_fusions.test_rope, False, 8)),
-    "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=cu_seqlens.to(torch.int32)", "cu_seqlens=None", (test_fusions.test_rope, False, 8)),
-    "start_positions ignored": (FUSIONS, "fused_apply_rotary_pos_emb", "start_positions is not None or ", "", (test_fusions.test_what_rope_refuses, "start_positions")),
-    "dropout without the bias": (FUSIONS, "bias_dropout_add", "bias=bias, training", "bias=None, training", (test_fusions.test_bias_dropout_add, True, True)),
-    "no bias without gradients": (FUSIONS, "bias_dropout_add", "x.add_(bias)", "x.add_(0)", (test_fusions.test_bias_dropout_add, False, True)),
+    "halves for neighbours": (FUSIONS, "fused_apply_rotary_pos_emb", "interleaved=interleaved)", "interleaved=False)", as_stock("rope, neighbours")),
+    "cosines for sines": (FUSIONS, "table_pair", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", as_stock("rope")),
+    "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=cu_seqlens.to(torch.int32)", "cu_seqlens=None", as_stock("rope of documents")),
+    "heads turned lie by sequence": (FUSIONS, "fused_apply_rotary_pos_emb", "else turned", "else turned.transpose(0, 1).contiguous().transpose(0, 1)", as_stock("rope")),
+    "start_positions ignored": (FUSIONS, "fused_apply_rotary_pos_emb", "start_positions is not None", "False", (test_fusions.test_what_rope_refuses,)),
+    "dropout without the bias": (FUSIONS, "bias_dropout_add", "bias=bias, training", "bias=None, training", as_stock("dropout")),
+    "no bias without gradients": (FUSIONS, "bias_dropout_add", "x.add_(bias)", "x.add_(0)", (test_fusions.test_dropout_adds_in_xs_memory_without_gradients,)),
     "operands of the weight's gradient swapped": (WGRAD, "_accumulate", "dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])", (test_megatron.test_drain, 1)),
     "the first microbatch not drained": (WGRAD, "drain_embedding_wgrad_compute", "in zip(inputs, grads,", "in zip(inputs[1:], grads[1:],", (test_megatron.test_drain, 3)),
     "drained buffers keep": (WGRAD, "drain_embedding_wgrad_compute", "inputs.clear()", "pass", (test_megatron.test_drain, 3)),
@@ -103,7 +104,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "gradients not scaled in place": (OPTIMIZER, "multi_tensor_scale", "torch._foreach_mul_(target, scale)", "pass", ADAM),
     "gradients not scaled elsewhere": (OPTIMIZER, "multi_tensor_scale", "a * scale if scale != 1.0 else a", "a", ADAM),
     "an epsilon of its own": (NORMS, "MegatronNorm.__new__", "hidden_size, eps, device", "hidden_size, 1e-2, device", GPT),
-    "every norm a LayerNorm": (NORMS, "MegatronNorm.__new__", "(kinds or _KINDS)[config.normalization](", '_KINDS["LayerNorm"](', GPT),
+    "every norm a LayerNorm": (NORMS, "MegatronNorm", "cls.kinds[config.normalization](", 'cls.kinds["LayerNorm"](', GPT),
+    "Apex's norm left": (INSTALL, "_rebind_norms", '"FusedLayerNorm", FusedLayerNorm', '"HAVE_FUSED_LAYER_NORM", True', (test_fusions.test_a_norm_by_apexs_name,)),
+    "Apex's norm is the other": (NORMS, "FusedLayerNorm", '{"LayerNorm": LayerNorm}', '{"LayerNorm": RMSNorm, "RMSNorm": RMSNorm}', as_stock("Apex's norm")),
     "scores not scaled": (ATTENTION, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', (SPLIT, test_megatron.KINDS["qk norm, geglu, GQA"], "q_layernorm is LayerNorm", PATCH)),
     "the product's norm has an epsilon of its own": (SPECS, "norm_column_parallel_linear", "eps=self.config.layernorm_epsilon", "eps=1e-2", GPT),
     "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "moe_grouped_gemm")),
@@ -128,7 +131,7 @@ def judge(monkeypatch):
             patch.setattr(test_megatron, "megatron", package)
             patch.setattr(test_megatron, "SeamError", package.install.__globals__["Seams"].undo.__globals__["SeamError"])
             patch.setattr(test_self_attention, "megatron", package)
-            patch.setattr(test_fusions, "ours", package.install.__globals__["ours"])
+            patch.setattr(test_fusions, "megatron", package)
             test(*(patch if each is PATCH else each for each in given))
 
     return run

@@ -9,7 +9,7 @@ from typing import Any
 
 from onepass.integrations.megatron import fusions as ours
 from onepass.integrations.megatron.head import apply
-from onepass.integrations.megatron.norms import MegatronNorm
+from onepass.integrations.megatron.norms import FusedLayerNorm, MegatronNorm, WrappedTorchNorm
 from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_tensor_scale, with_fused_adam
 from onepass.integrations.megatron.specs import spec_provider
 from onepass.integrations.megatron.wgrad import MODULE, drain_embedding_wgrad_compute, wgrad_module
@@ -77,6 +77,8 @@ def _rebind_norms(seams: Seams) -> None:
         ("models.backends", "LNImpl"),
     ):
         seams.rebind(_CORE + module, name, MegatronNorm, copies=False)
+    seams.rebind(_CORE + "fusions.fused_layer_norm", "FusedLayerNorm", FusedLayerNorm)
+    seams.rebind(_CORE + "transformer.torch_norm", "WrappedTorchNorm", WrappedTorchNorm)
     seams.rebind(_CORE + "models.backends", "LocalSpecProvider", spec_provider(fuse_norms=False))
     from megatron.core.extensions.transformer_engine import HAVE_TE
 

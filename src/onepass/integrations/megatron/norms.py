@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from onepass.nn.norm import LayerNorm, RMSNorm
 
-_KINDS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-
 
 class MegatronNorm:
     """A norm, called as FusedLayerNorm, WrappedTorchNorm and TENorm are. It returns an onepass.nn.RMSNorm or LayerNorm.
 
     It is a class because build_module takes a function for the built module itself. Options come from config alone, as in
-    WrappedTorchNorm. Every hidden size has a kernel, so persist_layer_norm has nothing to choose. With has_residual and
+    theirs. Every hidden size has a kernel, so persist_layer_norm has nothing to choose. With has_residual and
     fused_residual_rmsnorm it returns (output, residual), as TENorm does.
     """
 
-    def __new__(
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, *, kinds: Any = None, **_: Any
-    ) -> Any:
-        if config.normalization not in _KINDS:
-            raise ValueError(f"config.normalization must be LayerNorm or RMSNorm, but is {config.normalization!r}")
-        return (kinds or _KINDS)[config.normalization](
+    kinds: ClassVar[dict[str, Any]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, *_: Any, has_residual: bool = False, **__: Any) -> Any:
+        if config.normalization not in cls.kinds:
+            raise ValueError(f"config.normalization must be {' or '.join(cls.kinds)}, but is {config.normalization!r}")
+        return cls.kinds[config.normalization](
             hidden_size,
             eps,
             device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
@@ -37,6 +35,16 @@ class MegatronNorm:
         )
 
 
+class FusedLayerNorm(MegatronNorm):
+    """In place of Megatron's class of this name, which needs Apex and knows LayerNorm only."""
+
+    kinds = {"LayerNorm": LayerNorm}
+
+
+class WrappedTorchNorm(MegatronNorm):
+    """In place of Megatron's class of this name: a class of its own, so that undo can tell the two."""
+
+
 class HeadNorm(RMSNorm):
     """An RMSNorm of heads. Called with None it returns its weight: hooks that gather parameters run, and attention normalises."""
 
@@ -44,12 +52,10 @@ class HeadNorm(RMSNorm):
         return self.given(self.weight) if x is None else super().forward(x, residual)
 
 
-class MegatronHeadNorm:
+class MegatronHeadNorm(MegatronNorm):
     """q_layernorm or k_layernorm: `MegatronNorm`, and if that is an RMSNorm a `HeadNorm`."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        kinds = _KINDS | {"RMSNorm": HeadNorm}
-        return MegatronNorm(config, hidden_size, eps, kinds=kinds)
+    kinds = MegatronNorm.kinds | {"RMSNorm": HeadNorm}
 
 
 class ResidualNorm:
