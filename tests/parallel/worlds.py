@@ -33,8 +33,8 @@ def started(run, args, ranks, join=True):
     return mp.start_processes(run, args, ranks, join=join, start_method="forkserver")
 
 
-def found_by(run, world, folder):
-    """Run the ranks and return what each has saved. One start serves all tests of a file."""
+def found_by(run, world, folder, *more):
+    """Run the ranks and return what each has saved. One start serves all tests of a file. `more`: their last arguments."""
     backend, ranks = world
-    started(run, (ranks, str(folder), backend), ranks)
+    started(run, (ranks, str(folder), backend, *more), ranks)
     return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(ranks)]

@@ -295,3 +295,21 @@ def test_memory_older_than_the_recording_is_no_warning():
     """It is PyTorch's, of C++, to the process's own stderr, and once in a process."""
     done = subprocess.run([sys.executable, "-c", _OLDER_MEMORY], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(1, {1 + 15 * 200, 1 + 3 * 5}), (2, {1 + 3 * 5})])
+def test_no_clock_decides_how_often_several_ranks_call(ranks, calls, monkeypatch):
+    """Each would wait for the other's next collective. Slow calls and quick ones on this clock."""
+    monkeypatch.setattr(record, "_has_several_ranks", lambda: ranks > 1)
+    counts = set()
+    for seconds in (1e-9, 1.0):
+        now, called = [0.0], []
+
+        def call(now=now, called=called, seconds=seconds):
+            now[0] += seconds
+            called.append(now[0])
+
+        monkeypatch.setattr(record.time, "perf_counter", lambda now=now: now[0])
+        record.timed(call, 5)
+        counts.add(len(called))
+    assert counts == calls

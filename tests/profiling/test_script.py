@@ -247,6 +247,14 @@ def test_what_cannot_be_done_is_said_in_one_line(options, message, capsys):
     assert len(err.splitlines()) == 1
 
 
+def test_no_clock_ends_a_script_of_several_ranks(script, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, out, err = run(capsys, script, 5)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "--seconds must be 0 for one of 2 ranks, but is 20: " in err and "--function NAME counts calls" in err
+    assert run(capsys, "--seconds", 0, script, 5)[0] == 0
+
+
 def test_no_matplotlib(script, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, _, err = run(capsys, "--picture", "a.png", script, 5)

@@ -17,6 +17,9 @@ CASES = {  # more arguments of each of two ranks
     "layers": (("--num-layers", "1"), ("--num-layers", "2")),
     "type": (("--params-dtype", "fp32"), ("--params-dtype", "bf16")),
     "microbatches": (("--global-batch-size", "64"), ("--global-batch-size", "96")),
+    "text": (("--data", "one.txt"), ("--data", "other.txt")),
+    "folder": (("--run-dir", "one"), ("--run-dir", "other")),
+    "comparison": ((), ("--compare",)),
 }
 
 
@@ -26,9 +29,11 @@ def run(rank, ranks, folder, backend):
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     layout._TURN_S = 0.0
     loop.MatrixPeak = lambda *args: None
-    (text := folder / f"empty {rank}.txt").touch()  # paths may differ
+    os.chdir(folder)
+    for name in ("empty.txt", "one.txt", "other.txt"):
+        Path(name).touch()
     device = ["--device", "cuda" if backend == "nccl" else "cpu"]
-    arguments = [*device, "--data", str(text), "--run-dir", str(folder / "run"), "--num-layers", "1"]
+    arguments = [*device, "--data", "empty.txt", "--run-dir", "run", "--num-layers", "1"]
     found = {}
     for case, more in CASES.items():
         place = {"init_method": f"file://{folder / case}", "rank": rank, "world_size": ranks}

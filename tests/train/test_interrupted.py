@@ -272,13 +272,15 @@ SAID = {
     "layers": "num_layers must be the same on all ranks, but is 1 on rank 0 and 2 on rank 1",
     "type": "params_dtype must be the same on all ranks, but is 'fp32' on rank 0 and 'bf16' on rank 1",
     "microbatches": "global_batch_size must be the same on all ranks, but is 64 on rank 0 and 96 on rank 1",
+    "text": "data must be the same on all ranks, but is ('one.txt',) on rank 0 and ('other.txt',) on rank 1",
+    "folder": "run_dir must be the same on all ranks, but is 'one' on rank 0 and 'other' on rank 1",
+    "comparison": "compare must be the same on all ranks, but is False on rank 0 and True on rank 1",
 }
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize("world", worlds.PAIRS)
 def test_what_the_first_rank_refuses_and_what_ranks_differ_in_ends_all(world, tmp_path):
-    """The first rank alone reads the text."""
     for found in worlds.found_by(failing_ranks.run, world, tmp_path):
         assert found == {case: {"status": 2, "said": f"onepass train: {said}\n"} for case, said in SAID.items()}
     assert not (tmp_path / "run").exists()

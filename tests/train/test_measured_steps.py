@@ -253,6 +253,28 @@ def test_a_table_runs_without_a_graph_what_can_not_be_captured(graphs, monkeypat
     assert found[0] == pytest.approx(found[1], rel=1e-5) and len(graphs) == 1 and graphs[0][0].replays == 6
 
 
+def test_tensor_parallel_ranks_capture_together_or_not_at_all(graphs, monkeypatch):
+    """Capturing holds no collective, so a rank's failure may be the others'. Warming up holds some, and ends the run."""
+    config, options = configured(**OPTIMIZER, cuda_graphs=True)
+    trained, reduced = make(config, options, alone()), []
+
+    def stepper():
+        return MeasuredSteps(trained.model, config, options, trained.update, None, decided=True, group="tensor")
+
+    def all_reduce(flag, op, group):
+        reduced.append((flag.item(), group))
+        flag.fill_(1.0)  # another rank's failed
+
+    monkeypatch.setattr(measured_steps.dist, "all_reduce", all_reduce)
+    one, other = stepper(), make(config, options.replace(cuda_graphs=None), alone()).steps
+    assert torch.equal(one.run(batch(0, alone()))[0], other.run(batch(0, alone()))[0])
+    assert reduced == [(0.0, "tensor")] and not one.replays and one._graph is None
+    monkeypatch.setattr(TrainSteps, "_micro", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        stepper().run(batch(0, alone()))
+    assert len(reduced) == 1
+
+
 def test_a_run_says_what_it_decided_and_its_tables_run_alike(clock, graphs, monkeypatch, tmp_path, corpus, capsys):
     monkeypatch.setattr(setup, "_measures_graphs", lambda config, options, *_: options.cuda_graphs is None)
     given = []

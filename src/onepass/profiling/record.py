@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -138,16 +139,23 @@ def synchronize() -> None:
 
 
 def timed(call: Callable[[], None], steps: int) -> Timing:
+    """Time runs of a call. A clock repeats short ones more often, on one rank alone: the call may hold collectives."""
     before = torch.cuda.memory_allocated() if gpu_in_use() else 0
     if gpu_in_use():
         torch.cuda.reset_peak_memory_stats()
     one, _ = run(call, 1)
-    calls = max(steps, min(_MOST_CALLS, int(_RUN_US / max(one, 1.0))))
+    by_clock = not _has_several_ranks()
+    calls = max(steps, min(_MOST_CALLS, int(_RUN_US / max(one, 1.0)))) if by_clock else steps
+    most = _RUNS[1] if by_clock else _RUNS[0]
     runs: list[tuple[float, float]] = []
-    while len(runs) < _RUNS[0] or (len(runs) < _RUNS[1] and sum(wall for wall, _ in runs) * calls < _TIMING_US):
+    while len(runs) < _RUNS[0] or (len(runs) < most and sum(wall for wall, _ in runs) * calls < _TIMING_US):
         runs.append(run(call, calls))
     peak = torch.cuda.max_memory_allocated() - before if gpu_in_use() else None
     return Timing(tuple(wall for wall, _ in runs), tuple(host for _, host in runs), peak)
+
+
+def _has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def run(call: Callable[[], object], calls: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import os
 import sys
 import traceback
 import types
@@ -79,6 +80,11 @@ _count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at
 
 def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
+    if not args.function and args.seconds and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise CommandError(
+            f"--seconds must be 0 for one of {ranks} ranks, but is {args.seconds:g}: a clock of each would end the script at "
+            "different steps, and ranks would wait for others for ever; --function NAME counts calls"
+        )
     try:
         source = args.script.read_bytes()
     except OSError as error:

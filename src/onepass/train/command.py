@@ -101,7 +101,8 @@ def _run(args: argparse.Namespace) -> int:
     if resume is not None:
         checkpoint.check(resume, config)
     _settle(options)
-    with started(config, options, device) as layout:
+    others = {"run_dir": args.folder and str(args.folder), "resume": args.resume and str(args.resume), "compare": args.compare}
+    with started(config, options, device, others) as layout:
         return _train(args, config, options, layout, resume)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +71,7 @@ class ParallelLayout:
         if self.ranks > 1:
             dist.barrier()
 
+
 def ranks_there() -> int:
     """Return the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,10 +115,15 @@ def check(config: Config, ranks: int) -> None:
 
 
 @contextmanager
-def started(config: Config, options: Options, device: torch.device) -> Iterator[ParallelLayout]:
+def started(
+    config: Config, options: Options, device: torch.device, others: Mapping[str, Any] | None = None
+) -> Iterator[ParallelLayout]:
     """Create this rank's process groups, and destroy them at the end of the block. Ranks must agree on all settings.
 
     A rank whose block raises keeps them until it ends, so that the others don't fail before it has said why.
+
+    Args:
+        others: what else must be the same on all ranks, by name.
     """
     ranks = ranks_there()
     check(config, ranks)
@@ -126,19 +132,19 @@ def started(config: Config, options: Options, device: torch.device) -> Iterator[
         return
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_PATIENCE, device_id=device if on_gpu else None)
-    _check_agreement({**config.to_dict(), **options.to_dict()})
+    _check_agreement({**config.to_dict(), **options.to_dict(), **(others or {})})
     yield _groups(config, device)
     dist.destroy_process_group()
 
 
 def _check_agreement(mine: dict[str, Any]) -> None:
-    """Raise CommandError on every rank if a setting differs, but for the paths of the text, which the first rank alone reads."""
+    """Raise CommandError on every rank if a setting differs."""
     all_of_them = [mine] * dist.get_world_size()
     dist.all_gather_object(all_of_them, mine)
     first = all_of_them[0]
     for rank, theirs in enumerate(all_of_them):
         for name in first:
-            if name != "data" and theirs[name] != first[name]:
+            if theirs[name] != first[name]:
                 raise CommandError(
                     f"{name} must be the same on all ranks, but is {first[name]!r} on rank 0 and {theirs[name]!r} on rank {rank}"
                 )

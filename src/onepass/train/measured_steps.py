@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.train.batches import TokenBatch
@@ -29,10 +30,14 @@ class MeasuredSteps(GraphedSteps):
     Args:
         say: takes the line that says what was decided, and why.
         decided: capture at the first step, if that can be captured.
+        group: the tensor-parallel ranks, whose microbatches hold collectives.
     """
 
-    def __init__(self, *args: Any, say: Callable[[str], None] | None = None, decided: bool = False) -> None:
+    def __init__(
+        self, *args: Any, say: Callable[[str], None] | None = None, decided: bool = False, group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(*args)
+        self._group = group
         self._say = say or (lambda text: None)
         self._steps = 0
         self._times: list[tuple[float, float]] = []  # of a step's first microbatch: until its last call, and until its end
@@ -89,14 +94,20 @@ class MeasuredSteps(GraphedSteps):
             self._say(f"CUDA graph: {text}")
         self._reason = ""
 
-    def _capture(self, part: TokenBatch, share: float) -> None:
-        failure = None
+    def _captured(self, micro: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture on all tensor-parallel ranks or on none. What fails before, in a warm-up with collectives, ends the run."""
+        failure = found = None
         try:
-            super()._capture(part, share)
+            found = super()._captured(micro, device)
         except RuntimeError as error:
             failure = str(error).partition("\n")[0]
-        if failure is not None:  # raised here: the error's own frames would keep the capture's memory
+        if self._group is not None:
+            failed = torch.tensor(float(found is None))  # on the CPU, by gloo
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+            failure = failure or ("another rank's failed" if failed else None)
+        if failure is not None or found is None:  # raised here: the error's own frames would keep the capture's memory
             raise _CaptureFailed(failure)
+        return found
 
 
 def synchronize(device: torch.device) -> None:

@@ -53,7 +53,8 @@ def make(
     if _measures_graphs(used, options, layout, update):
         return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say))
     if options.cuda_graphs and not plain and lenient:
-        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, decided=True))
+        group = layout.tensor.group
+        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, decided=True, group=group))
     kind = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
     return Trained(model, update, kind(model, used, options, update, autocast))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -119,8 +120,11 @@ class GraphedSteps(TrainSteps):
             for scales in self.update.delayed_scales():
                 scales.set_counts(next((count for known, count in counts if known is scales), None))
             free_memory(device)
-            self._graph, self._loss = capture(partial(self._micro, static, share), device)
+            self._graph, self._loss = self._captured(partial(self._micro, static, share), device)
         self.update.begin()  # clears the gradients that warm-up added
+
+    def _captured(self, micro: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        return capture(micro, device)
 
     def _widened(self, cu_seqlens: Tensor) -> Tensor:
         """Repeat the ends of the boundaries, to as many as the graph has. If there are more, let go of the graph."""
