@@ -390,8 +390,9 @@ def test_labels_of_no_token(way):
 SCALED = r"\d+ chunks of \d+ tokens, gradients in forward, scaled as grad_scale says"
 BLOCKS = r"\d+ blocks of \d+ columns of the vocabulary, in "
 TAKEN = {  # of 8192 tokens and 512 hidden numbers: options, how the plan is told, and what else is asked
-    "keep_logits": ({}, "logits become their own gradient", ""),
-    "keep, of rows": ({"reduction": "none"}, "logits become their own gradient", ""),
+    "keep_logits": ({}, "logits wait for backward", ""),
+    "keep, of rows": ({"reduction": "none"}, "logits wait for backward", ""),
+    "keep in fp32": ({"reduction": "none", "logits_dtype": FP32}, "logits wait for backward", ""),
     "grad_in_forward": ({"chunk_bytes": 256 * MIB}, r"\d+ chunks of \d+ tokens, gradients in forward, which wait", ""),
     "known_grad_scale": ({"grad_scale": 1.0, "chunk_bytes": 192 * MIB}, SCALED, ""),
     "promised into main_grad": ({"grad_scale": 1.0, "chunk_bytes": 64 * MIB}, SCALED, "main_grad"),

@@ -74,9 +74,6 @@ def _planner(stock):
         way = _forced[asked.chunk_bytes]
         name, rows, columns = WAYS[way] if isinstance(way, str) else way
         name = "loss_only" if not (asked.needs_hidden or asked.needs_weight) else asked.mode or name
-        name = (
-            "recompute" if name == "keep_logits" and asked.wide else name
-        )  # fp32 logits can't become a gradient of 16 bits in place
         N, V = min(rows, max(asked.N, 1)), min(columns, asked.V) if name in ("recompute", "loss_only") else asked.V
         N = max(asked.N, 1) if name == "keep_logits" else N
         return HeadPlan(name, N, V, max(1, ceil_div(asked.N, N)), max(1, ceil_div(asked.V, V)), 0.0, 0)

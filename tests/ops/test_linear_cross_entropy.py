@@ -405,7 +405,7 @@ def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
         for has in (True, False):
             hidden = SimpleNamespace(is_cuda=True, dtype=FP64, new_empty=partial(torch.empty, dtype=FP64))
             given = SimpleNamespace(hidden=hidden, weight=weight, bias=bias if has else None, lora=None, columns=200, logits=FP64)
-            buffer = head.new_buffer(given, 10, columns)
+            buffer = head.new_logits(given, 10, columns), None
             for first in range(0, 200, columns):
                 found = head.make_logits(given, rows, first, columns, buffer)
                 last = first + found.x.shape[1]

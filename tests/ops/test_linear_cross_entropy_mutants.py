@@ -66,7 +66,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "token_weight's gradient without what comes back": (autograd, "_token_weight_gradient", "(losses * (saved.rows(dloss) if dloss.dim() else dloss))", "losses", Case("keep_logits", "sum", weighted=True)),
     "stats' gradients forgotten": (autograd, "_incoming", "saved.rows(t).to(wide).contiguous()", "None", FULL),
     "stats' gradients one another's": (autograd, "_incoming", "zip(options.differentiable(),", "zip(options.differentiable()[::-1],", Case("keep_logits", full=True)),
-    "what waited is used where stats came too": (autograd, "_LinearCrossEntropy.backward", "fresh and not stats", "fresh", Case("grad_in_forward", full=True)),
+    "what waited is used where stats came too": (autograd, "_LinearCrossEntropy.backward", "ctx.made and not stats", "ctx.made", Case("grad_in_forward", full=True)),
     "a mean over the ignored too": (reduction, "mean_scale", "labels, ignore_index, token_weight", "labels * 0, ignore_index, token_weight", KEEP),
     "weights of the ignored count in the mean": (formula, "kept_weight", "torch.where(kept, token_weight.to(dtype), 0.0)", "token_weight.to(dtype)", WEIGHTED),
     # ---- rows, by PyTorch ----

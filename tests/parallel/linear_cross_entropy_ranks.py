@@ -119,7 +119,11 @@ def ways(rank, ranks, group):
 
 
 def half_precision(rank, ranks, group):
-    return {sequence: grads(*call(rank, ranks, group, sequence, torch.bfloat16)) for sequence in (False, True)}
+    return {
+        (sequence, logits): grads(*call(rank, ranks, group, sequence, torch.bfloat16, logits_dtype=logits))
+        for sequence in (False, True)
+        for logits in (None, torch.float32)
+    }
 
 
 def main_grad(rank, ranks, group):

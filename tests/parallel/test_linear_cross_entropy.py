@@ -58,10 +58,13 @@ def test_as_the_whole_vocabulary(found, way, option, sequence):
 
 
 @sequences
-def test_in_bf16(found, sequence):
+@pytest.mark.parametrize("logits", (None, torch.float32))
+def test_in_bf16(found, sequence, logits):
     exact = exactly(torch.bfloat16)
-    for rank, mine in enumerate(each["half_precision"][sequence] for each in found):
+    for rank, mine in enumerate(each["half_precision"][sequence, logits] for each in found):
         compare(mine, exact, rank, len(found), sequence, {"rtol": 3e-2, "atol": 3e-2})
+        if logits is not None:
+            torch.testing.assert_close(mine["loss"].double(), exact["loss"], rtol=2e-6, atol=2e-6)
         assert mine["hidden"].dtype == mine["weight"].dtype == torch.bfloat16
 
 

@@ -67,6 +67,8 @@ class Head:
         self.row_statistics_and_gradients = whole.row_statistics_and_gradients
         self.place = None if self.shard is None else self.shard.place
         self.logits = wide_type(self.hidden) if options.wide else self.hidden.dtype
+        # an operand of products; None where it takes the logits' place
+        self.narrow_gradient = None if self.logits == self.hidden.dtype else self.hidden.dtype
         self.ranks = self.shard.group.size() if self.shard is not None and self.shard.sequence else 1
         if padded_rows(self.weight, self.use_triton):
             self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
@@ -228,7 +230,14 @@ def to_local_rows(x: Tensor, columns: int) -> LogitsBlock:
 
 
 def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Allocate logits, and their gradient if it has another type.
+    """Allocate logits, and their gradient if it has another type."""
+    return new_logits(head, rows, columns), None if head.narrow_gradient is None else new_logits(
+        head, rows, columns, head.narrow_gradient
+    )
+
+
+def new_logits(head: Head, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate logits, or their gradient, of another type.
 
     With a bias, rows have no gap: cuBLAS adds a bias before it rounds only where the result is contiguous. Elsewhere it rounds
     the product and then the sum, up to 1.4 times the error. With LoRA the bias is an operand's column.
@@ -237,8 +246,7 @@ def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | No
     width = ceil_div(columns, _APART) * _APART if head.hidden.is_cuda else columns
     if head.bias is not None and head.lora is None:
         width = min(width, max(columns, head.weight.shape[0]))
-    x = head.hidden.new_empty(rows, width, dtype=head.logits)
-    return x, None if head.logits == head.hidden.dtype else head.hidden.new_empty(rows, width)
+    return head.hidden.new_empty(rows, width, dtype=dtype or head.logits)
 
 
 def make_logits(head: Head, hidden: Tensor, first: int, columns: int, buffer: tuple[Tensor, Tensor | None]) -> LogitsBlock:

@@ -25,6 +25,7 @@ from onepass.ops.loss.linear_cross_entropy.head import (
     make_logits,
     multiply,
     new_buffer,
+    new_logits,
     wide_type,
 )
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
@@ -60,13 +61,13 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
     if keep and head.shard is None and columns >= head.columns:
         return _losses_of_all_logits(head, rows)
     chunks, found = Chunks(head, rows), RowStatistics(head)
-    buffer = new_buffer(head, head.tokens if keep else chunks.most, head.columns if keep else columns)
+    buffer = new_logits(head, head.tokens if keep else chunks.most, head.columns if keep else columns)
     before = None
     for at, chunk in enumerate(chunks):
         hidden, labels, parts = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels), []
         for first in range(0, max(head.columns, 1), columns or 1):
-            some = (buffer[0][chunks.places(chunk), first:], None) if keep else buffer
-            logits = make_logits(head, hidden, first, columns, some)
+            some = buffer[chunks.places(chunk), first:] if keep else buffer
+            logits = make_logits(head, hidden, first, columns, (some, None))
             parts.append(_statistics(head, logits, labels, chunks.bits(chunk)))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
         if before is not None:
@@ -74,12 +75,12 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
         before = chunk, labels, exchange
     assert before is not None
     _finish(head, chunks, found, *before)
-    return found.rows, _block_of(head, buffer[0]) if keep else None
+    return found.rows, _block_of(head, buffer) if keep else None
 
 
 def _losses_of_all_logits(head: Head, rows: int) -> tuple[RowLosses, LogitsBlock]:
     """One launch for all rows' statistics: those of a row are the same as in a chunk's launch."""
-    logits = new_buffer(head, head.tokens, head.columns)[0]
+    logits = new_logits(head, head.tokens, head.columns)
     make_all_logits(head, rows, head.columns, logits)
     block = _block_of(head, logits)
     return _finished(head, _statistics(head, block, head.labels, head.bits), head.labels), block
@@ -333,7 +334,7 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
 def gradients_of_kept_logits(
     head: Head, rows: int, logits: LogitsBlock, found: RowLosses, incoming: RowGradients, into: Gradients, keep: bool
 ) -> None:
-    """Write the gradients from logits that waited, which become their own gradient.
+    """Write the gradients from logits that waited. These become their own gradient, unless they are wider.
 
     They lie chunk after chunk of `rows` tokens. Where ranks have parts of the sequence, a chunk has some of every part.
     """
@@ -342,6 +343,8 @@ def gradients_of_kept_logits(
     labels, lse, entropy, *each = (None if t is None else chunks.in_order(t) for t in known)
     assert labels is not None and lse is not None
     bits = head.bits if head.bits is None or head.bits.shape[0] == 1 else chunks.in_order(head.bits)
+    if head.narrow_gradient is not None:
+        logits = logits._replace(out=new_logits(head, head.tokens, head.columns, head.narrow_gradient)[:, : head.columns])
     _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
     hidden = _HiddenSum(head, chunks, into, 1)
     weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)

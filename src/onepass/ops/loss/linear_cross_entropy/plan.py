@@ -2,7 +2,8 @@
 
     mode              logits at a time      products  gradients
     loss_only         chunk x V             1         none are needed
-    keep_logits       N x V                 3         in backward, where the logits, which waited, become their own gradient
+    keep_logits       N x V                 3         in backward, where the logits, which waited, become their own gradient;
+                                                      of fp32 logits beside narrower operands it is a tensor of its own
     grad_in_forward   chunk x V             3         in forward, of a scalar loss; they wait in fp32 for its incoming gradient
     known_grad_scale  chunk x V             3         in forward, finished: the incoming gradient is known (grad_scale)
     recompute         chunk x V or a block  4         in backward, from recomputed logits; blocks need next to no memory
@@ -66,7 +67,7 @@ class HeadPlan:
             return f"{self.blocks} blocks of {self.columns} columns of the vocabulary, in {chunks}, {gradients}"
         return {
             "loss_only": f"{chunks}, no gradients",
-            "keep_logits": "one chunk, its logits become their own gradient in backward",
+            "keep_logits": "one chunk, its logits wait for backward",
             "grad_in_forward": f"{chunks}, gradients in forward, which wait in fp32",
             "known_grad_scale": f"{chunks}, gradients in forward, scaled as grad_scale says",
             "recompute": f"{chunks}, logits made again in backward",
@@ -150,7 +151,7 @@ def _candidates(inputs: PlanInputs, machine: MachineSpeed) -> Iterator[tuple[Hea
     if inputs.promised:
         yield from (_chunked_plan("known_grad_scale", inputs, machine, rows) for rows in _row_counts(inputs, few=True))
         return
-    if inputs.mode in (None, "keep_logits") and not inputs.wide:
+    if inputs.mode in (None, "keep_logits"):
         yield _keep_logits_plan(inputs, machine)
     if inputs.mode in (None, "grad_in_forward") and inputs.scalar:
         yield from (_chunked_plan("grad_in_forward", inputs, machine, rows) for rows in _row_counts(inputs))
@@ -172,7 +173,8 @@ def _shared(inputs: PlanInputs, machine: MachineSpeed) -> tuple[HeadPlan, int]:
         return _chunked_plan("known_grad_scale", inputs, machine, rows)
     if not gradients and not chosen:
         return _chunked_plan("loss_only", inputs, machine, min(rows, _SHARED_FORWARD_ROWS))
-    if inputs.mode in (None, "keep_logits") and gradients and not chosen and not inputs.wide and inputs.N <= _KEPT_ROWS:
+    most = _KEPT_ROWS // 2 if inputs.wide else _KEPT_ROWS
+    if inputs.mode in (None, "keep_logits") and gradients and not chosen and most >= inputs.N:
         return _keep_logits_plan(inputs, machine)
     if inputs.mode in (None, "grad_in_forward") and gradients and not chosen and inputs.scalar:
         return _chunked_plan("grad_in_forward", inputs, machine, rows)
@@ -214,9 +216,9 @@ def _products(inputs: PlanInputs, machine: MachineSpeed, with_logits: int, chunk
     return count * 2 * (inputs.N + chunks * _SMALL) * inputs.D * inputs.V / machine.flops
 
 
-def _logit_bytes(inputs: PlanInputs, rows: int, columns: int) -> int:
+def _logit_bytes(inputs: PlanInputs, rows: int, columns: int, gradient: bool = True) -> int:
     """Bytes of a chunk or a block. The gradient of logits wider than the operands has its own memory."""
-    return rows * columns * (4 + inputs.size if inputs.wide else inputs.size)
+    return rows * columns * ((4 + inputs.size * gradient) if inputs.wide else inputs.size)
 
 
 def _returned_bytes(inputs: PlanInputs) -> int:
@@ -260,8 +262,9 @@ def _chunked_plan(
 ) -> tuple[HeadPlan, int]:
     chunks, columns = ceil_div(inputs.N, max(1, rows)), inputs.V if columns is None else columns
     weight, hidden = inputs.V * inputs.D, inputs.N * inputs.D
-    logits = _logit_bytes(inputs, rows, columns) * (2 if inputs.shard and chunks > 1 else 1)
-    moved = (1.0 if mode == "loss_only" else 2.75) * _logit_bytes(inputs, inputs.N, inputs.V)
+    gradient = mode != "loss_only"
+    logits = _logit_bytes(inputs, rows, columns, gradient) * (2 if inputs.shard and chunks > 1 else 1)
+    moved = (2.75 if gradient else 1.0) * _logit_bytes(inputs, inputs.N, inputs.V, gradient)
     moved += _lora_traffic(inputs, chunks, 1)
     waiting = 0
     if inputs.needs_weight and mode != "loss_only":

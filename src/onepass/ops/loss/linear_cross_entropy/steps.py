@@ -238,7 +238,7 @@ def _backward(
     """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
 
     With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None. `used` logits
-    hold their gradient: they are made again in place, by forward's products.
+    hold their gradient, unless that is narrower: they are made again in place, by forward's products.
     """
     head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
@@ -254,7 +254,7 @@ def _backward(
     found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
     if logits is not None:
         kept, (rows, columns) = to_local_rows(logits, head.columns), _forward_pieces(head, True)
-        if used:
+        if used and head.narrow_gradient is None:
             make_all_logits(head, rows, columns, logits)
         gradients_of_kept_logits(head, rows, kept, found, incoming, sums, target is not None)
     else:

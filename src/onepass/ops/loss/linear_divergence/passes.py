@@ -23,6 +23,7 @@ from onepass.ops.loss.linear_cross_entropy.head import (
     make_logits,
     multiply,
     new_buffer,
+    new_logits,
     wide_type,
 )
 from onepass.ops.loss.linear_cross_entropy.passes import Gradients
@@ -131,8 +132,7 @@ class _LogitChunks:
         self.pair, self.waiting, self.made = pair, waiting, made
         self.chunks = [slice(at, min(at + rows, pair.tokens)) for at in range(0, pair.tokens, max(1, rows))]
         most, (student, teacher) = min(rows, pair.tokens), waiting
-        # the teacher's first: what lies beside fp32 logits for their gradient is not needed, and the student's takes its place
-        x = new_buffer(pair.teacher, most, pair.teacher.columns)[0] if teacher is None else teacher
+        x = new_logits(pair.teacher, most, pair.teacher.columns) if teacher is None else teacher
         own = new_buffer(pair.student, most, pair.student.columns) if student is None else (student, None)
         self.buffers = [own, (x, None)]
 
@@ -159,7 +159,7 @@ class _LogitChunks:
 
 def new_waiting(pair: HeadPair, mode: str) -> WaitingLogits:
     heads = (pair.student if mode == "keep_logits" else None, pair.teacher if mode.startswith("keep") else None)
-    return WaitingLogits(*(None if head is None else new_buffer(head, pair.tokens, head.columns)[0] for head in heads))
+    return WaitingLogits(*(None if head is None else new_logits(head, pair.tokens, head.columns) for head in heads))
 
 
 # ---- sums of products ----
