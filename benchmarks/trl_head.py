@@ -1,4 +1,4 @@
-"""The loss step of TRL's GRPO on its fused head, with TRL's kernels and with onepass's: time, memory and the loss.
+"""The loss step of TRL's GRPO on its fused head, by TRL's kernels and by onepass's, of bf16 and fp32 logits: time, memory, loss.
 
     python benchmarks/trl_head.py [--shape 8192 4096 151936] [--softcap C] [--frozen-head]
 
@@ -85,11 +85,12 @@ def main():
     run = partial(step, model, ids, old, torch.randn(1, tokens, device=DEVICE))
     print(f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, {tokens} x {inner} x {vocabulary}, {model.dtype}")
     found = {}
-    for name in ("TRL", "onepass", "TRL again"):
-        installed = onepass_trl.install() if name == "onepass" else None
+    for name in ("TRL", "onepass", "fp32 head", "TRL again"):
+        installed = None if "TRL" in name else onepass_trl.install(fp32_head=name == "fp32 head")
         found[name] = measured(model, run, args.rounds)
         if installed is not None:
             installed.undo()
+    print(f"fp32 head over onepass: {found['fp32 head'][0] / found['onepass'][0]:.3f}")
     for name, (ms, peak, loss, norm) in found.items():
         share = ms / found["TRL"][0]
         print(f"{name:10} {ms:9.2f} ms, {share:.3f} of TRL's; {peak:6.2f} GiB; loss {loss:.6f}, norm of gradients {norm:.5f}")

@@ -202,6 +202,11 @@ REFUSED = [  # the fields, and what is said
         "virtual_pipeline_model_parallel_size, 2, but is 3",
     ),
     (
+        {"fp32_logits": True, "cross_entropy_fusion_impl": "native"},
+        "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
+        "logits, but is true",
+    ),
+    (
         {"recompute_num_layers": 2},
         "recompute_num_layers must be None without recompute_granularity 'full', but is 2, and that is None",
     ),
@@ -390,10 +395,11 @@ def test_flops_count_what_is_in_use():
 
 
 def test_the_reference_has_every_fusion_off_and_the_same_shape():
-    config = preset("tiny", activation_func_fp8_input_store=True, memory_efficient_layer_norm=True, qk_layernorm=True)
+    more = {"activation_func_fp8_input_store": True, "memory_efficient_layer_norm": True, "fp32_logits": True}
+    config = preset("tiny", qk_layernorm=True, **more)
     plain = config.reference()
     fusions = {flag.field for flag in Config.flags() if flag.field.endswith("_fusion")} | {"persist_layer_norm"}
-    assert not any(getattr(plain, name) for name in fusions) and plain.activation_save == "input"
+    assert not any(getattr(plain, name) for name in fusions | more.keys()) and plain.activation_save == "input"
     assert plain.parameters_count() == config.parameters_count() and plain.qk_layernorm
     assert plain.reference() == plain
 

@@ -257,6 +257,19 @@ def test_nothing_to_foretell_is_a_loss_of_zero(impl):
     assert loss == 0 and not any(t.grad.any() for t in model.parameters())
 
 
+def test_fp32_logits_are_not_rounded():
+    errors = []
+    for fp32_logits in (False, True):
+        model = started(Config(**SHAPE, params_dtype="bf16", fp32_logits=fp32_logits), torch.bfloat16)
+        kept = {}
+        model.output_layer.register_forward_pre_hook(lambda module, args, kept=kept: kept.update(hidden=args[0]))
+        tokens, labels, _ = given()
+        loss = model(tokens, labels)
+        logits = kept["hidden"].double() @ model._head_weight().double().T
+        errors.append((loss - F.cross_entropy(logits.flatten(0, -2), labels.flatten())).abs().item())
+    assert errors[1] < 1e-6 < errors[0]
+
+
 def test_grad_scale_is_the_linear_losss_alone():
     tokens, labels, _ = given()
     model = started(Config(**SHAPE))

@@ -37,8 +37,8 @@ def _by_pytorch():
 
 
 @contextmanager
-def installed():
-    seams = onepass_trl.install()
+def installed(**options):
+    seams = onepass_trl.install(**options)
     try:
         yield seams
     finally:
@@ -252,6 +252,22 @@ def test_weights_of_zero_3_are_trls(stock, more):
     weight.ds_id = 0
     given = hidden, weight, None, targets, 0.7, 32, 3.0, 2.0, *more
     assert onepass_trl.LogProbFunction(stock).apply(*given) == given
+
+
+def test_an_fp32_head():
+    """The log-probabilities are those of bf16 operands multiplied in fp64."""
+    hidden, weight, bias, targets = operands(torch.bfloat16)
+    given = hidden, weight, bias, targets, 0.7, 32
+    expected = oracle(*(t.double() for t in (hidden, weight, bias)), targets, 0.7, None, 1.0)
+    errors = []
+    for fp32_head in (False, True):
+        with installed(fp32_head=fp32_head):
+            found = trl_utils._ChunkedLogProbFunction.apply(*given)
+        errors.append((found[0] - expected[0]).abs().max().item())
+    assert errors[1] < 1e-5 and errors[0] > 1e-3
+    weight.ds_id = 0
+    with installed(fp32_head=True), pytest.raises(ValueError, match=r"fp32_head must be False under DeepSpeed ZeRO-3"):
+        trl_utils._ChunkedLogProbFunction.apply(*given)
 
 
 # ---- install and undo ----

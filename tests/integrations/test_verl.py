@@ -23,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # verl's and Megatron's own
 
 
 @contextmanager
-def installed():
-    seams = onepass_verl.install()
+def installed(**options):
+    seams = onepass_verl.install(**options)
     try:
         yield seams
     finally:
@@ -112,6 +112,22 @@ def test_what_stays_verls(reduction, ranks):
     group = None if ranks is None else Group(ranks)
     function = onepass_verl.LogProbsAndEntropy(lambda *given: given)
     assert function(hidden, weight, labels, 0.7, reduction, group) == (hidden, weight, labels, 0.7, reduction, group)
+
+
+def test_an_fp32_head():
+    """The log-probabilities are those of bf16 operands multiplied in fp64."""
+    hidden, weight, labels = operands(13, dtype=torch.bfloat16)
+    expected = by_logits(hidden, weight, labels, 0.7)[0]
+    for fp32_head in (False, True):
+        with installed(fp32_head=fp32_head):
+            for found in (
+                kernel.linear_cross_entropy(hidden, weight, labels, 0.7, "none")[0],
+                functional.FusedLinearForPPO()(hidden, weight, labels, temperature=0.7)[0],
+            ):
+                assert ((found - expected).abs().max() < 1e-5) == fp32_head
+            if fp32_head:
+                with pytest.raises(ValueError, match="fp32_head must be False with a reduction"):
+                    kernel.linear_cross_entropy(hidden, weight, labels, 0.7, "mean")
 
 
 def test_bf16_gradients_are_added_to_main_grad():

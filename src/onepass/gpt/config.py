@@ -121,6 +121,7 @@ class Config(Settings):
     cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
         "linear", "linear: head and loss as one op, without a tensor of all logits; native: a loss of logits"
     )
+    fp32_logits: bool = setting(False, "do not round the head's logits to params_dtype, in the loss")
     label_smoothing: float = setting(0.0, "part of each target that is spread over the vocabulary")
     z_loss: float = setting(0.0, "weight of the squared logsumexp in the loss")
 
@@ -218,6 +219,11 @@ class Config(Settings):
         return 1 if each is None else self.num_layers // (self.pipeline_model_parallel_size * each)
 
     @property
+    def loss_without_logits(self) -> bool:
+        """Whether the head computes the loss from hidden states."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer shares the embedding's weight."""
         return not self.untie_embeddings_and_output_weights
@@ -303,6 +309,7 @@ _REFERENCE = {
     "persist_layer_norm": False, "memory_efficient_layer_norm": False, "norm_linear_fusion": False,
     "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
+    "fp32_logits": False,
     "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
     "fp8_format": None, **{name: getattr(Config, name) for name in FP8_OPTIONS},
 }  # fmt: skip

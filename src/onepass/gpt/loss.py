@@ -14,14 +14,9 @@ from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 
 
-def needs_no_logits(config: Config) -> bool:
-    """Whether the head computes the loss from hidden states."""
-    return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
-
-
 def rows_with_loss(labels: Tensor, head: LinearCrossEntropy, config: Config) -> KeptRows | None:
     """Ask which tokens have a loss, before the blocks run: the head computes no others. None stands for all."""
-    if not needs_no_logits(config):
+    if not config.loss_without_logits:
         return None
     return kept_rows(labels, head.ignore_index, tp_group=head.tp_group, sequence_parallel=head.sequence_parallel)
 

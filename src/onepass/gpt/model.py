@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
-from onepass.gpt.loss import kept_tokens, loss_of_logits, needs_no_logits, rows_with_loss
+from onepass.gpt.loss import kept_tokens, loss_of_logits, rows_with_loss
 from onepass.gpt.packing import joined_boundaries, positions_in_rows
 from onepass.gpt.parts import Norm, make_norm, settled
 from onepass.gpt.positions import PositionEmbedding, Rotary
@@ -86,6 +86,7 @@ class Model(nn.Module):
                 label_smoothing=config.label_smoothing,
                 z_loss=config.z_loss,
                 softcap=config.final_logit_softcapping,
+                logits_dtype=torch.float32 if config.fp32_logits else None,
                 skip_weight_param_allocation=config.tied,
                 init_method=start.of("output_layer.weight"),
                 tp_group=tp_group,
@@ -193,7 +194,7 @@ class Model(nn.Module):
     ) -> Tensor:
         c, head = self.config, self.output_layer
         assert head is not None
-        if needs_no_logits(c):
+        if c.loss_without_logits:
             ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
             shape = labels.shape[0] * ranks, labels.shape[1] // ranks
             mask = None if loss_mask is None else loss_mask.reshape(shape)

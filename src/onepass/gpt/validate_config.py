@@ -38,7 +38,9 @@ _VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipe
 
 def validate_config(config: Config) -> Iterator[str]:
     """Yield a message for each contradiction: fields, values, what they must be. Later checks assume that earlier ones pass."""
-    for part in (_ranges, _heads, _positions, _norms, _mlp, _fp8, _experts, _gradients, _tensor_parallel, _pipeline, _recompute):
+    for part in (
+        _ranges, _heads, _positions, _norms, _mlp, _fp8, _experts, _loss, _gradients, _tensor_parallel, _pipeline, _recompute,
+    ):  # fmt: skip
         yield from part(config)
 
 
@@ -168,6 +170,14 @@ def _experts(c: Config) -> Iterator[str]:
         yield (
             f"moe_aux_loss_coeff must be 0 with pipeline_model_parallel_size {c.pipeline_model_parallel_size}, but is "
             f"{c.moe_aux_loss_coeff}: a stage hands on hidden states, and no loss"
+        )
+
+
+def _loss(c: Config) -> Iterator[str]:
+    if c.fp32_logits and not c.loss_without_logits:
+        yield (
+            "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
+            "logits, but is true"
         )
 
 

@@ -17,6 +17,7 @@ import importlib
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onepass.integrations.seams import SeamError, Seams
@@ -34,8 +35,9 @@ _OUTPUTS = {  # TRL's names, in their order, and those of linear_cross_entropy's
 class LogProbFunction:
     """Has the place of TRL's autograd function, called as that: `apply` with the same arguments and results."""
 
-    def __init__(self, stock: Any) -> None:
+    def __init__(self, stock: Any, fp32_head: bool = False) -> None:
         self.stock = stock  # None where TRL has no Triton
+        self.fp32_head = fp32_head
         self.pair = stock is not None and "outputs" not in _parameters(stock)  # TRL 1.14
 
     def apply(
@@ -47,6 +49,10 @@ class LogProbFunction:
         hidden [N, H], weight [V, H], bias [V], targets [N]. `chunk_size` is TRL's: here the op plans.
         """
         if is_partitioned(weight):
+            if self.fp32_head:
+                raise ValueError(
+                    "fp32_head must be False under DeepSpeed ZeRO-3, where the head stays TRL's and rounds, but is True"
+                )
             more = () if self.pair else (outputs,)
             return self.stock.apply(  # type: ignore[no-any-return]
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, *more
@@ -58,7 +64,7 @@ class LogProbFunction:
         names = [ours for theirs, ours in _OUTPUTS.items() if theirs in outputs]
         _, stats = linear_cross_entropy(
             hidden, weight, targets, reduction="none", bias=bias, softcap=final_logit_softcapping, logit_scale=logit_scale,
-            temperature=temperature, return_stats=("log_prob", *names),
+            temperature=temperature, logits_dtype=torch.float32 if self.fp32_head else None, return_stats=("log_prob", *names),
         )  # fmt: skip
         if self.pair:
             return stats.log_prob, stats.entropy
@@ -70,8 +76,11 @@ def is_partitioned(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
-def install() -> Seams:
+def install(*, fp32_head: bool = False) -> Seams:
     """Let TRL's trainers compute log-probabilities by onepass. Return what `print` shows and `undo` restores.
+
+    Args:
+        fp32_head: do not round logits to hidden's type. The operands of their product keep theirs.
 
     Raises:
         SeamError: TRL is not installed, its function is not where it was or takes other arguments, or onepass is installed
@@ -84,7 +93,7 @@ def install() -> Seams:
     if stock is not None:
         _check(stock, seams.version)
     with seams.all_or_nothing():
-        seams.rebind(_MODULE, _NAME, LogProbFunction(stock))
+        seams.rebind(_MODULE, _NAME, LogProbFunction(stock, fp32_head))
     seams.leave("the head under DeepSpeed ZeRO-3", "backward gathers its weight again, which TRL's function does")
     if stock is not None and "outputs" not in _parameters(stock):
         seams.leave("trainers that make logits", "SFT and RLOO, and without use_liger_kernel all, until TRL 1.15")

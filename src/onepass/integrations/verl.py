@@ -18,8 +18,10 @@ contains the gathering, is replaced instead.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,8 +38,8 @@ _WANTED = ("log_prob", "entropy")
 class LogProbsAndEntropy:
     """Has the place of verl.utils.kernel.linear_cross_entropy.linear_cross_entropy."""
 
-    def __init__(self, stock: Any) -> None:
-        self.stock = stock
+    def __init__(self, stock: Any, fp32_head: bool = False) -> None:
+        self.stock, self.fp32_head = stock, fp32_head
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
@@ -45,23 +47,30 @@ class LogProbsAndEntropy:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return each label's log-probability and each token's entropy, flat, in fp32, both differentiable."""
         if reduction.lower() != "none" or (dist_process_group is not None and dist_process_group.size() > 1):
+            _refuse(self.fp32_head, "with a reduction, and over several tensor-parallel ranks")
             made: tuple[Tensor, Tensor] = self.stock(hidden, weight, labels, temperature, reduction, dist_process_group)
             return made
-        return _log_probs_and_entropy(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)
+        return _log_probs_and_entropy(*flat, temperature, self.fp32_head)
 
 
-def fused_linear_for_ppo(
-    self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Has the place of FusedLinearForPPO.forward. Return as above, of input_ids' shape; verl's entropy has hidden's type."""
-    return _log_probs_and_entropy(hidden_states, vocab_weights, input_ids, temperature)
+def fused_linear_for_ppo(fp32_head: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what has the place of FusedLinearForPPO.forward."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return as above, of input_ids' shape; verl's entropy has hidden's type."""
+        return _log_probs_and_entropy(hidden_states, vocab_weights, input_ids, temperature, fp32_head)
+
+    return forward
 
 
 class FusedOutputProcessor:
     """Has the place of verl.models.mcore.model_forward_fused.fused_output_processor, for Megatron-core from 0.18."""
 
-    def __init__(self, stock: Any) -> None:
-        self.stock = stock
+    def __init__(self, stock: Any, fp32_head: bool = False) -> None:
+        self.stock, self.fp32_head = stock, fp32_head
 
     def __call__(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, context: Any,
@@ -71,6 +80,7 @@ class FusedOutputProcessor:
         from verl.models.mcore import model_forward_fused as theirs
 
         if theirs.has_config_logger_enabled(config):  # verl's logs what this doesn't know
+            _refuse(self.fp32_head, "with its logging of configurations")
             return self.stock(
                 hidden_states=hidden_states, output_layer=output_layer, output_weight=output_weight, labels=labels,
                 context=context, config=config, **given,
@@ -80,7 +90,8 @@ class FusedOutputProcessor:
         tokens = hidden_states.shape[0] * (group.size() if sequence else 1), hidden_states.shape[1]
         _, stats = linear_cross_entropy(
             hidden_states, output_layer.weight if output_weight is None else output_weight, labels.reshape(tokens), group, "none",
-            sequence_parallel=sequence, temperature=context.temperature, return_stats=_WANTED,
+            sequence_parallel=sequence, temperature=context.temperature, logits_dtype=_logits_dtype(self.fp32_head),
+            return_stats=_WANTED,
         )  # fmt: skip
         return theirs.CausalLMOutputForPPO(
             loss=None, logits=None, past_key_values=None, hidden_states=hidden_states, attentions=None,
@@ -88,13 +99,30 @@ class FusedOutputProcessor:
         )  # fmt: skip
 
 
-def _log_probs_and_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    _, stats = linear_cross_entropy(hidden, weight, labels, reduction="none", temperature=temperature, return_stats=_WANTED)
+def _log_probs_and_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, fp32_head: bool
+) -> tuple[Tensor, Tensor]:
+    _, stats = linear_cross_entropy(
+        hidden, weight, labels, reduction="none", temperature=temperature, logits_dtype=_logits_dtype(fp32_head),
+        return_stats=_WANTED,
+    )  # fmt: skip
     return stats.log_prob, stats.entropy
 
 
-def install() -> Seams:
+def _logits_dtype(fp32_head: bool) -> torch.dtype | None:
+    return torch.float32 if fp32_head else None
+
+
+def _refuse(fp32_head: bool, where: str) -> None:
+    if fp32_head:
+        raise ValueError(f"fp32_head must be False {where}: there the head is verl's own function and rounds logits; but is True")
+
+
+def install(*, fp32_head: bool = False) -> Seams:
     """Let verl's fused kernels be onepass's. Return what `print` shows and `undo` restores.
+
+    Args:
+        fp32_head: do not round logits to hidden's type. The operands of their product keep theirs.
 
     Raises:
         SeamError: verl is not installed, a name is not where it was, or onepass is installed already. verl is as it was.
@@ -102,14 +130,14 @@ def install() -> Seams:
     seams = Seams("verl", TESTED["verl"][-1])
     with seams.all_or_nothing():
         stock = getattr(importlib.import_module(_FUNCTION), "linear_cross_entropy", None)
-        seams.rebind(_FUNCTION, "linear_cross_entropy", LogProbsAndEntropy(stock))
-        seams.rebind(_MODULE, "FusedLinearForPPO.forward", fused_linear_for_ppo)
+        seams.rebind(_FUNCTION, "linear_cross_entropy", LogProbsAndEntropy(stock, fp32_head))
+        seams.rebind(_MODULE, "FusedLinearForPPO.forward", fused_linear_for_ppo(fp32_head))
         try:
             megatron = importlib.import_module(_MEGATRON)
         except ImportError as error:
             seams.leave(_MEGATRON, f"it can't be imported here ({error})")
         else:
-            processor = FusedOutputProcessor(getattr(megatron, "fused_output_processor", None))
+            processor = FusedOutputProcessor(getattr(megatron, "fused_output_processor", None), fp32_head)
             seams.rebind(_MEGATRON, "fused_output_processor", processor, optional=True)
     seams.leave(
         "linear_cross_entropy over several tensor-parallel ranks",

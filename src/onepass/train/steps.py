@@ -140,5 +140,4 @@ def _takes_grad_scale(config: Config) -> bool:
 
     Its op must add to main_grad, and the loss must go straight to backward.
     """
-    linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
-    return linear and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute
+    return config.loss_without_logits and config.gradient_accumulation_fusion and not config.defer_embedding_wgrad_compute

@@ -117,7 +117,7 @@ _FUSIONS: dict[str, tuple[str, ...]] = {
     "persist_layer_norm": ("norm_linear_fusion", "memory_efficient_layer_norm"),
     "bias_activation_fusion": ("activation_func_fp8_input_store", "cpu_offloading"),
     "bias_dropout_fusion": (),
-    "cross_entropy_loss_fusion": (),
+    "cross_entropy_loss_fusion": ("fp32_logits",),
     "gradient_accumulation_fusion": ("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
 }
 
