@@ -32,7 +32,7 @@ def package(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made[name])
     made["acme.ops"].run = made["acme.mlp"].run = made["acme.spec"].Impl = theirs
     made["acme.ops"].Layer = Layer
-    monkeypatch.setattr(module, "_version", lambda package: "1.4.2")
+    made["acme"].__version__ = "1.4.2"
     monkeypatch.setattr(module, "_warned", set())
     return made
 
@@ -154,5 +154,25 @@ def test_a_newer_version_warns_once(package):
 
 
 def test_a_package_that_is_not_there():
-    with pytest.raises(SeamError, match="no-such-package is not installed"):
+    with pytest.raises(SeamError, match=r"no-such-package is not installed, and no clone of it is on sys\.path"):
         Seams("no-such-package", tested="1")
+
+
+def test_a_clone_on_the_path(tmp_path, monkeypatch):
+    """Its modules say the version: nothing is installed, or another version. What they lack is named."""
+    core = tmp_path / "cloned_acme" / "core"
+    core.mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    (core / "__init__.py").write_text("import no_such_dependency\n")
+    with pytest.raises(SeamError, match="acme-core cannot be imported: No module named 'no_such_dependency'"):
+        Seams("acme-core", "1.4.2", "cloned_acme.core")
+    (core / "__init__.py").write_text("__version__ = '1.4.2+abc1234'\ndef run(): ...\n")
+    seams = Seams("acme-core", "1.4.2", "cloned_acme.core")
+    seams.rebind("cloned_acme.core", "run", ours)
+    assert "acme-core 1.4.2+abc1234" in str(seams)
+    seams.undo()
+
+
+def test_a_module_without_a_version_is_asked_for_by_its_package(package):
+    del package["acme"].__version__
+    assert Seams("pytest", "99", "acme").version == pytest.__version__

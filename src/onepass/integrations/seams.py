@@ -74,7 +74,8 @@ class Seams:
         tested: the newest version tested. A newer one warns once.
         root: its modules' common name: "megatron.core". None: package.
         """
-        self.package, self.version, self.root = package, _version(package), root or package
+        self.package, self.root = package, root or package
+        self.version = _version(package, self.root)
         self.bindings: list[Binding] = []
         self.left: list[tuple[str, str]] = []
         if _numbers(self.version) > _numbers(tested) and package not in _warned:
@@ -192,11 +193,15 @@ def _described(value: Any) -> str:
     return f"{getattr(value, '__module__', type(value).__module__)}.{name}"
 
 
-def _version(package: str) -> str:
+def _version(package: str, root: str) -> str:
+    """Return the version of the modules that are imported: a clone on sys.path has no metadata, or those of another version."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise SeamError(f"{package} is not installed") from error
+        version = getattr(importlib.import_module(root), "__version__", None)
+    except ImportError as error:
+        absent = error.name is not None and f"{root}.".startswith(f"{error.name}.")
+        what = "is not installed, and no clone of it is on sys.path" if absent else f"cannot be imported: {error}"
+        raise SeamError(f"{package} {what}") from error
+    return version if isinstance(version, str) else importlib.metadata.version(package)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

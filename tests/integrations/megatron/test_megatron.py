@@ -1,5 +1,6 @@
 """GPT models of megatron-core beside stock on a CPU, in fp32."""
 
+import importlib.metadata
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from onepass.integrations import megatron
 from onepass.integrations.seams import SeamError
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+megatron_core = pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
 
 KINDS = {
@@ -288,14 +289,29 @@ def test_multi_token_prediction_is_refused():
         megatron.apply(model)
 
 
-def test_script(tmp_path):
+def test_script_in_a_clone(tmp_path):
+    """A script beside Megatron's sources, as pretrain_gpt.py lies, takes those, from wherever it is run."""
     script = tmp_path / "pretrain.py"
     script.write_text(
-        "import sys\nimport megatron.core.transformer.mlp as m\nprint(m.bias_swiglu_impl.__module__, sys.argv[1:])\n"
+        "import sys\nimport megatron.core.transformer.mlp as m\nprint(m.__file__, m.bias_swiglu_impl.__module__, sys.argv[1:])\n"
     )
+    (tmp_path / "megatron").symlink_to(megatron_core.__path__[0] + "/..")
     command = [sys.executable, "-W", "ignore", "-m", "onepass.integrations.megatron", str(script), "--lr", "1"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "onepass in megatron-core" in out and "onepass.integrations.megatron.fusions ['--lr', '1']" in out
+    assert f"onepass in megatron-core {megatron_core.__version__}" in out
+    assert f"{tmp_path}/megatron/core/transformer/mlp.py onepass.integrations.megatron.fusions ['--lr', '1']" in out
+
+
+def test_without_metadata(monkeypatch):
+    """A clone is not installed."""
+
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    installed = megatron.install()
+    installed.undo()
+    assert installed.version == megatron_core.__version__
 
 
 def test_output_processor():

@@ -115,6 +115,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "gradient accumulation still off": (INSTALL, "_rebind_wgrad", '"_grad_accum_fusion_available", True', '"_grad_accum_fusion_available", False', (test_megatron.test_gradient_accumulation_fusion,)),
     "the drain left": (INSTALL, "_rebind_wgrad", '"drain_embedding_wgrad_compute", drain', '"drain_embedding_wgrad", drain', (test_megatron.test_drain, 1)),
     "copies left": (seams, "Seams._bind", "copies and isinstance", "False and isinstance", UNDO),
+    "an installed package's version alone": (seams, "_version", 'getattr(importlib.import_module(root), "__version__", None)', "None", (test_megatron.test_without_metadata, PATCH)),
     "undo leaves copies": (seams, "Seams._restore", "setattr(copy, name, binding.before)", "pass", UNDO),
     "undo leaves modules": (seams, "Binding.assign", "self.owner.pop(self.name, None)", "pass", (test_megatron.test_gradient_accumulation_fusion,)),
 }  # fmt: skip
