@@ -3,7 +3,11 @@
 import json
 import os
 import shlex
+import shutil
+import signal
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -249,6 +253,63 @@ def test_a_link_out_of_the_runs_folder_is_refused(name, tmp_path, corpus, capsys
     assert train(corpus, "--run-dir", run, "--train-iters", 1) == 2
     assert f"{run / name} must be in the run's folder, but is a link to {outside}: " in capsys.readouterr().err
     assert not outside.exists() and [each.name for each in run.iterdir()] == [name.split("/")[0]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    assert train(corpus, "--run-dir", folder, "--train-iters", 1, "--samples", 0) == 0
+    return folder
+
+
+@pytest.fixture
+def at_once():
+    """Interrupt what waits for a pipe."""
+
+    def late(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def pipe(path):
+    os.mkfifo(path)
+    return "a named pipe"
+
+
+def bound(path):
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as made:  # a socket's path has at most 107 bytes
+        made.bind(f"{short}/socket")
+        os.rename(f"{short}/socket", path)
+    return "a socket"
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+    return "a device"
+
+
+INDEX_OF_RUN = "checkpoints/step-00000001/checkpoint.json"
+NOT_FILES = [
+    *((pipe, name) for name in (INDEX_OF_RUN, "config.yaml", "tokens/tokens.json", "tokens/tokenizer.json", "log.csv")),
+    (bound, INDEX_OF_RUN),
+    (bound, "log.csv"),
+    (device, INDEX_OF_RUN),
+]
+
+
+@pytest.mark.parametrize(("put", "name"), NOT_FILES, ids=[f"{put.__name__}-{name.split('/')[-1]}" for put, name in NOT_FILES])
+def test_what_is_no_file_in_a_runs_folder_is_refused_at_once(put, name, ended, tmp_path, at_once, capsys):
+    run = shutil.copytree(ended, tmp_path / "run")
+    (run / name).unlink()
+    kind = put(run / name)
+    assert main(["train", "--device", "cpu", "--resume", str(run), "--train-iters", "2", "--no-verify-checksums"]) == 2
+    said = capsys.readouterr().err
+    assert f"{run / name}" in said and f"it must be a file, but is {kind}" in said and said.count("\n") == 1
 
 
 WATCHED = ("socket.connect", "socket.bind", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class")

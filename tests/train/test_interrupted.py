@@ -1,9 +1,15 @@
 """Runs that are interrupted, refused or out of disk space: what they leave, and what they say. Ranks run failing_ranks.py."""
 
+import errno
+import fcntl
+import os
 import resource
 import shlex
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,10 +22,11 @@ from train import failing_ranks
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
-from onepass.train import loop, text
+from onepass.train import loop, run_lock, text
 from onepass.train.layout import ParallelLayout, one_line_of_all_ranks
 from onepass.train.loop import TrainRun
 from onepass.train.options import Options
+from onepass.train.run_lock import locked
 from onepass.train.steps import TrainSteps
 
 SMALL = shlex.split(
@@ -236,6 +243,74 @@ def test_a_log_without_the_end_of_its_last_line_is_read(run):
     path.write_text(whole[:-1] + "2.34")  # a value that may have had more digits
     assert resume(run) == 0
     assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["step", *"0123467"]
+
+
+# ---- two processes and one run ----
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+import torch
+from onepass.train.layout import ParallelLayout
+from onepass.train.run_lock import locked
+with locked(Path(sys.argv[1]), ParallelLayout(torch.device("cpu")), print):
+    print("locked", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_run_is_one_process_at_a_time(run, corpus, capsys):
+    """The other one is killed, and leaves its lock."""
+    before = content(run)
+    with subprocess.Popen([sys.executable, "-c", HOLDING, str(run)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        assert resume(run) == train(corpus, run) == 2
+        owner = f"process {other.pid} on {socket.gethostname()}"
+        said = f"onepass train: {run} must have one run at a time, but {owner} trains there: wait for it\n"
+        assert capsys.readouterr().err == 2 * said
+        assert {path: data for path, data in content(run).items() if path.name != ".lock"} == before
+        other.kill()
+    assert (run / ".lock").exists()
+    assert resume(run) == 0
+    assert not (run / ".lock").exists()
+
+
+def test_new_runs_in_one_folder_are_one_at_a_time(tmp_path, corpus, capsys):
+    alone = ParallelLayout(torch.device("cpu"))
+    with locked(tmp_path / "a" / "run", alone, print):
+        assert train(corpus, tmp_path / "a" / "run") == 2
+        assert "/a/run must have one run at a time, but process" in capsys.readouterr().err
+        other = ParallelLayout(torch.device("cpu"), rank=1)
+        with locked(tmp_path / "a" / "run", other, print):  # another rank of the same run locks nothing
+            pass
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_lock_that_goes_while_another_process_opens_it_is_none(tmp_path, monkeypatch):
+    alone, flock, removed = ParallelLayout(torch.device("cpu")), fcntl.flock, []
+
+    def late(number, how):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())  # as its owner does at its end
+        flock(number, how)
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", late)
+    with locked(tmp_path, alone, print):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+        with pytest.raises(CommandError, match="must have one run at a time"), locked(tmp_path, alone, print):
+            pass
+
+
+def test_a_filesystem_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(number, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    said = []
+    with locked(tmp_path, ParallelLayout(torch.device("cpu")), said.append):
+        pass
+    assert said == [f"warning: {tmp_path} can't be locked (No locks available): a second run in it would not be refused"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- a run among its texts ----

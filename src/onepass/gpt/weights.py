@@ -21,6 +21,7 @@ from onepass.gpt.huggingface import config_of, their_config
 from onepass.gpt.model import Model
 from onepass.nn.sharding import Division, part_of
 from onepass.runtime.install_hint import install_hint
+from onepass.runtime.regular_file import read_regular
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _MOST_POSITIONS = 1 << 24
@@ -129,7 +130,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LONGEST_JSON:
         raise ValueError(f"{path} must be of at most {_LONGEST_JSON} bytes, but is of {path.stat().st_size}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path).decode())
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{path} must be JSON, but is not: {why}") from None

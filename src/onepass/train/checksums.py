@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from onepass.runtime.regular_file import open_regular
+
 BLOCK = 16 << 20
 _PIECE = 1 << 20  # read at once: it stays in the core's cache
 _THREADS = min(8, os.cpu_count() or 1)
@@ -78,7 +80,7 @@ def _sums(path: Path, blocks: range) -> list[int]:
 def _sum(path: Path, block: int) -> int:
     found, left = 0, BLOCK
     buffer = memoryview(bytearray(_PIECE))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(block * BLOCK)
         while left and (got := file.readinto(buffer[: min(left, _PIECE)])):
             found = zlib.crc32(buffer[:got], found)

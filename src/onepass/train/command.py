@@ -28,6 +28,7 @@ from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
+from onepass.train.run_lock import locked
 from onepass.train.samples import TextSample
 from onepass.train.table import compare, each_off, table, table_of_fusions
 from onepass.train.threads import CpuThreads
@@ -236,6 +237,15 @@ def _train(args: argparse.Namespace, config: Config, options: Options, layout: P
         highlight=False, markup=False, emoji=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118
     )  # fmt: skip
     folder = layout.on_first(lambda: _folder(args.folder, resume))
+    with locked(folder, layout, partial(console.print, soft_wrap=True)):
+        return _trained(args, config, options, layout, resume, folder, console)
+
+
+def _trained(
+    args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, resume: Path | None, folder: Path,
+    console: Console,
+) -> int:  # fmt: skip
+    layout.on_first(lambda: _check_folder(folder, resume))
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
     threads = CpuThreads(partial(console.print, soft_wrap=True)) if layout.device.type == "cpu" else None
     if threads is not None:
@@ -267,11 +277,13 @@ def _held_out(lines: list[Line]) -> str:
 
 def _folder(named: Path | None, resume: Path | None) -> Path:
     """Return the run's folder. Its name may be the current time."""
-    folder = named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    return named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def _check_folder(folder: Path, resume: Path | None) -> None:
     if resume is None and (folder / "log.csv").exists():
         raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
     check_links(folder)
-    return folder
 
 
 def _introduction(config: Config, options: Options, layout: ParallelLayout, folder: Path) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.runtime.regular_file import read_regular
 from onepass.train.files import write_atomically
 
 
@@ -107,7 +108,7 @@ def read_log(path: Path) -> list[Line]:
     """Return the lines of a log.csv, without a truncated last line. Raise CommandError for one that is broken."""
     if not path.exists():
         return []
-    lines = path.read_bytes().decode(errors="replace").splitlines(keepends=True)
+    lines = read_regular(path).decode(errors="replace").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     rows = csv.DictReader(whole)
     found = []

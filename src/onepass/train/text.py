@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.runtime.regular_file import open_regular, read_regular
 from onepass.train.checksums import BlockSums, block_sums, change
 from onepass.train.files import write_atomically
 
@@ -146,12 +147,13 @@ def load(folder: Path, vocab_size: int) -> Tokens:
 
     name = "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_str((folder / name).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(read_regular(folder / name).decode())
         kind = _number_type(vocab_size)
         arrays = {}
         for part in ("train", "valid"):
             name = f"{part}.bin"
-            arrays[part] = numpy.memmap(folder / name, dtype=kind, mode="r")
+            with open_regular(folder / name) as file:
+                arrays[part] = numpy.memmap(file, dtype=kind, mode="r")
     except Exception as error:  # tokenizers raises no other type
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise _damaged(folder, name, f"can't be read: {why}") from None
@@ -177,15 +179,16 @@ def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
     if not path.exists():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = json.loads(read_regular(path).decode())
         if type(said.get("key")) is str and type(said["files"]) is int:
             return TokensRecord(said["vocab_size"], [], {}, said["key"])
         texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in said["texts"]]
         written = {name: (int(said["written"][name][0]), list(said["written"][name][1])) for name in _WRITTEN}
         return TokensRecord(said["vocab_size"], texts, written)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if keep:
-            raise _damaged(folder, path.name, "is not as it was written") from None
+            how = f"can't be read: {error.strerror}" if isinstance(error, OSError) else "is not as it was written"
+            raise _damaged(folder, path.name, how) from None
         return None
 
 
@@ -258,7 +261,7 @@ def _read(path: Path) -> tuple[str, tuple[str, int, int, list[int]]]:
     sums = BlockSums()
     try:
         changed = path.stat().st_mtime_ns
-        data = path.read_bytes()
+        data = read_regular(path)
         sums.add(memoryview(data))
         document = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as reading in text mode does
         return document, (str(path), len(data), changed, sums.sums)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.runtime.errors import CommandError
+from onepass.runtime.regular_file import read_regular
 from onepass.train.checksums import change
 from onepass.train.files import sync_folder
 
@@ -84,7 +85,7 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LONGEST_INDEX:
             raise CommandError(f"{path} must be of at most {_LONGEST_INDEX} bytes, but is of {path.stat().st_size}")
-        text = path.read_text()
+        text = read_regular(path).decode()
         index = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no JSON"

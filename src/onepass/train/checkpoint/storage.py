@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from onepass.runtime.regular_file import open_regular
 from onepass.train.checkpoint.folders import INDEX, LONGEST_HEADER, Damaged, file_of, index_json
 from onepass.train.checkpoint.parts import Chunk
 from onepass.train.checksums import BlockSums
@@ -275,7 +276,7 @@ class _Reader(StorageReader):
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         """Open a file. Raise Damaged if its size or the id in its header is not what was written."""
-        with file_of(self.folder, name, self.index).open("rb", buffering=0) as file:
+        with open_regular(file_of(self.folder, name, self.index)) as file:
             if _id(file) != self.index["id"]:
                 raise Damaged(f"{name} is no file of it")
             yield file

@@ -1,0 +1,85 @@
+"""Keep two processes from training in one run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from onepass.runtime.errors import CommandError
+from onepass.runtime.regular_file import check_regular
+from onepass.train.layout import ParallelLayout
+
+_NAME = ".lock"
+_MOST = 200  # bytes of another process's name
+
+
+@contextmanager
+def locked(folder: Path, layout: ParallelLayout, say: Callable[[str], None]) -> Iterator[None]:
+    """Have a run's folder for these ranks alone until the block ends. Raise CommandError if another process has it.
+
+    The first rank locks a file there, `.lock`, which names its process. The system unlocks it when the process ends, however it
+    does, so what a killed one leaves is harmless. A filesystem without locks is said, and not an error.
+    """
+    lock = _Lock(folder)
+    try:
+        if said := layout.on_first(lock.acquire):
+            say(said)
+        yield
+    finally:
+        lock.release()
+
+
+class _Lock:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / _NAME
+        self._number: int | None = None  # the file's, while it is open
+        self._owned = False
+        self._made: list[Path] = []  # folders that were not there, the innermost first
+
+    def acquire(self) -> str | None:
+        """Make the folder if need be, and lock it. Return what is to be said, if anything."""
+        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        said = None
+        while said is None and not self._owned:
+            self._close()
+            self._number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            check_regular(self.path, os.fstat(self._number).st_mode)
+            try:
+                fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self._number, _MOST, 0).decode(errors="replace").partition("\n")[0] or "another process"
+                raise CommandError(f"{self.folder} must have one run at a time, but {owner} trains there: wait for it") from None
+            except OSError as error:
+                said = f"warning: {self.folder} can't be locked ({error.strerror}): a second run in it would not be refused"
+            self._owned = self._is_there(self._number)  # its last owner may have removed what was opened
+        assert self._number is not None
+        with suppress(OSError):  # on a full disk it has no name
+            os.ftruncate(self._number, 0)
+            os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return said
+
+    def _is_there(self, number: int) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(number), os.lstat(self.path))
+        return False
+
+    def release(self) -> None:
+        """Remove the lock while it is held, and folders in which nothing has been written."""
+        if self._owned:
+            with suppress(OSError):
+                self.path.unlink()
+        self._owned = False
+        self._close()
+        for path in self._made:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+
+    def _close(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
+        self._number = None
