@@ -67,7 +67,8 @@ REFUSED = [  # the fields, and what is said
     ),
     (
         {"activation_func": "squared_relu"},
-        "activation_func must be 'gelu', 'silu', 'quick_gelu' or 'relu' with gated_linear_unit, but is 'squared_relu'",
+        "activation_func must be 'gelu', 'gelu_exact', 'silu', 'quick_gelu' or 'relu' with gated_linear_unit, but is "
+        "'squared_relu'",
     ),
     (
         {"gated_linear_unit": False, "activation_func_clamp_value": 7.0},
@@ -356,6 +357,7 @@ def test_what_follows_from_the_fields():
     assert (config.head_size, config.query_groups, config.rotary_size, config.tied) == (16, 2, 8, True)
     assert Config(kv_channels=5, position_embedding_type="none").head_size == 5
     assert (Config().activation, Config(activation_func="gelu").activation) == ("swiglu", "geglu")
+    assert Config(activation_func="gelu_exact").activation == "geglu_exact"
     assert Config(gated_linear_unit=False, activation_func="gelu_exact").activation == "gelu_exact"
     saves = {"fp8": {"activation_func_fp8_input_store": True}, "offload": {"cpu_offloading": True}, "input": {}}
     assert all(Config(**settings).activation_save == save for save, settings in saves.items())

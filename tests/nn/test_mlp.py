@@ -49,7 +49,7 @@ FORMULAS = {
     "relu": lambda z: torch.where(z > 0, z, 0),
     "squared_relu": lambda z: torch.where(z > 0, z, 0) ** 2,
 }
-GATES = {"swiglu": "silu", "geglu": "gelu", "quick_geglu": "quick_gelu", "reglu": "relu"}
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_exact": "gelu_exact", "quick_geglu": "quick_gelu", "reglu": "relu"}
 
 
 def formula(x, w1, b1, w2, b2, scale=None, *, activation, clamp=None, linear_offset=0.0):

@@ -16,7 +16,7 @@ from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
-GATED = ("swiglu", "geglu", "quick_geglu", "reglu")
+GATED = ("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 

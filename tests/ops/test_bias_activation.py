@@ -85,7 +85,7 @@ BY_HAND = {
     "relu": lambda z: max(z, 0.0),
     "squared_relu": lambda z: max(z, 0.0) ** 2,
 }
-GATES = dict(zip(GATED, ("silu", "gelu", "quick_gelu", "relu"), strict=True))
+GATES = dict(zip(GATED, ("silu", "gelu", "gelu_exact", "quick_gelu", "relu"), strict=True))
 
 
 @backends

@@ -21,7 +21,7 @@ CLAMPED = {
     f"bias_activation: {activation}, clamped": Sample(
         GATED, None, {"activation": activation, "clamp": 0.5, "linear_offset": 1.0}, keywords=("token_weight",)
     )
-    for activation in ("swiglu", "geglu", "quick_geglu", "reglu")
+    for activation in ("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu")
 }
 PLAIN = {
     f"bias_activation: {activation}": Sample(partial(random_tensors, ((5, 70), (70,))), None, {"activation": activation})

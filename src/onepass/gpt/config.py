@@ -11,10 +11,11 @@ import torch
 
 from onepass.gpt.settings import Flag, Settings, read_yaml, setting, written_yaml
 from onepass.gpt.validate_config import FP8_OPTIONS, validate_config
+from onepass.ops.activation.activations import GATES
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GATED = {"gelu": "geglu", "silu": "swiglu", "quick_gelu": "quick_geglu", "relu": "reglu"}  # names in onepass.bias_activation
+_GATED = {gate: name for name, gate in GATES.items()}
 _SCALINGS = {"delayed": "delayed", "tensorwise": "current", "rowwise": "row"}  # of an FP8Recipe
 _MULTIPLE = 256  # the default ffn_hidden_size of a gated MLP is rounded up to it
 

@@ -103,10 +103,9 @@ def _norms(c: Config) -> Iterator[str]:
 
 
 def _mlp(c: Config) -> Iterator[str]:
-    if c.gated_linear_unit and c.activation_func in ("gelu_exact", "squared_relu"):
-        yield (
-            f"activation_func must be 'gelu', 'silu', 'quick_gelu' or 'relu' with gated_linear_unit, but is {c.activation_func!r}"
-        )
+    if c.gated_linear_unit and c.activation_func == "squared_relu":
+        gates = "'gelu', 'gelu_exact', 'silu', 'quick_gelu' or 'relu'"
+        yield f"activation_func must be {gates} with gated_linear_unit, but is 'squared_relu'"
     if not c.gated_linear_unit and c.activation_func_clamp_value is not None:
         yield f"activation_func_clamp_value must be None without gated_linear_unit, but is {c.activation_func_clamp_value}"
     if not c.gated_linear_unit and c.glu_linear_offset:

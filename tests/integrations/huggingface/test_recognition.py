@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, step  # noqa: E402
+from integrations.huggingface.families import VOCABULARY, assert_alike, batch, both, step  # noqa: E402
 
 import onepass  # noqa: E402
 from onepass.integrations import huggingface  # noqa: E402
@@ -48,6 +48,24 @@ def test_other_families_train_as_before(family):
     before = copy.deepcopy(model)
     huggingface.apply(model)
     assert_alike(step(model, **batch()), step(before, **batch()), 1e-4)
+
+
+MLPS = {  # the sizes and the gate, and what runs the MLP
+    "Llama": ({"hidden_act": "gelu"}, "activation_linear, geglu_exact"),
+    "Mixtral": ({"hidden_act": "gelu", "intermediate_size": 32}, "grouped products, geglu_exact"),  # as the hidden size
+    "Mistral": ({"intermediate_size": 32}, "activation_linear, swiglu"),
+    "Phi3": ({"intermediate_size": 32}, "activation_linear, swiglu"),
+    "Phi3, half": ({"intermediate_size": 16}, "activation_linear, swiglu"),  # gate and up are as wide as the hidden states
+    "GPT2": ({"n_inner": 32}, "activation_linear, gelu"),
+}
+
+
+@pytest.mark.parametrize("family", MLPS)
+def test_mlps_by_exact_gelu_and_as_wide_inside_as_outside(family):
+    options, by = MLPS[family]
+    model, before, applied = both(family.partition(",")[0], **options)
+    assert {row.by for row in applied.replaced if row.part == "mlp"} == {by}
+    assert_alike(step(model, **batch()), step(before, **batch()))
 
 
 # ---- modules that nobody has heard of ----

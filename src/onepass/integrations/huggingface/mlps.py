@@ -125,7 +125,9 @@ def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:
     linears = [name for name, child in module._modules.items() if is_linear(child) or is_like_linear(child)]
     if len(linears) not in (2, 3) or own_forward(module) or len(parameters_of(module)) != 1:
         return None
-    if not _goes_up_and_down([sizes_of(module._modules[name]) for name in linears]):  # type: ignore[arg-type]
+    sizes = {name: sizes_of(module.get_submodule(name)) for name in linears}
+    roles = list(_roles(sizes))
+    if not roles:
         return None
     others = [name for name, child in module._modules.items() if name not in linears and child is not None]
     dropouts = [name for name in others if isinstance(module._modules[name], nn.Dropout)]
@@ -135,7 +137,7 @@ def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:
         if is_watched(module._modules[name]):  # type: ignore[arg-type]
             return f"its {name} has hooks or a forward of its own"
     dropout = dropouts[0] if dropouts else None
-    for up_names, down_name in _roles(linears):
+    for up_names, down_name in roles:
         activation = _activation_of(module, up_names, down_name, dropouts, Function)
         between = None if activation is None else ActivationMatch(module, up_names, down_name, activation, dropout)
         up, down = LinearsMatch.found(module, up_names), LinearsMatch.found(module, (down_name,))
@@ -149,14 +151,13 @@ def find_mlp(module: nn.Module) -> MLPMatch | ActivationMatch | str | None:
     return "it computes something else, or by an activation that onepass doesn't have"
 
 
-def _goes_up_and_down(sizes: list[tuple[int, int]]) -> bool:
-    inputs, outputs = {size[0] for size in sizes}, {size[1] for size in sizes}
-    return len(inputs) == 2 and len(outputs) == 2 and bool(inputs & outputs)
-
-
-def _roles(names: list[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    for *up, down in permutations(names):
-        yield tuple(up), down
+def _roles(sizes: dict[str, tuple[int, int]]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield which layers may go up, in order, and which down, by their sizes: (inputs, outputs)."""
+    for *up, down in permutations(sizes):
+        inner, outputs = sizes[down]
+        widths = (inner, 2 * inner) if len(up) == 1 else (inner,)
+        if all(sizes[name][0] == outputs and sizes[name][1] in widths for name in up):
+            yield tuple(up), down
 
 
 def _activation_of(
@@ -166,11 +167,7 @@ def _activation_of(
 
     With `wrap` the code gets layers that it can call, and nothing else.
     """
-    sizes = {name: sizes_of(module.get_submodule(name)) for name in (*up, down)}
-    width, width_up = sizes[down][0], sum(sizes[name][1] for name in up)
-    gated = len(up) == 2 or width_up == 2 * width
-    if width_up != (2 if gated else 1) * width:
-        return None
+    gated = len(up) == 2 or sizes_of(module.get_submodule(up[0]))[1] != sizes_of(module.get_submodule(down))[0]
     each = 2 * _INNER if gated and len(up) == 1 else _INNER
     layers = {name: tiny(module.get_submodule(name), _HIDDEN, each, 10 + i) for i, name in enumerate(up)}
     layers[down] = last = tiny(module.get_submodule(down), _INNER, _HIDDEN, 20)

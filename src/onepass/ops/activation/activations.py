@@ -192,7 +192,8 @@ _PLAIN = (
     Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative, masks=True),
 )
 ACTIVATIONS: dict[str, Activation] = {act.name: replace(act, key=act.name) for act in _PLAIN}
-for _name, _gate in (("swiglu", "silu"), ("geglu", "gelu"), ("quick_geglu", "quick_gelu"), ("reglu", "relu")):
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_exact": "gelu_exact", "quick_geglu": "quick_gelu", "reglu": "relu"}
+for _name, _gate in GATES.items():
     ACTIVATIONS[_name] = _with_gate(_name, ACTIVATIONS[_gate])
 _BUILT_IN = frozenset(ACTIVATIONS)
 _BY_KEY = dict(ACTIVATIONS)  # also those whose name was registered again

@@ -200,7 +200,8 @@ def bias_activation(
             `linear` it is the gate alone, ``[..., H]``.
         bias: as long as x's last dimension, of any floating-point type, or None.
         activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu``, ``silu``, ``relu``, ``squared_relu``: ``act(x + bias)``;
-            ``swiglu``, ``geglu``, ``quick_geglu``, ``reglu``: ``act(x1) * (x2 + linear_offset)``; or a registered one.
+            ``swiglu``, ``geglu``, ``geglu_exact``, ``quick_geglu``, ``reglu``: ``act(x1) * (x2 + linear_offset)``; or a
+            registered one.
         linear: for gated activations, the linear part as a tensor of its own, of x's shape and type: ``act(x) * (linear +
             linear_offset)``. Rows of either may be strided. Without a bias, and with neither `save` nor `out`.
         token_weight: ``[...]`` or ``[..., 1]``, multiplied into each row of the result (a router's weight).
