@@ -10,6 +10,7 @@ import torch
 from ops.bias_activation_oracle import laid_out
 
 from onepass.ops.loss import cross_entropy as real
+from onepass.ops.loss.formula import DIFFERENTIABLE_STATISTICS, STATISTICS
 from onepass.testing.budget import Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
@@ -33,21 +34,35 @@ class Case:
     layout: str = "contiguous"
     over: bool = False
     spread: float = 3.0
+    softcap: float | None = None
+    weighted: bool = False  # classes
+    mixed: bool = False  # labels are probabilities, which don't sum to 1
+    stats: bool = False
 
     @property
     def options(self):
+        weight = 2 * torch.rand(self.V, generator=torch.Generator().manual_seed(1))
+        weight[::7] = 0.0
         return {
             "reduction": self.reduction,
             "label_smoothing": self.smoothing,
             "z_loss": self.z_loss,
             "ignore_index": self.ignore_index,
+            "softcap": self.softcap,
+            "weight": weight.to(DEVICE) if self.weighted else None,
+            "return_stats": self.names,
         }
+
+    @property
+    def names(self):
+        return tuple(n for n in STATISTICS if not self.mixed or n not in ("log_prob", "correct")) if self.stats else ()
 
     def __str__(self):
         said = ["x".join(map(str, (*self.lead, self.V))), str(self.dtype).removeprefix("torch."), self.reduction, self.layout]
         said += [f"smoothing={self.smoothing}"] if self.smoothing else []
         said += [f"z_loss={self.z_loss}"] if self.z_loss else []
-        return "-".join(said + (["over"] if self.over else []))
+        said += [f"softcap={self.softcap}"] if self.softcap else []
+        return "-".join(said + [name for name in ("over", "weighted", "mixed", "stats") if getattr(self, name)])
 
 
 def cases():
@@ -62,6 +77,11 @@ def cases():
         Case((), 33, FP32, "none"),
         Case((6,), 40, FP32, "sum", spread=200.0),
         Case((2, 2, 2), 64, BF16, layout="swapped"),
+        Case((4,), 2111, BF16, "none", 0.1, 1e-2, softcap=5.0, stats=True),
+        Case((7,), 130, FP32, "mean", 0.0, 1e-2, weighted=True, layout="sliced"),
+        Case((7,), 2500, FP32, "mean", 0.2, 1e-2, weighted=True, softcap=5.0, stats=True),
+        Case((2, 3), 2500, BF16, "mean", 0.1, 1e-2, weighted=True, mixed=True, over=True),
+        Case((4,), 130, FP32, "none", mixed=True, stats=True, layout="strided"),
     ]
 
 
@@ -88,13 +108,26 @@ def draw(case, seed=0):
     flat = labels.view(-1)
     flat[0] = case.V - 1
     flat[2::3] = case.ignore_index
+    if case.mixed:
+        labels = 1.5 * (2 * torch.randn(*case.lead, case.V, generator=generator)).softmax(-1)
     dy = torch.randn(case.lead if case.reduction == "none" else (), generator=generator) + 2
-    return laid_out(logits.to(DEVICE), case.layout), labels.to(DEVICE, case.labels), dy.to(DEVICE)
+    return laid_out(logits.to(DEVICE), case.layout), labels.to(DEVICE, FP32 if case.mixed else case.labels), dy.to(DEVICE)
 
 
 def results(function, case, logits, labels, dy, dtype=None):
     """Return the loss and its gradient, and the gradient's elements at the labels and elsewhere, each by itself."""
-    found = run(lambda x: function(x, labels), {"logits": logits}, dy, dtype)
+
+    def call(x):
+        if not case.stats:
+            return function(x, labels)
+        loss, stats = function(x, labels)
+        return loss, *(getattr(stats, name) for name in case.names)
+
+    dys = [dy, *(labels.new_full(case.lead, 0.1, dtype=FP32) if n in DIFFERENTIABLE_STATISTICS else None for n in case.names)]
+    found = run(call, {"logits": logits}, dys if case.stats else dy, dtype)
+    found["y"] = found.get("y", found.get("y0"))
+    if case.mixed:
+        labels = labels.argmax(-1)
     at = torch.where((labels >= 0) & (labels < case.V), labels, 0).long().unsqueeze(-1)
     found["the right ones'"] = found["dlogits"].gather(-1, at)
     found["the others'"] = found["dlogits"].scatter(-1, at, 0.0)
@@ -125,7 +158,7 @@ def judge_case(module, case, seed=0, backend="triton"):
 
 def _exact(case, got, labels, where, logits):
     """Check that ignored rows are exactly 0, that the loss is fp32, and that the gradient is written only where it belongs."""
-    ignored = labels == case.ignore_index
+    ignored = labels == case.ignore_index if not case.mixed else torch.zeros(case.lead, dtype=torch.bool, device=DEVICE)
     rest = int(got["dlogits"][ignored].count_nonzero())
     if case.reduction == "none":
         rest += int(got["y"][ignored].count_nonzero())

@@ -274,7 +274,7 @@ def _eager(case, labels, rounded):
             product = Rounded.apply(product, case.dtype, case.wide, factor)
         rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
         loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
-        return (loss, *rows[1:]) if case.full else (loss,)
+        return (loss, *(rows.statistic(name, terms) for name in STATISTICS)) if case.full else (loss,)
 
     return call
 

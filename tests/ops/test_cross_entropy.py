@@ -62,6 +62,64 @@ def test_the_formula_by_hand(backend):
     torch.testing.assert_close(dz, torch.tensor([p, [0.0] * 3], device=DEVICE))
 
 
+def _targets(what, rows, V=40):
+    """Labels, or probabilities that don't sum to 1; and class weights, one of which is 0."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.rand(V, generator=generator).to(DEVICE) * 3 if "weight" in what else None
+    if weight is not None:
+        weight[7] = 0.0
+    mixed = torch.randn(*rows.shape, V, generator=generator).softmax(-1).to(DEVICE) * 2
+    return (mixed if "probabilities" in what else rows), weight
+
+
+@backends
+@reductions
+@pytest.mark.parametrize("smoothing", (0, 0.1))
+@pytest.mark.parametrize("what", ("weight", "probabilities", "weight and probabilities"))
+def test_class_weights_and_probabilities_are_pytorchs(what, smoothing, reduction, backend):
+    logits, labels = given_rows((2, 3))
+    labels.view(-1)[2] = 7
+    targets, weight = _targets(what, labels)
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+    flat = lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(0, 1), **options)  # noqa: E731
+    theirs, dy = both(flat, logits, targets), None
+    if reduction == "none":
+        dy = torch.rand(2, 3, device=DEVICE)
+        theirs = both(lambda x, y: flat(x, y).view(2, 3), logits, targets, dy)
+    torch.testing.assert_close(both(op(backend=backend, **options), logits, targets, dy), theirs)
+    x = logits.detach()[0, 0]
+    alone = op(backend=backend, **options)(x, targets[0, 0])
+    torch.testing.assert_close(alone, F.cross_entropy(x, targets[0, 0], **options))
+    reference = both(lambda x, y: module.cross_entropy_reference(x, y, **options), logits, targets, dy)
+    torch.testing.assert_close(reference, theirs)
+
+
+@backends
+def test_softcap_and_what_else_a_call_returns(backend):
+    logits, labels = given_rows((2, 3), dtype=BF16)
+    options = {"softcap": 2.0, "z_loss": 0.01, "reduction": "none", "backend": backend}
+    capped = lambda x, y: 2.0 * torch.tanh(x.float() / 2.0)  # noqa: E731
+    loss, stats = onepass.cross_entropy(logits, labels, return_stats=True, **options)
+    z, kept = capped(logits, None).detach(), labels != -100
+    lse = torch.where(kept, z.logsumexp(-1), 0.0)
+    torch.testing.assert_close(stats.logsumexp, lse)
+    assert torch.equal(stats.correct, (z.argmax(-1) == labels) & kept) and stats.correct.dtype is torch.bool
+    torch.testing.assert_close(loss, torch.where(kept, 0.01 * lse**2 - stats.log_prob, 0.0))
+    assert [t.requires_grad for t in stats] == [True, True, True, False]
+    some = onepass.cross_entropy(logits, labels, return_stats=["z_loss", "correct"], **options)[1]
+    torch.testing.assert_close(some.z_loss, 0.01 * lse**2)
+    assert torch.equal(some.correct, stats.correct) and some.logsumexp is None and not some.z_loss.requires_grad
+    (dlogits,) = torch.autograd.grad(stats.logsumexp.sum() + stats.entropy.sum(), logits, retain_graph=True)
+    leaf = logits.detach().float().requires_grad_()
+    p = capped(leaf, None).softmax(-1)
+    theirs = (torch.where(kept, capped(leaf, None).logsumexp(-1), 0.0) - (p * p.log()).sum(-1) * kept).sum()
+    torch.testing.assert_close(dlogits.float(), torch.autograd.grad(theirs, leaf)[0], rtol=1e-2, atol=1e-3)
+    before = stats.logsumexp.clone()
+    stats.logsumexp.data.zero_()  # its own memory
+    loss.sum().backward()
+    assert torch.equal(logits.grad, both(op(**options), logits, labels)[1]) and before.any()
+
+
 @backends
 @reductions
 @pytest.mark.parametrize("smoothing", (0, 0.1))
@@ -249,6 +307,10 @@ def test_transforms_take_the_formula_or_raise():
     for function in (onepass.cross_entropy, torch.func.grad(onepass.cross_entropy)):
         stock = F.cross_entropy if function is onepass.cross_entropy else torch.func.grad(F.cross_entropy)
         torch.testing.assert_close(torch.func.vmap(function)(logits, labels), torch.func.vmap(stock)(logits, labels))
+    targets, weight = _targets("weight and probabilities", labels)
+    for target in (labels, targets):
+        ours, theirs = (lambda x, f=f, y=target: f(x, y, weight=weight) for f in (onepass.cross_entropy, F.cross_entropy))
+        torch.testing.assert_close(torch.func.grad(ours)(logits), torch.func.grad(theirs)(logits))
     if triton is not None:
         with pytest.raises(RuntimeError, match="forward-mode"):
             torch.func.grad(op(backend="triton"))(logits, labels)
@@ -319,9 +381,14 @@ def test_checkpointing_over_the_logits(reentrant, backend):
 
 
 @backends
-@pytest.mark.parametrize("options", ({"inplace_backward": True}, {"reduction": "none"}), ids=("over", "none"))
+@pytest.mark.parametrize(
+    "options",
+    ({"inplace_backward": True}, {"reduction": "none"}, {"weight": torch.linspace(0, 2, 40)}),
+    ids=("over", "none", "weight"),
+)
 def test_compiled_for_any_number_of_rows(options, backend):
     torch._dynamo.reset()
+    options = {name: t.to(DEVICE) if name == "weight" else t for name, t in options.items()}
     call = op(label_smoothing=0.1, z_loss=0.01, backend=backend, **options)
     block = lambda x, y: call(x * 2, y) * 3  # noqa: E731
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -336,16 +403,20 @@ def test_the_registered_ops_of_ranks_are_sound(use_triton):
     logits, labels = given_rows((4,), dtype=BF16)
     logits = logits.detach()
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    place, options = torch.tensor([40, 90], device=DEVICE), (*LossTerms(-100, 0.1, 0.01), use_triton)
+    place, terms = torch.tensor([40, 90], device=DEVICE), LossTerms(-100, 0.1, 0.01)
     labels[0] = 77
+    mixed, short = _targets("weight and probabilities", labels)
     statistics, losses_of = module.partial_statistics.op, module.partial_losses.op
-    for layout in ("contiguous", "transposed"):
-        x = laid_out(logits, layout)
-        torch.library.opcheck(statistics, (x, labels, place, *options), test_utils=tests)
-        parts = torch.cat([statistics(x, labels, place, *options)] * 2)
-        torch.library.opcheck(losses_of, (parts, labels, place, x.dtype, *options), test_utils=tests)
-        _, lse = losses_of(parts, labels, place, x.dtype, *options)
-        torch.library.opcheck(module.logits_gradient.op, (x, labels, place, lse, lse, *options), test_utils=tests)
+    for layout, of_masses, stats in (("contiguous", (None, None), ""), ("transposed", (mixed, short.repeat(3)[:90]), "entropy")):
+        x, options = laid_out(logits, layout), (*terms, stats, use_triton)
+        torch.library.opcheck(statistics, (x, labels, place, *of_masses, *options), test_utils=tests)
+        parts = torch.cat([statistics(x, labels, place, *of_masses, *options)] * 2)
+        finish = parts, labels, place, None, x.dtype, bool(stats), *options
+        torch.library.opcheck(losses_of, finish, test_utils=tests)
+        found = module.RowLosses(*losses_of(*finish))
+        entropy, mass = (found.entropy, found.mass) if stats else (None, None)
+        given = x, labels, place, *of_masses, found.logsumexp, entropy, found.loss, None, None, entropy, mass, *terms, use_triton
+        torch.library.opcheck(module.logits_gradient.op, given, test_utils=tests)
 
 
 @backends

@@ -6,21 +6,23 @@ from ops.cross_entropy_oracle import BF16, FP32, Case, cases, judge_case
 import onepass.ops.loss.cross_entropy as module
 
 pytest.importorskip("triton")
+from onepass.ops.loss import formula, row_formula, row_functions, row_kernels, targets
 from onepass.ops.loss import reduction as losses
-from onepass.ops.loss import row_formula, row_kernels
 from onepass.testing.mutants import copy_package, mutate
 
 SLICED = Case((4,), 2111, FP32, "none", 0.3, over=True, layout="sliced")
 PLAIN, MEAN = Case((2, 3), 4200, BF16, "none", 0.1, 1e-3), Case((7,), 130, FP32, "mean", 0.2)
 SUM = Case((4,), 100, BF16, "sum")
+WEIGHTED, BOTH = Case((7,), 130, FP32, "mean", 0.0, 0.1, weighted=True), Case((7,), 2500, FP32, "mean", 0.2, 0.1, weighted=True)
+MIXED = Case((4,), 130, FP32, "none", 0.1, 0.1, mixed=True, weighted=True, stats=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it, by whom
     "gradient beside the logits": (module, "_logits_gradient", "in_place or ", "", SLICED, "triton"),
     "gradient over logits that are not given away": (module, "_logits_gradient", "in_place or copied", "True", PLAIN, "triton"),
     "a copy's gradient is lost": (module, "_matrix", "return x", "return logits", Case((5,), 40, layout="strided"), "triton"),
     "incoming gradient forgotten": (module, "_CrossEntropy.backward", "dy, reduction", "dy * 0 + 1, reduction", PLAIN, "triton"),
-    "smoothing forgotten in backward": (module, "_CrossEntropy.backward", "g, terms", "g, terms._replace(smoothing=0.0)", MEAN, "triton"),
-    "scale of the mean forgotten in backward": (module, "_CrossEntropy.forward", "logits, flat, lse, scale", "logits, flat, lse, None", MEAN, "triton"),
-    "loss of 16 bits": (module, "_forward", "loss, flat", "loss.to(logits.dtype).float(), flat", PLAIN, "triton"),
+    "smoothing forgotten in backward": (module, "_CrossEntropy.backward", "mass, terms", "mass, terms._replace(smoothing=0.0)", MEAN, "triton"),
+    "scale of the mean forgotten in backward": (module, "_forward", "of_losses, scale", "of_losses, None", MEAN, "triton"),
+    "loss of 16 bits": (module, "_forward", "(loss, *outputs)", "(loss.to(logits.dtype).float(), *outputs)", PLAIN, "triton"),
     "the last block of rows lost": (row_formula, "_blocks", "(rows, 1)", "(rows - step, 1)", PLAIN, "torch"),
     "each block has the first one's labels": (row_formula, "row_gradients", "labels[rows]", "labels[: len(x[rows])]", PLAIN, "torch"),
     "blocks one beside the other": (row_formula, "row_statistics", "parts, -1", "parts, 0", PLAIN, "torch"),
@@ -30,6 +32,18 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the sum's gradient for the rows' own": (losses, "row_gradient", "reshape(rows) ", "mean().expand(rows) ", PLAIN, "triton"),
     "z_loss without its 2": (row_kernels, "_gradient_kernel", "0 + 2.0 * ", "0 + ", PLAIN, "triton"),
     "the label's own column in the gradient": (row_kernels, "_gradient_kernel", "label, s", "label + 1, s", MEAN, "triton"),
+    "a mean over rows where classes have weights": (targets, "row_weights", "RowWeights(both)", "RowWeights(both, both * 0 + 1)", WEIGHTED, "triton"),
+    "a mean by the tokens' weights alone": (targets, "row_weights", "(token_weight, both)", "(token_weight)", BOTH, "torch"),
+    "smoothing without the class's weight": (row_functions, "target_mass", "mass *= ", "mass = q * ", BOTH, "triton"),
+    "the mass of one tile": (row_kernels, "_statistics_kernel", "(tile * PLANES + 7)", "7", BOTH, "triton"),
+    "z_loss without the label's weight": (row_kernels, "_merge_kernel", "loss *= ", "loss = z_loss * lse * lse + 0 * ", BOTH, "triton"),
+    "and in the gradient": (row_kernels, "_gradient_kernel", "penalty *= ", "penalty += 0 * ", BOTH, "triton"),
+    "the gradient's mass forgotten": (row_kernels, "_gradient_kernel", "tl.load(mass_ptr + row, mask=counts, other=0.0)", "1.0", MIXED, "triton"),
+    "the formula's mass forgotten": (row_formula, "_gradient", "incoming.mass +", "1 +", MIXED, "torch"),
+    "each block has the first one's probabilities": (row_formula, "_rows_of", "[rows]", "[: rows.stop - rows.start]", MIXED, "torch"),
+    "a statistic's gradient forgotten": (module, "_CrossEntropy.backward", "came.get(name)", "None", MIXED, "triton"),
+    "the z-loss unsquared": (formula, "RowLosses.statistic", ".square()", "", MIXED, "torch"),
+    "softcap forgotten in backward": (module, "_CrossEntropy.backward", "mass, terms", "mass, terms._replace(softcap=0.0)", Case((4,), 100, BF16, "none", softcap=2.0), "triton"),
     "parts added that are under other maxima": (row_kernels, "_merge_kernel", "now * sums", "sums", Case((3,), 4200, spread=100.0), "triton"),
 }  # fmt: skip
 

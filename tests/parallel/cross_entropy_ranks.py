@@ -20,6 +20,9 @@ OPTIONS = {
     "sum": {"reduction": "sum", "label_smoothing": 0.1},
     "none": {"reduction": "none", "label_smoothing": 0.3, "z_loss": 0.01},
     "over": {"z_loss": 0.1, "inplace_backward": True},
+    "weighted": {"weight": torch.linspace(0, 2, V), "z_loss": 0.01, "softcap": 4.0},
+    "weighted and smoothed": {"weight": torch.linspace(0, 2, V), "label_smoothing": 0.1, "z_loss": 0.01},
+    "probabilities": {"weight": torch.linspace(0, 2, V), "label_smoothing": 0.1},
 }
 
 
@@ -29,7 +32,10 @@ def run(rank, ranks, folder, backend):
     ways = ["torch", *(["triton"] if triton is not None and (backend == "nccl" or os.environ.get("TRITON_INTERPRET")) else [])]
     found = {}
     for way in ways:
-        found[way] = {name: loss(world, PARTS[ranks], backend=way, **options) for name, options in OPTIONS.items()}
+        found[way] = {
+            name: loss(world, PARTS[ranks], backend=way, mixed=name == "probabilities", **options)
+            for name, options in OPTIONS.items()
+        }
         found[way]["bf16"] = loss(world, PARTS[ranks], torch.bfloat16, backend=way, label_smoothing=0.1)
         found[way]["empty"] = loss(world, EMPTY[ranks], backend=way, label_smoothing=0.1)
         found[way]["wide"] = loss(world, WIDE[ranks], backend=way, label_smoothing=0.1)
@@ -68,9 +74,18 @@ def shard(group, parts, dtype=torch.float32):
     return leaf, leaf * 1, labels, dy
 
 
-def loss(group, parts, dtype=torch.float32, labels=None, **options):
+def probabilities(labels, size=V):
+    """Return [*labels' shape, size], which sum to 1."""
+    return drawn(torch.randn, (*labels.shape, size), generator=torch.Generator().manual_seed(7)).softmax(-1)
+
+
+def loss(group, parts, dtype=torch.float32, labels=None, mixed=False, **options):
     leaf, logits, all_labels, dy = shard(group, parts, dtype)
     labels = all_labels if labels is None else labels.to(all_labels.device)
+    if mixed:
+        labels = probabilities(labels)[..., columns(parts, group.rank())]
+    if "weight" in options:
+        options["weight"] = options["weight"].to(leaf.device)
     y = onepass.cross_entropy(logits, labels, group, **options)
     y.backward(dy if y.dim() else dy[0, 0])
     with torch.no_grad():
@@ -131,5 +146,9 @@ def errors(group, parts):
     with onepass.validate():
         attempt(lambda: onepass.cross_entropy(logits, labels + V, group))
     attempt(lambda: torch.func.grad(lambda x: onepass.cross_entropy(x, labels, group))(logits.detach()))
+    if logits.device.type == "cpu":
+        for smoothing in (0.0, 0.1):
+            more = {"weight": torch.ones(V - 1), "label_smoothing": smoothing}
+            attempt(lambda more=more: onepass.cross_entropy(logits, labels, group, **more))
     said.append(str(onepass.explain("cross_entropy", logits, labels, group)))
     return said

@@ -86,8 +86,8 @@ class RandomTensor:
 
     Args:
         kind: what its numbers are: "number" (of any size), "finite" (no infinity), "tame" (of size 1 or less), "weight" (so that
-            a product of such rows keeps the size), "tame weight", "positive", "labels", "mask", "boundaries" of documents, "cos"
-            or "sin".
+            a product of such rows keeps the size), "tame weight", "positive", "constant" (positive, without a gradient),
+            "labels", "mask", "boundaries" of documents, "cos" or "sin".
         parameter: whether it may carry main_grad.
         top: the number of labels, the columns of a weight, or the last boundary.
         ignore_index: of labels.

@@ -211,7 +211,7 @@ def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, devi
         return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tensor.top)]).to(tensor.dtype)
     if tensor.kind == "mask":
         return uniform() < 0.3
-    if tensor.kind == "positive":
+    if tensor.kind in ("positive", "constant"):
         return (uniform() + 0.25).to(tensor.dtype)
     x: Tensor = torch.randn(shape, dtype=torch.promote_types(tensor.dtype, torch.float32), **on)
     if tensor.kind in ("cos", "sin"):

@@ -2,17 +2,19 @@
 
 Formula  a row's loss = (1 - a) (lse - z[label]) + a (lse - mean(z)) + z_loss lse^2, with lse = logsumexp(z) and a the
          label_smoothing; their mean over the rows that are kept, their sum, or the rows' own. fp32 inside, and the loss is fp32.
-Shapes   logits [..., V], labels [...]. With tp_group the logits are this rank's [..., V_rank], and V is the sum over its ranks.
-         M rows.
-Saves    the logits as they are, labels, each row's lse.
+         With a softcap z = softcap * tanh(logits / softcap). With class weights and probabilities as ops/loss/targets.py says.
+Shapes   logits [..., V], labels [...] or probabilities [..., V], weight [V]. With tp_group logits and probabilities are this
+         rank's [..., V_rank], and V is the sum over its ranks. M rows.
+Saves    the logits as they are, labels or probabilities, each row's lse.
 Bytes    forward reads the logits; backward reads them and writes their gradient, beside them or over them. Ignored rows are not
-         read.
+         read. Probabilities are read both times.
 Ranks    exchange how many columns they have, and their statistics of each row: two small gathers in forward, none in backward.
 Kernels  ops/loss/row_kernels.py: linear_cross_entropy shares them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +24,14 @@ from torch import Tensor
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import as_rows
 from onepass.ops.loss import row_formula, row_kernels
-from onepass.ops.loss.formula import LossTerms, lse_type, reduce_losses, row_losses
+from onepass.ops.loss.formula import (
+    DIFFERENTIABLE_STATISTICS,
+    LossTerms,
+    RowLosses,
+    lse_type,
+    reduce_losses,
+    row_losses,
+)
 from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
@@ -32,7 +41,7 @@ from onepass.ops.loss.reduction import (
     row_gradient,
     validate_labels,
 )
-from onepass.ops.loss.row_functions import PLANES
+from onepass.ops.loss.row_functions import planes_of, sums_of
 from onepass.ops.loss.row_kernels import (
     GRADIENT_EACH,
     GRADIENT_TILE,
@@ -42,6 +51,8 @@ from onepass.ops.loss.row_kernels import (
     row_tiles,
 )
 from onepass.ops.loss.sharding import shard_cross_entropy
+from onepass.ops.loss.statistics import check_statistics, make_stats
+from onepass.ops.loss.targets import Targets, as_targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.parallel.collectives import group_of_several
 from onepass.parallel.vocab_shards import start_gather_parts, vocab_range
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -59,12 +70,27 @@ def cross_entropy_reference(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
+    weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> Tensor:
-    """The formula, for every type: of fp64 logits it is the tests' oracle."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss)
-    return reduce_losses(row_losses(logits, labels, terms).loss, labels, ignore_index, None, reduction)
+    softcap: float | None = None,
+    return_stats: bool | Sequence[str] = False,
+) -> Any:
+    """Return the loss, or (loss, stats), by the formula, for every type: of fp64 logits it is the tests' oracle."""
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap)
+    return _formula(logits, *split_labels(labels), weight, reduction, terms, return_stats)
+
+
+def _formula(
+    logits: Tensor, labels: Tensor, probabilities: Tensor | None, weight: Tensor | None, reduction: str, terms: LossTerms,
+    return_stats: bool | Sequence[str],
+) -> Any:  # fmt: skip
+    names, smoothing = check_statistics(return_stats), terms.smoothing
+    targets = Targets(probabilities, weight) if has_masses(probabilities, weight, smoothing) else None
+    rows = row_losses(logits, labels, terms, names, targets=targets)
+    weights = row_weights(labels, terms.ignore_index, probabilities, weight, smoothing)
+    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights.of_losses, reduction, weights.of_mean)
+    return (loss, make_stats(return_stats, [rows.statistic(name, terms) for name in names])) if names else loss
 
 
 # ---- rows: by the kernels, or by PyTorch ----
@@ -79,92 +105,141 @@ def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
     return x if x.dim() == 2 else x.view(logits.shape[:-1].numel(), logits.shape[-1]), x is not logits
 
 
-def _statistics(logits: Tensor, labels: Tensor, place: Tensor | None, terms: LossTerms, use_triton: bool) -> Tensor:
-    """[parts, PLANES, rows]."""
+def _statistics(
+    logits: Tensor, labels: Tensor, place: Tensor | None, targets: Targets | None, terms: LossTerms, stats: tuple[str, ...],
+    use_triton: bool,
+) -> Tensor:  # fmt: skip
+    """[parts, planes, rows]."""
     x, _ = _matrix(logits)
     V = 0 if place is not None else x.shape[1]
-    return _ROWS[use_triton].row_statistics(x, labels, terms, (), 0, V, place)  # type: ignore[no-any-return]
+    return _ROWS[use_triton].row_statistics(x, labels, terms, stats, 0, V, place, None, targets)  # type: ignore[no-any-return]
 
 
-def _finish(
-    parts: Tensor, labels: Tensor, place: Tensor | None, V: int, logits: torch.dtype, terms: LossTerms, use_triton: bool
-) -> tuple[Tensor, Tensor]:
-    found = _ROWS[use_triton].finish_losses(parts, labels, terms, (), V, logits, place)
-    return found.loss, found.logsumexp
+def _targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
+    return as_targets(None if probabilities is None else _matrix(probabilities)[0], class_weight)
 
 
-def _whole_losses(logits: Tensor, labels: Tensor, terms: LossTerms, use_triton: bool) -> tuple[Tensor, Tensor]:
-    parts = _statistics(logits, labels, None, terms, use_triton)
-    return _finish(parts, labels, None, logits.shape[-1], logits.dtype, terms, use_triton)
+def _names(stats: str) -> tuple[str, ...]:
+    return tuple(stats.split(",")) if stats else ()
 
 
-def _partial_statistics(logits: Tensor, labels: Tensor, place: Tensor, terms: LossTerms, use_triton: bool) -> Tensor:
-    """[1, PLANES, rows], of this rank's columns."""
-    parts = _statistics(logits, labels, place, terms, use_triton)
-    return row_kernels.merge_statistics(parts, terms, ()) if use_triton else parts
+def _whole_losses(
+    logits: Tensor, labels: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms, stats: str,
+    use_triton: bool,
+) -> RowLosses:  # fmt: skip
+    targets, names = _targets(probabilities, class_weight), _names(stats)
+    parts = _statistics(logits, labels, None, targets, terms, names, use_triton)
+    found = _ROWS[use_triton].finish_losses(parts, labels, terms, names, logits.shape[-1], logits.dtype, None, targets)
+    return found  # type: ignore[no-any-return]
 
 
-def _all_planes(logits: Tensor, labels: Tensor, place: Tensor, terms: LossTerms, use_triton: bool) -> Tensor:
+def _partial_statistics(
+    logits: Tensor, labels: Tensor, place: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms,
+    stats: str, use_triton: bool,
+) -> Tensor:  # fmt: skip
+    """[1, planes, rows], of this rank's columns."""
+    targets, names = _targets(probabilities, class_weight), _names(stats)
+    parts = _statistics(logits, labels, place, targets, terms, names, use_triton)
+    return row_kernels.merge_statistics(parts, terms, names) if use_triton else parts
+
+
+def _all_planes(
+    logits: Tensor, labels: Tensor, place: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms,
+    stats: str, use_triton: bool,
+) -> Tensor:  # fmt: skip
     """`_partial_statistics` with zeros in unused planes: what a graph's op returns must be the same every time."""
-    part = _partial_statistics(logits, labels, place, terms, use_triton)
-    part[:, 3 if not terms.smoothing else 4 :].zero_()
+    part = _partial_statistics(logits, labels, place, probabilities, class_weight, terms, stats, use_triton)
+    used = sums_of(terms, _names(stats), part.shape[1])
+    for plane in (plane for plane, needed in enumerate(used, 3) if not needed):
+        part[:, plane].zero_()
     return part
 
 
 def _partial_losses(
-    parts: Tensor, labels: Tensor, place: Tensor, logits: torch.dtype, terms: LossTerms, use_triton: bool
-) -> tuple[Tensor, Tensor]:
-    """Losses from all ranks' statistics."""
-    return _finish(parts, labels, place, 0, logits, terms, use_triton)
+    parts: Tensor, labels: Tensor, place: Tensor, class_weight: Tensor | None, logits: torch.dtype, masses: bool,
+    terms: LossTerms, stats: str, use_triton: bool,
+) -> RowLosses:  # fmt: skip
+    """Losses from all ranks' statistics. class_weight: where rows' weights are their labels'."""
+    targets = Targets(None, class_weight) if masses else None
+    rows = _ROWS[use_triton]
+    return rows.finish_losses(parts, labels, terms, _names(stats), 0, logits, place, targets)  # type: ignore[no-any-return]
 
 
 def _logits_gradient(
-    logits: Tensor, labels: Tensor, place: Tensor | None, lse: Tensor, g: Tensor, terms: LossTerms, use_triton: bool,
-    in_place: bool = False,
+    logits: Tensor, labels: Tensor, place: Tensor | None, probabilities: Tensor | None, class_weight: Tensor | None,
+    lse: Tensor, entropy: Tensor | None, g: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    mass: Tensor | None, terms: LossTerms, use_triton: bool, in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the gradient, of the logits' shape: over the logits, over the copy that had to be made, or in new memory."""
     x, copied = _matrix(logits)
     out = x if in_place or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     V = 0 if place is not None else x.shape[1]
-    _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, None, RowGradients(g), 0, V, place)
-    return out if out.dim() == logits.dim() else out.view(logits.shape)
+    incoming, targets = RowGradients(g, dlse, dlog_prob, dentropy, mass), _targets(probabilities, class_weight)
+    _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, entropy, incoming, 0, V, place, None, targets)
+    # not a view, as autograd sees it: of logits that were written over nobody could read one
+    return out if out.dim() == logits.dim() else torch.ops.aten._unsafe_view(out, logits.shape)
 
 
 # ---- registered ops ----
 
 
-def _losses_fake(labels: Tensor, logits: torch.dtype) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits, torch.float32)
-    return labels.new_empty(labels.shape, dtype=wide), labels.new_empty(labels.shape, dtype=lse_type(logits))
+def _unshared(found: RowLosses) -> tuple[Tensor | None, ...]:
+    """Tensors that share no memory, as a graph's op must return."""
+    return tuple(None if t is None else t.clone() for t in found)
 
 
-def _partial_statistics_fake(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(1, PLANES, labels.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+def _losses_fake(labels: Tensor, logits: torch.dtype, stats: str, masses: bool) -> tuple[Tensor | None, ...]:
+    wide, names = torch.promote_types(logits, torch.float32), (*_names(stats), *["mass"] * masses)
+    kinds = {"loss": wide, "logsumexp": lse_type(logits), "correct": torch.bool}
+    needed = ("loss", "logsumexp", *names)
+    return tuple(labels.new_empty(labels.shape, dtype=kinds.get(f, wide)) if f in needed else None for f in RowLosses._fields)
 
 
+def _whole_losses_fake(
+    logits: Tensor, labels: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms, stats: str,
+    use_triton: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return _losses_fake(labels, logits.dtype, stats, as_targets(probabilities, class_weight) is not None)
+
+
+def _partial_statistics_fake(
+    logits: Tensor, labels: Tensor, place: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, *_: Any
+) -> Tensor:  # fmt: skip
+    planes = planes_of(as_targets(probabilities, class_weight))
+    return logits.new_empty(1, planes, labels.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+# Tensors of `RowLosses`; those that may be None are declared so and told apart by `stats`, as `Registered` takes one without rows
+# for None.
+_ROW_LOSSES = "(" + ", ".join(["Tensor"] * len(RowLosses._fields)) + ")"
 whole_losses = Registered(
-    "cross_entropy(Tensor logits, Tensor labels, LossTerms terms, bool use_triton) -> (Tensor, Tensor)",
+    "cross_entropy(Tensor logits, Tensor labels, Tensor? probabilities, Tensor? class_weight, LossTerms terms, str stats, "
+    f"bool use_triton) -> {_ROW_LOSSES}",
     _whole_losses,
-    lambda logits, labels, *_: _losses_fake(labels, logits.dtype),
+    _whole_losses_fake,
     LossTerms,
+    dispatched=lambda *args: _unshared(_whole_losses(*args)),
 )
 partial_statistics = Registered(
-    "cross_entropy_part(Tensor logits, Tensor labels, Tensor place, LossTerms terms, bool use_triton) -> Tensor",
+    "cross_entropy_part(Tensor logits, Tensor labels, Tensor place, Tensor? probabilities, Tensor? class_weight, "
+    "LossTerms terms, str stats, bool use_triton) -> Tensor",
     _partial_statistics,
     _partial_statistics_fake,
     LossTerms,
     dispatched=_all_planes,
 )
 partial_losses = Registered(
-    "cross_entropy_finish(Tensor parts, Tensor labels, Tensor place, ScalarType logits, LossTerms terms, bool use_triton) "
-    "-> (Tensor, Tensor)",
+    "cross_entropy_finish(Tensor parts, Tensor labels, Tensor place, Tensor? class_weight, ScalarType logits, bool masses, "
+    f"LossTerms terms, str stats, bool use_triton) -> {_ROW_LOSSES}",
     _partial_losses,
-    lambda parts, labels, place, logits, *_: _losses_fake(labels, logits),
+    lambda parts, labels, place, class_weight, logits, masses, terms, stats, *_: _losses_fake(labels, logits, stats, masses),
     LossTerms,
+    dispatched=lambda *args: _unshared(_partial_losses(*args)),
 )
 logits_gradient = Registered(
-    "cross_entropy_gradient(Tensor logits, Tensor labels, Tensor? place, Tensor lse, Tensor g, LossTerms terms, bool use_triton) "
-    "-> Tensor",
+    "cross_entropy_gradient(Tensor logits, Tensor labels, Tensor? place, Tensor? probabilities, Tensor? class_weight, "
+    "Tensor lse, Tensor? entropy, Tensor g, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, Tensor? mass, LossTerms terms, "
+    "bool use_triton) -> Tensor",
     _logits_gradient,
     lambda logits, *_: logits.new_empty(logits.shape),
     LossTerms,
@@ -175,57 +250,91 @@ logits_gradient = Registered(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Outputs: the loss, and the statistics that are named."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, reduction: str, terms: LossTerms,
-        in_place: bool, use_triton: bool,
-    ) -> Tensor:  # fmt: skip
-        loss, flat, lse, scale, place = _forward(logits, labels, group, reduction, terms, use_triton)
-        ctx.options, ctx.overwritten = (reduction, terms, in_place, use_triton), False
-        ctx.save_for_backward(logits, flat, lse, scale, place)
-        return loss
+        ctx: Any, logits: Tensor, labels: Tensor, probabilities: Tensor | None, class_weight: Tensor | None,
+        group: dist.ProcessGroup | None, reduction: str, terms: LossTerms, stats: str, in_place: bool, use_triton: bool,
+    ) -> Any:  # fmt: skip
+        outputs, saved = _forward(logits, labels, probabilities, class_weight, group, reduction, terms, stats, use_triton)
+        ctx.options, ctx.overwritten = (reduction, terms, stats, in_place, use_triton), False
+        ctx.save_for_backward(logits, *saved)
+        if not stats:
+            return outputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for name, t in zip(_names(stats), outputs[1:], strict=True) if name not in DIFFERENTIABLE_STATISTICS)
+        )
+        return outputs
 
     @staticmethod
     @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, terms, in_place, use_triton = ctx.options
+    def backward(ctx: Any, dy: Tensor | None, *dstats: Tensor | None) -> tuple[Tensor | None, ...]:
+        reduction, terms, stats, in_place, use_triton = ctx.options
         if in_place:
             if ctx.overwritten:
                 raise RuntimeError(
                     "cross_entropy(inplace_backward=True) can go backward once: its logits have held their gradient since"
                 )
             ctx.overwritten = True
-        logits, labels, lse, scale, place = ctx.saved_tensors
-        g = row_gradient(dy, reduction, labels.shape[0], scale)
-        dlogits = logits_gradient(logits, labels, place, lse, g, terms, use_triton, in_place=in_place)
+        logits, labels, probabilities, class_weight, lse, entropy, mass, weight, scale, place = ctx.saved_tensors
+        if dy is None:
+            g = torch.zeros_like(lse, dtype=torch.promote_types(logits.dtype, torch.float32))
+        else:
+            g = row_gradient(dy, reduction, labels.shape[0], scale, weight)
+        came = {name: t.reshape(-1).contiguous() for name, t in zip(_names(stats), dstats, strict=True) if t is not None}
+        dlogits = logits_gradient(
+            logits, labels, place, probabilities, class_weight, lse, entropy, g,
+            *(came.get(name) for name in DIFFERENTIABLE_STATISTICS), mass, terms, use_triton, in_place=in_place,
+        )  # fmt: skip
         if in_place:
             torch.autograd.graph.increment_version(logits)  # an op that has saved them for its backward raises
-        return dlogits, None, None, None, None, None, None
+        return dlogits, *(None,) * 9
 
 
 _apply = fast_apply(_CrossEntropy)
 
 
 def _forward(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, reduction: str, terms: LossTerms, use_triton: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the loss, and for backward the labels in one dimension, rows' logsumexp, a mean's scale, and this rank's place."""
+    logits: Tensor, labels: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, group: dist.ProcessGroup | None,
+    reduction: str, terms: LossTerms, stats: str, use_triton: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return the loss and statistics; and for backward the labels in one dimension, what masses are made of, rows' logsumexp,
+    entropy, mass and weights, a mean's scale, and this rank's place."""
     place = None if group is None else vocab_range(logits.shape[-1], group, logits.device)
     if can_validate_labels(labels):
-        validate_labels(labels, logits.shape[-1] if place is None else int(place[1]), terms.ignore_index)
+        V = logits.shape[-1] if place is None else int(place[1])
+        validate_labels(labels, V, terms.ignore_index)
+        check_class_weight("weight", class_weight, V, logits.device)
     flat = labels.reshape(labels.numel()).contiguous()
+    weights = row_weights(flat, terms.ignore_index, probabilities, class_weight, terms.smoothing)
+    masses = has_masses(probabilities, class_weight, terms.smoothing)
+    class_weight = class_weight.contiguous() if masses and class_weight is not None else None
     if group is None or place is None:
-        losses, lse = whole_losses(logits, flat, terms, use_triton)
+        found = whole_losses(logits, flat, probabilities, class_weight, terms, stats, use_triton)
     else:
-        parts = start_gather_parts(partial_statistics(logits, flat, place, terms, use_triton), group).wait()
-        losses, lse = partial_losses(parts, flat, place, logits.dtype, terms, use_triton)
+        part = partial_statistics(logits, flat, place, probabilities, class_weight, terms, stats, use_triton)
+        parts, of_label = start_gather_parts(part, group).wait(), None if probabilities is not None else class_weight
+        found = partial_losses(parts, flat, place, of_label, logits.dtype, masses, terms, stats, use_triton)
+    rows, scale, of_losses = RowLosses(*found), None, weights.of_losses
     if reduction == "none":
-        loss, scale = losses.view(labels.shape).clone(), None  # its own memory: people multiply it in place by a mask
+        losses = rows.loss
+        if of_losses is not None:
+            losses = reduce_losses(losses, flat, terms.ignore_index, of_losses, reduction)
+        loss = losses.view(labels.shape).clone()  # its own memory: people multiply it in place by a mask
     else:
         # Where a compiler or a mode sees the call, PyTorch reduces: it sees operators, which it may fuse, but no kernel.
         by_kernel = use_triton and not needs_dispatcher(logits, labels)
-        loss, scale = reduce_rows(losses, flat, terms.ignore_index, reduction, None, by_kernel)
-    return loss, flat, lse, scale, place
+        ignore, of_mean = terms.ignore_index, weights.of_mean
+        loss, scale = reduce_rows(rows.loss, flat, ignore, reduction, of_losses, by_kernel, of_mean=of_mean)
+    named = {name: rows.statistic(name, terms) for name in _names(stats)}
+    # copies: backward needs the logsumexp and the entropy, so nobody else may write to them
+    outputs = [
+        t.to(t.dtype if t.dtype is torch.bool else rows.loss.dtype).view(labels.shape).clone() for t in named.values()
+    ]
+    entropy, mass = named.get("entropy"), rows.mass if masses else None
+    return (loss, *outputs), (flat, probabilities, class_weight, rows.logsumexp, entropy, mass, of_losses, scale, place)
 
 
 # ---- the public function: check, choose a backend, run ----
@@ -251,21 +360,30 @@ def _variant(call: Call) -> str:
     said += ", the ranks' statistics in one gather" if group_of_several(call.tp_group) is not None else ""
     said += f"; backward with {back.used} programs a row, tiles of {back.tile} columns"
     said += ", the gradient over the logits" if call.inplace_backward else ", the gradient in memory of its own"
-    return said + "; keeps the logits and their rows' logsumexp"
+    said += "; keeps the logits and their rows' logsumexp"
+    if has_masses(split_labels(call.labels)[1], call.weight, call.label_smoothing):
+        what = "probabilities" if call.labels.is_floating_point() else "class weights and smoothing"
+        return f"{said}; {what} are read beside the logits, both times"
+    return said if call.weight is None else f"{said}; class weights are the rows' weights"
 
 
 def _checked(
     logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
-    label_smoothing: float, z_loss: float, inplace_backward: bool,
-) -> tuple[dist.ProcessGroup | None, LossTerms]:  # fmt: skip
-    """Raise where an argument is wrong; return the group if there are others in it, and the terms of the loss."""
+    weight: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None, return_stats: bool | Sequence[str],
+    inplace_backward: bool,
+) -> tuple[dist.ProcessGroup | None, LossTerms, str]:  # fmt: skip
+    """Raise where an argument is wrong; return the group if there are others in it, the terms of the loss, and the names of the
+    statistics with commas between."""
     check_floating("logits", logits)
     group = group_of_several(tp_group, "tp_group")
     if logits.dim() == 0 or (group is None and logits.shape[-1] == 0):
         raise ValueError(f"logits must have a last dimension of at least 1, but has shape {tuple(logits.shape)}")
-    check_labels(labels, logits.shape[:-1], logits.device, ignore_index)
+    V = logits.shape[-1]
+    check_labels(labels, logits.shape[:-1], logits.device, ignore_index, columns=V)
+    check_class_weight("weight", weight, V if group is None else None, logits.device)
     check_reduction(reduction)
-    terms = check_terms(ignore_index, label_smoothing, z_loss)
+    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap)
+    stats = ",".join(check_statistics(return_stats, labels.is_floating_point(), V))
     if inplace_backward and needs_grad(logits) and not torch.compiler.is_compiling():
         whole = logits._base if logits._is_view() and logits._base is not None else logits
         if whole.is_leaf and whole.requires_grad:
@@ -273,7 +391,7 @@ def _checked(
                 "logits must be made by an op for inplace_backward to write over them, but is a leaf that requires grad, "
                 "or a view of one: its values would be lost"
             )
-    return group, terms
+    return group, terms, stats
 
 
 def cross_entropy(
@@ -283,11 +401,14 @@ def cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     *,
+    weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_stats: bool | Sequence[str] = False,
     inplace_backward: bool = False,
     backend: str | None = None,
-) -> Tensor:
+) -> Any:
     """The cross-entropy of logits and the tokens that are right: `torch.nn.functional.cross_entropy`, in fp32 whatever they are.
 
     It is differentiable once; `cross_entropy_reference`, a plain formula, can be differentiated again.
@@ -295,15 +416,23 @@ def cross_entropy(
     Args:
         logits: ``[..., V]``. With a ``tp_group``, this rank's ``[..., V_rank]``.
         labels: ``[...]``, int32 or int64, from 0 to V - 1 or ``ignore_index``. Others raise on a CPU and under
-            `onepass.validate()`; on a GPU, and compiled, their rows' loss is NaN, and their gradient zeros.
+            `onepass.validate()`; on a GPU, and compiled, their rows' loss is NaN, and their gradient zeros. Of a floating type
+            and the logits' shape they are probabilities, and no row is ignored; they get no gradient.
         tp_group: the ranks that each have some columns of the logits, in the order of the ranks. A rank may have any number of
             columns, or none. Labels and the loss are whole, and the same on all ranks. Forward is collective.
         reduction: ``none`` returns each row's loss, ``mean`` the mean over rows that are not ignored (0 if all are), ``sum`` the
             sum.
         ignore_index: rows with this label have no loss and no gradient, and are not read.
+        weight: ``[V]``, a number for each class, whole on every rank. As in F.cross_entropy it multiplies each class's part of a
+            row's loss, and a mean divides by the sum of the labels' weights; of probabilities by the number of rows. A row's
+            z_loss is multiplied by its label's weight.
         label_smoothing: from 0 to 1: this part of each row's target is spread evenly over the whole vocabulary. Megatron spreads
             it over the other tokens: its a is a V / (V - 1) here.
         z_loss: this times logsumexp(logits)^2 is added to each row's loss.
+        softcap: the loss is of ``softcap * tanh(logits / softcap)``, as in Gemma; None leaves the logits.
+        return_stats: names of statistics of each row that are returned too, of ``logsumexp, log_prob, entropy, correct,
+            log_sum_sq_probs, mean_logit, z_loss``. Only these are computed; the first three are differentiable. True is the
+            first four. Those of an ignored row are 0. Probabilities have no ``log_prob`` and no ``correct``.
         inplace_backward: backward writes the gradient over the logits (over a copy if their rows are not evenly spaced), which
             saves memory of their size. An op that has saved the logits for its own backward then raises, and code that reads them
             finds the gradient. A second backward raises. The logits can't be a leaf that requires grad. Compiled, under vmap and
@@ -311,34 +440,41 @@ def cross_entropy(
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        The loss in fp32 (fp64 of fp64): a number, or for ``none`` of labels' shape.
+        The loss in fp32 (fp64 of fp64): a number, or for ``none`` one a row. With return_stats, (loss, stats): a named tuple of
+        all four, or, where statistics are named, of all seven with None for those that are not.
     """
+    given = {
+        "weight": weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "return_stats": return_stats,
+        "inplace_backward": inplace_backward,
+    }  # fmt: skip
     if has_dtensor(logits, labels):
-        return run_on_shards(  # type: ignore[no-any-return]
+        return run_on_shards(
             "cross_entropy", logits=logits, labels=labels, tp_group=tp_group, reduction=reduction, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, z_loss=z_loss, inplace_backward=inplace_backward, backend=backend,
+            **given, backend=backend,
         )  # fmt: skip
-    group, terms = _checked(logits, labels, tp_group, reduction, ignore_index, label_smoothing, z_loss, inplace_backward)
+    group, terms, stats = _checked(logits, labels, tp_group, reduction, ignore_index, **given)  # type: ignore[arg-type]
     chosen = choose("cross_entropy", backend, _unsupported(logits))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "cross_entropy", chosen, logits, labels, tp_group, reduction, ignore_index,
-            label_smoothing=label_smoothing, z_loss=z_loss, inplace_backward=inplace_backward,
-        )  # fmt: skip
+        return run_other("cross_entropy", chosen, logits, labels, tp_group, reduction, ignore_index, **given)
     if group is not None and under_functorch():
         raise RuntimeError(
             "cross_entropy over a tp_group can't follow vmap, functional derivatives or forward-mode differentiation"
         )
+    labels, probabilities = split_labels(labels)
     use_triton = chosen == "triton" and labels.numel() > 0
     # Compilers, modes and transforms choose by themselves what to keep of a formula, and differentiate it.
     if group is None and not use_triton and (under_functorch() or needs_dispatcher(logits, labels)):
         if can_validate_labels(labels):
             validate_labels(labels, logits.shape[-1], ignore_index)
-        return reduce_losses(row_losses(logits, labels, terms).loss, labels, ignore_index, None, reduction)
-    if not needs_grad(logits):
-        return _forward(logits, labels, group, reduction, terms, use_triton)[0]
-    in_place = inplace_backward and not torch.compiler.is_compiling()
-    return _apply(logits, labels, group, reduction, terms, in_place, use_triton)  # type: ignore[no-any-return]
+        return _formula(logits, labels, probabilities, weight, reduction, terms, return_stats)
+    of_rows = labels, probabilities, weight, group, reduction, terms, stats
+    if needs_grad(logits):
+        in_place = inplace_backward and not torch.compiler.is_compiling()
+        found = _apply(logits, *of_rows, in_place, use_triton)
+    else:
+        outputs = _forward(logits, *of_rows, use_triton)[0]
+        found = outputs if stats else outputs[0]
+    return (found[0], make_stats(return_stats, found[1:])) if stats else found
 
 
 define_op(

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.ops.loss.targets import Targets, target_mass, weights_at
+
 REDUCTIONS = ("none", "mean", "sum")
-STATISTICS = ("logsumexp", "log_prob", "entropy", "correct", "log_sum_sq_probs", "mean_logit")
+ROW_STATISTICS = ("logsumexp", "log_prob", "entropy", "correct", "log_sum_sq_probs", "mean_logit")  # fields of `RowLosses`
+STATISTICS = (*ROW_STATISTICS, "z_loss")
 USUAL_STATISTICS = STATISTICS[:4]
 DIFFERENTIABLE_STATISTICS = STATISTICS[:3]
 
@@ -55,7 +58,7 @@ class LossOptions(NamedTuple):
 
 
 class RowLosses(NamedTuple):
-    """Each row's loss and `STATISTICS`, in fp32 or wider; `correct` is bool. Statistics that are not needed are None.
+    """Each row's loss and `ROW_STATISTICS`, in fp32 or wider; `correct` is bool. Statistics that are not needed are None.
 
     A logsumexp that gradients are made of has `lse_type`.
     """
@@ -67,6 +70,12 @@ class RowLosses(NamedTuple):
     correct: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
+    mass: Tensor | None = None  # of the row's target, where it has masses: gradients are made of it
+
+    def statistic(self, name: str, terms: LossTerms) -> Tensor:
+        """One of `STATISTICS`. That of the z-loss is a number to be logged, without a gradient."""
+        found: Tensor = terms.z_loss * self.logsumexp.detach().square() if name == "z_loss" else getattr(self, name)
+        return found
 
 
 def lse_type(logits: torch.dtype) -> torch.dtype:
@@ -81,11 +90,13 @@ def finished_logits(product: Tensor, terms: LossTerms) -> Tensor:
 
 
 def row_losses(
-    product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...] = (), allowed: Tensor | None = None
-) -> RowLosses:
+    product: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...] = (), allowed: Tensor | None = None,
+    targets: Targets | None = None,
+) -> RowLosses:  # fmt: skip
     """Losses and statistics of rows [..., V].
 
-    `allowed`: the columns that the distribution has, bools of the product's shape; None for all.
+    `allowed`: the columns that the distribution has, bools of the product's shape; None for all. `targets`: what rows' masses are
+    made of, with probabilities of the product's shape; None if all of it is at the label.
     Ignored rows have zeros throughout; rows whose label is out of range have NaN as loss and log_prob. Neither is ever correct.
     """
     z = finished_logits(product.to(torch.promote_types(product.dtype, torch.float32)), terms)
@@ -96,11 +107,18 @@ def row_losses(
     here = torch.where(sound, labels, 0).long().unsqueeze(-1)
     lse = z.logsumexp(-1)
     log_prob = z.gather(-1, here).squeeze(-1) - lse if size else torch.zeros_like(lse)
-    loss = -(1 - terms.smoothing) * log_prob
-    if terms.smoothing:
-        loss = loss + terms.smoothing * (lse - z.mean(-1))
+    if targets is None:
+        loss = -(1 - terms.smoothing) * log_prob
+        if terms.smoothing:
+            loss = loss + terms.smoothing * (lse - z.mean(-1))
+    else:
+        columns = torch.arange(size, device=z.device)
+        mass = target_mass(targets, labels, terms.smoothing, columns, size, z.dtype)
+        loss = -(mass * (z - lse.unsqueeze(-1))).sum(-1)
     if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
+        penalty = terms.z_loss * lse.square()
+        by_label = None if targets is None else targets.label_weight
+        loss = loss + (penalty if by_label is None else penalty * torch.where(kept, weights_at(by_label, labels), 0.0))
     found = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
     if "entropy" in stats:
         p = z.softmax(-1)
@@ -125,15 +143,21 @@ def kept_weight(labels: Tensor, ignore_index: int, token_weight: Tensor | None, 
     return kept.sum().to(dtype) if token_weight is None else torch.where(kept, token_weight.to(dtype), 0.0).sum()
 
 
-def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, token_weight: Tensor | None, reduction: str) -> Tensor:
-    """Weight the rows' losses, then return them, their sum, or their mean, which is 0 if no row is kept."""
+def reduce_losses(
+    losses: Tensor, labels: Tensor, ignore_index: int, token_weight: Tensor | None, reduction: str, of_mean: Tensor | None = None
+) -> Tensor:
+    """Weight the rows' losses, then return them, their sum, or their mean, which is 0 if no row is kept.
+
+    of_mean: weights by whose sum a mean divides, if they aren't the losses'.
+    """
     if token_weight is not None:
         losses = torch.where(labels != ignore_index, losses * token_weight.to(losses.dtype), 0.0)
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() * inverse_count(kept_weight(labels, ignore_index, token_weight, losses.dtype))
+    divisor = token_weight if of_mean is None else of_mean
+    return losses.sum() * inverse_count(kept_weight(labels, ignore_index, divisor, losses.dtype))
 
 
 def inverse_count(weight: Tensor) -> Tensor:

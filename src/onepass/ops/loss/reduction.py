@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,13 +14,12 @@ from onepass.kernels.language import tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.ops.loss.formula import (
     REDUCTIONS,
-    STATISTICS,
-    USUAL_STATISTICS,
     LossTerms,
     inverse_count,
     kept_weight,
     reduce_losses,
 )
+from onepass.ops.loss.targets import check_probabilities
 from onepass.runtime.checks import check_number, value_range
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.validation import validating
@@ -32,12 +30,19 @@ _MOST_ROWS = 1 << 16  # that it does sooner than PyTorch's many
 
 
 def check_labels(
-    labels: Tensor, shape: torch.Size, device: torch.device, ignore_index: int, like: str = "logits"
+    labels: Tensor, shape: torch.Size, device: torch.device, ignore_index: int, like: str = "logits", columns: int | None = None
 ) -> None:  # fmt: skip
-    """Raise unless there is an integer label for each row of the argument named `like`."""
+    """Raise unless there is an integer label, or a probability of each of the columns, for each row of the argument `like`.
+
+    columns: None where the op takes no probabilities.
+    """
+    if columns is not None and isinstance(labels, Tensor) and labels.is_floating_point():
+        check_probabilities(labels, shape, columns, device, ignore_index, like)
+        return
     if not isinstance(labels, Tensor) or labels.dtype not in (torch.int32, torch.int64):
         kind = f"of {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-        raise TypeError(f"labels must be an int32 or int64 tensor, but is {kind}")
+        others = "" if columns is None else ", or probabilities of a floating type"
+        raise TypeError(f"labels must be an int32 or int64 tensor{others}, but is {kind}")
     if labels.shape != shape:
         raise ValueError(
             f"labels must have shape {tuple(shape)}, as {like} without its last dimension, but has {tuple(labels.shape)}"
@@ -85,18 +90,6 @@ def check_terms(
     return LossTerms(ignore_index, float(label_smoothing), float(z_loss), cap, scale)
 
 
-def check_statistics(return_stats: bool | Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the statistics that are asked for, in the order of `STATISTICS`."""
-    if isinstance(return_stats, bool):
-        return USUAL_STATISTICS if return_stats else ()
-    if isinstance(return_stats, str) or not isinstance(return_stats, Sequence):
-        raise TypeError(f"return_stats must be a bool or a sequence of names, but is {return_stats!r}")
-    unknown = [name for name in return_stats if name not in STATISTICS]
-    if unknown:
-        raise ValueError(f"return_stats must name some of {', '.join(STATISTICS)}, but has {unknown[0]!r}")
-    return tuple(name for name in STATISTICS if name in return_stats)
-
-
 def can_validate_labels(labels: Tensor) -> bool:
     """Whether the labels have values, and reading them is cheap (on a CPU) or was asked for by `validate`."""
     if labels.device.type != "cpu" and not validating():
@@ -133,16 +126,18 @@ def mean_scale(
 
 def reduce_rows(
     losses: Tensor, labels: Tensor, ignore_index: int, reduction: str, token_weight: Tensor | None = None,
-    use_triton: bool = False, scale: Tensor | None = None,
+    use_triton: bool = False, scale: Tensor | None = None, of_mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return losses [rows] reduced, by one kernel where PyTorch takes eight, and `mean_scale`.
 
-    `scale` is the mean's factor if it is known already. The kernel ignores it and computes its own on the way.
+    `scale` is the mean's factor if it is known already. The kernel ignores it and computes its own on the way. `of_mean`: weights
+    by whose sum a mean divides, if they aren't the losses'.
     """
-    if use_triton and reduction != "none" and losses.shape[0] <= _MOST_ROWS:
+    if use_triton and reduction != "none" and of_mean is None and losses.shape[0] <= _MOST_ROWS:
         return _reduce_by_kernel(losses, labels, ignore_index, reduction, token_weight)
     if scale is None:
-        scale = mean_scale(labels, ignore_index, reduction, losses.dtype, token_weight)
+        divisor = token_weight if of_mean is None else of_mean
+        scale = mean_scale(labels, ignore_index, reduction, losses.dtype, divisor)
     if scale is None:
         return reduce_losses(losses, labels, ignore_index, token_weight, reduction), None
     return reduce_losses(losses, labels, ignore_index, token_weight, "sum") * scale, scale

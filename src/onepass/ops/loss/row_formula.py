@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
-from onepass.ops.loss.row_functions import PLANES
+from onepass.ops.loss.row_functions import planes_of
 from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.targets import Targets, target_mass, weights_at
 from onepass.ops.loss.vocab_mask import allowed_columns
 
 
@@ -45,24 +46,44 @@ def _part(bits: Tensor | None, rows: slice) -> Tensor | None:
     return bits if bits is None or bits.shape[0] == 1 else bits[rows]
 
 
+def _rows_of(targets: Targets | None, rows: slice) -> Targets | None:
+    if targets is None or targets.probabilities is None:
+        return targets
+    return targets._replace(probabilities=targets.probabilities[rows])
+
+
+def _mass(
+    targets: Targets, labels: Tensor, terms: LossTerms, first: int, V: int, place: Tensor | None, z: Tensor
+) -> Tensor:  # fmt: skip
+    """The masses of the columns of some rows' logits z."""
+    columns, size = torch.arange(first, first + z.shape[1], device=z.device), V if place is None else place[1]
+    columns = columns if place is None else columns + place[0]
+    if targets.probabilities is not None:
+        targets = targets._replace(probabilities=targets.probabilities[:, first : first + z.shape[1]])
+    return target_mass(targets, labels, terms.smoothing, columns, size, z.dtype)
+
+
 def row_statistics(
     x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
-    bits: Tensor | None = None,
+    bits: Tensor | None = None, targets: Targets | None = None,
 ) -> Tensor:  # fmt: skip
-    """[1, PLANES, rows]."""
-    parts = [_statistics(x[rows], labels[rows], terms, stats, first, V, place, _part(bits, rows)) for rows in _blocks(x)]
+    """[1, planes, rows]."""
+    parts = [
+        _statistics(x[rows], labels[rows], terms, stats, first, V, place, _part(bits, rows), _rows_of(targets, rows))
+        for rows in _blocks(x)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _statistics(
     x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None,
-    bits: Tensor | None,
+    bits: Tensor | None, targets: Targets | None,
 ) -> Tensor:  # fmt: skip
     M, W = x.shape
     z = _finished(x, terms)
     if bits is not None:
         z = z.masked_fill(~allowed_columns(bits, first, W), -torch.inf)
-    parts = z.new_zeros(1, PLANES, M)
+    parts = z.new_zeros(1, planes_of(targets), M)
     part = parts[0]
     if W == 0:
         part[0] = -torch.inf
@@ -73,6 +94,9 @@ def _statistics(
     part[2] = torch.where(mine, z.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
     if terms.smoothing or "mean_logit" in stats:
         part[3] = z.sum(-1)
+    if targets is not None:
+        mass = _mass(targets, labels, terms, first, V, place, z)
+        part[7], part[8] = (mass * z).sum(-1), mass.sum(-1)
     under = z - base
     e = under.exp() if "entropy" in stats else under.exp_()
     part[1] = e.sum(-1)
@@ -87,33 +111,42 @@ def _statistics(
 
 
 def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) -> Tensor:
-    """[1, PLANES, rows]."""
-    m, sums, target, logits, surprise, first, squares = parts.unbind(1)
+    """[1, planes, rows]."""
+    m, sums, target, logits, surprise, first, squares, *masses = parts.unbind(1)
     largest = m.amax(0)
     worth = torch.where(m == -torch.inf, 0.0, (m - largest).exp())
     moved = torch.where(worth > 0, worth * (surprise + (m - largest) * sums), 0.0).sum(0)
     where = torch.where(m == largest, first, torch.inf).amin(0)
     total, squared = (worth * sums).sum(0), (worth.square() * squares).sum(0)
-    return torch.stack([largest, total, target.sum(0), logits.sum(0), moved, where, squared]).unsqueeze(0)
+    added = [plane.sum(0) for plane in masses]
+    return torch.stack([largest, total, target.sum(0), logits.sum(0), moved, where, squared, *added]).unsqueeze(0)
 
 
 def finish_losses(
     parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
-    place: Tensor | None = None,
+    place: Tensor | None = None, targets: Targets | None = None,
 ) -> RowLosses:  # fmt: skip
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
     one = merge_statistics(parts, terms, stats) if len(parts) > 1 else parts
-    largest, total, target, sum_of_logits, surprise, first, squares = one[0]
+    largest, total, target, sum_of_logits, surprise, first, squares, *masses = one[0]
     size = V if place is None else place[1]
     kept, sound = labels != terms.ignore_index, (labels >= 0) & (labels < size)
     log_total = total.log()
     log_prob = (target - largest) - log_total  # no bit lost to the size of logits
-    loss = -(1 - terms.smoothing) * log_prob
-    if terms.smoothing:
-        loss = loss + terms.smoothing * ((largest - sum_of_logits / size) + log_total)
-    if terms.z_loss:
-        loss = loss + terms.z_loss * (largest + log_total).square()
+    penalty = terms.z_loss * (largest + log_total).square() if terms.z_loss else None
     found: dict[str, Tensor] = {}
+    if targets is None:
+        loss = -(1 - terms.smoothing) * log_prob
+        if terms.smoothing:
+            loss = loss + terms.smoothing * ((largest - sum_of_logits / size) + log_total)
+    else:
+        weighted, mass = masses
+        loss = mass * log_total + (mass * largest - weighted)
+        if penalty is not None and targets.label_weight is not None:
+            penalty = penalty * weights_at(targets.label_weight, labels)
+        found["mass"] = torch.where(kept & sound, mass, 0.0)
+    if penalty is not None:
+        loss = loss + penalty
     if "log_prob" in stats:
         found["log_prob"] = as_row_losses(log_prob, kept, sound)
     if "entropy" in stats:
@@ -130,7 +163,7 @@ def finish_losses(
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, targets: Targets | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     if x.numel():
@@ -138,21 +171,29 @@ def row_gradients(
             some = (None if t is None else t[rows] for t in incoming)
             part = None if entropy is None else entropy[rows]
             each = RowGradients(*some)  # type: ignore[arg-type]
-            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, first, V, place)
+            of_rows = _rows_of(targets, rows)
+            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, first, V, place, of_rows)
             if bits is not None:
                 out[rows].masked_fill_(~allowed_columns(_part(bits, rows), first, x.shape[1]), 0.0)  # type: ignore[arg-type]
 
 
 def _gradient(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None,
+    first: int, V: int, place: Tensor | None, targets: Targets | None,
 ) -> None:  # fmt: skip
     W = x.shape[1]
     column, mine, counts = _places(labels, terms, first, V, place, W)
     rows = labels != terms.ignore_index
     g = torch.where(counts, incoming.loss, 0.0)
     kept, lse = lse, lse.to(g.dtype)
-    a, t = g * (1 + 2 * terms.z_loss * lse), g * (terms.smoothing - 1)
+    if targets is None:
+        a, t = g * (1 + 2 * terms.z_loss * lse), g * (terms.smoothing - 1)
+    else:
+        assert incoming.mass is not None
+        penalty = 2 * terms.z_loss * lse
+        if terms.z_loss and targets.label_weight is not None:
+            penalty = torch.where(counts, penalty * weights_at(targets.label_weight, labels), 0.0)
+        a, t = g * (incoming.mass + penalty), torch.zeros_like(g)
     needed = counts
     if incoming.log_prob is not None:
         more = torch.where(counts, incoming.log_prob, 0.0)
@@ -172,7 +213,9 @@ def _gradient(
         d = torch.where(p > 0, p * each, 0.0)
     else:
         d.exp_().mul_((a * less).unsqueeze(-1))
-    if terms.smoothing:
+    if targets is not None:
+        d -= g.unsqueeze(-1) * _mass(targets, labels, terms, first, V, place, d)
+    elif terms.smoothing:
         d -= (g * terms.smoothing / (V if place is None else place[1])).unsqueeze(-1)
     d.scatter_add_(-1, column.unsqueeze(-1), torch.where(mine, t, 0.0).unsqueeze(-1).to(d.dtype))
     if terms.softcap:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from onepass.kernels.language import device_function, tl
 from onepass.ops.loss.formula import LossTerms
+from onepass.ops.loss.targets import Targets
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # numbers a row: largest logit, sum of exponentials, label's logit, sum of logits, entropy's sum, first largest, sum of squares
 PLANES = 7
+# and where targets have masses: the sum of masses times logits, and of masses
+MASS_PLANES = 9
 
 
 @device_function
@@ -46,6 +49,29 @@ def label_of(labels_ptr, rows, there, ignore, begin, V):
     label = tl.load(labels_ptr + rows, mask=there, other=0).to(tl.int64)
     kept = there & (label != ignore)
     return label - begin, kept, kept & (label >= 0) & (label < V)
+
+
+@device_function
+def target_mass(
+    targets_ptr, weights_ptr, row, first, columns, begin, label, there, smoothing, V,
+    TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    """A row's masses in these columns, 0 where none are `there`: see ops/loss/targets.py. A row of `targets_ptr` begins at this
+    rank's first column, of `weights_ptr`, which has CLASSES, at the vocabulary's."""
+    if targets_ptr is not None:
+        q = tl.load(targets_ptr + row * TARGETS_ROW + first + columns, mask=there, other=0.0).to(tl.float32)
+    else:
+        q = tl.where(columns == label, 1.0, 0.0)
+    mass = q * (1.0 - smoothing) + smoothing / V
+    if weights_ptr is not None:
+        mass *= class_weight_at(weights_ptr, begin + columns, there, CLASSES)
+    return tl.where(there, mass, 0.0)
+
+
+@device_function
+def class_weight_at(weights_ptr, at, there, CLASSES: tl.constexpr):
+    """The weights of some classes; NaN for those that there are not."""
+    return tl.load(weights_ptr + at, mask=there & (at < CLASSES), other=float("nan")).to(tl.float32)
 
 
 @device_function
@@ -119,8 +145,12 @@ def flags_of(terms: LossTerms) -> tuple[bool, bool, bool]:
     return terms.scale != 1, bool(terms.softcap), bool(terms.smoothing)
 
 
-def sums_of(terms: LossTerms, stats: tuple[str, ...]) -> tuple[bool, bool, bool, bool]:
+def planes_of(targets: Targets | None) -> int:
+    return PLANES if targets is None else MASS_PLANES
+
+
+def sums_of(terms: LossTerms, stats: tuple[str, ...], planes: int = PLANES) -> tuple[bool, bool, bool, bool]:
     """LOGITS, ENTROPY, FIRSTS and SQUARES: which sums over a row the terms and the statistics need."""
     names = "mean_logit", "entropy", "correct", "log_sum_sq_probs"
     logits, *rest = (name in stats for name in names)
-    return bool(terms.smoothing) or logits, *rest  # type: ignore[return-value]
+    return (bool(terms.smoothing) and planes == PLANES) or logits, *rest  # type: ignore[return-value]

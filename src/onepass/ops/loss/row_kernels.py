@@ -23,17 +23,21 @@ from onepass.kernels.rows import aligned, known_align
 from onepass.ops.loss.formula import LossTerms, RowLosses, lse_type
 from onepass.ops.loss.row_functions import (
     PLANES,
+    class_weight_at,
     exp_above,
     finished_logit,
     flags_of,
     gradient_of,
     label_of,
     numbers_of,
+    planes_of,
     probability_under,
     rounding_factor,
     store_statistics,
     sums_of,
+    target_mass,
 )
+from onepass.ops.loss.targets import Targets
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 MERGED, MERGED_PARTS = 32, 32  # rows a program merges, and parts at a time
@@ -116,11 +120,12 @@ def _label_logit(
 
 @kernel
 def _statistics_kernel(
-    x_ptr, labels_ptr, place_ptr, bits_ptr, parts_ptr,
-    M, FIRST, X_ROW, V, scale, cap, ignore,
+    x_ptr, labels_ptr, place_ptr, bits_ptr, targets_ptr, weights_ptr, parts_ptr,
+    M, FIRST, X_ROW, V, scale, cap, smoothing, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
-    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS_ROW: tl.constexpr, TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
+    ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW = aligned(X_ROW, ALIGN)
@@ -142,14 +147,21 @@ def _statistics_kernel(
         parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first + begin, squares,
         PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
     )  # fmt: skip
+    if PLANES > 7:
+        mass = target_mass(
+            targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
+        )
+        at = parts_ptr + (tile * PLANES + 7) * M.to(tl.int64) + row
+        tl.store(at, tl.sum(tl.where(within, mass * z, 0.0), 0), mask=there)
+        tl.store(at + M.to(tl.int64), tl.sum(mass, 0), mask=there)
 
 
 @kernel
 def _merge_kernel(
-    parts_ptr, labels_ptr, place_ptr, merged_ptr, loss_ptr, lse_ptr, log_prob_ptr, entropy_ptr, correct_ptr, squares_ptr,
-    mean_ptr,
+    parts_ptr, labels_ptr, place_ptr, weights_ptr, merged_ptr, loss_ptr, lse_ptr, log_prob_ptr, entropy_ptr, correct_ptr,
+    squares_ptr, mean_ptr, mass_ptr,
     M, S, V, smoothing, z_loss, ignore,
-    PLANES: tl.constexpr, SMOOTHED: tl.constexpr,
+    PLANES: tl.constexpr, CLASSES: tl.constexpr, SMOOTHED: tl.constexpr,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -164,6 +176,8 @@ def _merge_kernel(
     surprise = tl.zeros([BLOCK], tl.float32)
     first = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, S, PARTS):
         parts = begin + tl.arange(0, PARTS)
         inside = (parts < S)[:, None] & there[None, :]
@@ -186,6 +200,9 @@ def _merge_kernel(
         target += tl.sum(tl.load(at + 2 * far, mask=inside, other=0.0), 0)
         if LOGITS:
             logits += tl.sum(tl.load(at + 3 * far, mask=inside, other=0.0), 0)
+        if PLANES > 7:
+            weighted += tl.sum(tl.load(at + 7 * far, mask=inside, other=0.0), 0)
+            mass += tl.sum(tl.load(at + 8 * far, mask=inside, other=0.0), 0)
     if merged_ptr is not None:
         at = merged_ptr + rows
         tl.store(at, largest, mask=there)
@@ -195,13 +212,23 @@ def _merge_kernel(
         tl.store(at + 4 * far, surprise, mask=there)
         tl.store(at + 5 * far, first, mask=there)
         tl.store(at + 6 * far, squares, mask=there)
+        if PLANES > 7:
+            tl.store(at + 7 * far, weighted, mask=there)
+            tl.store(at + 8 * far, mass, mask=there)
     else:
         _, V = _place(place_ptr, 0, V)
         label, kept, counts = label_of(labels_ptr, rows, there, ignore, 0, V)
         log_total = tl.log(total)
         lse = largest + log_total
         log_prob = (target - largest) - log_total  # no bit lost to the size of logits
-        loss = z_loss * lse * lse - (1.0 - smoothing) * log_prob
+        if PLANES > 7:
+            loss = z_loss * lse * lse
+            if weights_ptr is not None:
+                loss *= class_weight_at(weights_ptr, label, counts, CLASSES)
+            loss += mass * log_total + (mass * largest - weighted)
+            tl.store(mass_ptr + rows, tl.where(counts, mass, 0.0), mask=there)
+        else:
+            loss = z_loss * lse * lse - (1.0 - smoothing) * log_prob
         if SMOOTHED:
             loss += smoothing * ((largest - logits / V) + log_total)
         wrong = tl.where(kept, float("nan"), 0.0)  # never a plausible number
@@ -225,10 +252,12 @@ def _merge_kernel(
 
 @kernel
 def _gradient_kernel(
-    x_ptr, out_ptr, labels_ptr, place_ptr, bits_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr, dlog_prob_ptr, dentropy_ptr,
+    x_ptr, out_ptr, labels_ptr, place_ptr, bits_ptr, targets_ptr, weights_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr,
+    dlog_prob_ptr, dentropy_ptr, mass_ptr,
     M, FIRST, X_ROW, OUT_ROW, V, scale, cap, smoothing, z_loss, ignore,
     W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    BITS_ROW: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS_ROW: tl.constexpr, TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
+    ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient over the logits, or beside them. A row without any incoming gradient is not read, and gets zeros."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
@@ -242,7 +271,13 @@ def _gradient_kernel(
     exact = tl.load(lse_ptr + row, mask=there, other=0.0)
     lse = exact.to(tl.float32)
     g = tl.load(g_ptr + row, mask=counts, other=0.0)
-    a, b, t = g * (1.0 + 2.0 * z_loss * lse), 0.0, g * (smoothing - 1.0)
+    if mass_ptr is not None:
+        penalty = 2.0 * z_loss * lse
+        if targets_ptr is None:
+            penalty *= class_weight_at(weights_ptr, begin + label, counts, CLASSES)
+        a, b, t = g * (tl.load(mass_ptr + row, mask=counts, other=0.0) + penalty), 0.0, 0.0
+    else:
+        a, b, t = g * (1.0 + 2.0 * z_loss * lse), 0.0, g * (smoothing - 1.0)
     needed = counts
     if dlog_prob_ptr is not None:
         more = tl.load(dlog_prob_ptr + row, mask=counts, other=0.0)
@@ -261,7 +296,12 @@ def _gradient_kernel(
     within &= needed & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & needed)
     x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
     z = finished_logit(x, scale, cap, SCALED, CAPPED)
-    s = -g * smoothing / V
+    if mass_ptr is not None:
+        s = -g * target_mass(
+            targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
+        )
+    else:
+        s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)
     p = exp_above(z, lse, EXACT)
     d = gradient_of(x, z - lse, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
@@ -288,24 +328,29 @@ def row_tiles(W: int, most: int, each: int) -> RowTiles:
     return RowTiles(tile, block, max(1, ceil_div(W, tile)), min(16, max(1, block // (32 * each))))
 
 
+_Masses = tuple[int, int]  # TARGETS_ROW and CLASSES
+
+
 @lru_cache(1024)
 def _statistics_plan(
-    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int
+    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int, planes: int, masses: _Masses
 ) -> tuple[RowTiles, Bound]:  # fmt: skip
-    sums = sums_of(terms, stats)
-    # the same tiles for all statistics: log_prob has the same bits whatever else is asked for
-    tiles = row_tiles(W, STATISTICS_TILE, STATISTICS_EACH // 2 if stats else STATISTICS_EACH)  # more would spill registers
+    sums = sums_of(terms, stats, planes)
+    # the same tiles for all statistics: log_prob has the same bits whatever else is asked for. More would spill registers
+    each = STATISTICS_EACH // (4 if planes != PLANES else 2 if stats else 1)
+    tiles = row_tiles(W, STATISTICS_TILE, each)
     bound: Bound = _statistics_kernel.bind(
-        x_row, V, *numbers_of(terms), terms.ignore_index, W, room, PLANES, *flags_of(terms)[:2], *sums, bits_row,
-        known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
+        x_row, V, *numbers_of(terms), terms.smoothing, terms.ignore_index, W, room, planes, *flags_of(terms)[:2], *sums, bits_row,
+        *masses, known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
 
 
 @lru_cache(1024)
-def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...]) -> Bound:
+def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...], planes: int, classes: int) -> Bound:
+    smoothed = bool(terms.smoothing) and planes == PLANES
     bound: Bound = _merge_kernel.bind(
-        V, terms.smoothing, terms.z_loss, terms.ignore_index, PLANES, bool(terms.smoothing), *sums_of(terms, stats),
+        V, terms.smoothing, terms.z_loss, terms.ignore_index, planes, classes, smoothed, *sums_of(terms, stats, planes),
         MERGED_PARTS, MERGED, num_warps=8,
     )  # fmt: skip
     return bound
@@ -313,12 +358,12 @@ def _merge_plan(V: int, terms: LossTerms, stats: tuple[str, ...]) -> Bound:
 
 @lru_cache(1024)
 def _gradient_plan(
-    W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms, bits_row: int
+    W: int, room: int, x_row: int, out_row: int, V: int, terms: LossTerms, bits_row: int, masses: _Masses
 ) -> tuple[RowTiles, Bound]:  # fmt: skip
     tiles = row_tiles(W, GRADIENT_TILE, GRADIENT_EACH)
     bound: Bound = _gradient_kernel.bind(
         x_row, out_row, V, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, *flags_of(terms)[:2], bits_row, known_align(x_row, out_row), tiles.tile, tiles.block,
+        W, room, *flags_of(terms)[:2], bits_row, *masses, known_align(x_row, out_row), tiles.tile, tiles.block,
         num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
@@ -327,68 +372,86 @@ def _gradient_plan(
 # ---- calls ----
 # Logits are [rows, columns] with evenly spaced rows and contiguous columns. `first` is the number of their first column, V of all
 # columns. `place` has both on the device if ranks share the vocabulary; `first` then counts from this rank's first column.
-# `bits` is a packed mask of this rank's columns, [rows or 1, bytes].
+# `bits` is a packed mask of this rank's columns, [rows or 1, bytes]. `targets` are what masses are made of, None for labels.
 
 
 def _bits_row(bits: Tensor | None) -> int:
     return 0 if bits is None or bits.shape[0] == 1 else bits.stride(0)
 
 
+def _masses(targets: Targets | None) -> tuple[Targets, _Masses]:
+    """Return the tensors, which may be None, and what the kernels compile in of them."""
+    if targets is None:
+        return _LABELS, (0, 0)
+    given, weight = targets
+    return targets, (0 if given is None else given.stride(0), 0 if weight is None else weight.shape[0])
+
+
+_LABELS = Targets()
+
+
 class RowGradients(NamedTuple):
-    """Incoming gradients of each row's loss and statistics, in fp32; None for those that have none."""
+    """Incoming gradients of each row's loss and statistics, in fp32, and the rows' `mass`; None for those that there are not."""
 
     loss: Tensor
     logsumexp: Tensor | None = None
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
+    mass: Tensor | None = None
 
 
 def row_statistics(
     x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
-    bits: Tensor | None = None, room: int = 0,
+    bits: Tensor | None = None, targets: Targets | None = None, room: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return [parts, PLANES, rows], a part for each tile of columns."""
+    """Return [parts, planes, rows], a part for each tile of columns."""
     M, W = x.shape
-    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits))
-    parts = x.new_empty(tiles.used, PLANES, M, dtype=torch.float32)
-    launch(grid_of(tiles.used, M), x, labels, place, bits, parts, M, first)
+    planes, (given, masses) = planes_of(targets), _masses(targets)
+    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits), planes, masses)
+    parts = x.new_empty(tiles.used, planes, M, dtype=torch.float32)
+    launch(grid_of(tiles.used, M), x, labels, place, bits, *given, parts, M, first)
     return parts
 
 
 def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) -> Tensor:
-    """[1, PLANES, rows]."""
-    count, _, M = parts.shape
+    """[1, planes, rows]."""
+    count, planes, M = parts.shape
     if count == 1:
         return parts
-    one = parts.new_empty(1, PLANES, M)
-    launch = _merge_plan(0, terms, stats)
-    launch((ceil_div(M, MERGED), 1, 1), parts, None, None, one, None, None, None, None, None, None, None, M, count)
+    one = parts.new_empty(1, planes, M)
+    launch = _merge_plan(0, terms, stats, planes, 0)
+    launch((ceil_div(M, MERGED), 1, 1), parts, None, None, None, one, *[None] * len(RowLosses._fields), M, count)
     return one
 
 
 def finish_losses(
     parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
-    place: Tensor | None = None,
+    place: Tensor | None = None, targets: Targets | None = None,
 ) -> RowLosses:  # fmt: skip
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
-    count, _, M = parts.shape
+    count, planes, M = parts.shape
     lse = parts.new_empty(M, dtype=lse_type(logits))
-    names = [name for name in ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit") if name in stats]
+    rest = *stats, *([] if targets is None else ["mass"])
+    names = [name for name in ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "mass") if name in rest]
+    weight = None if targets is None else targets.label_weight
     loss, *rows = parts.new_empty(1 + len(names), M).unbind(0)
     correct = parts.new_empty(M, dtype=torch.bool) if "correct" in stats else None
     found = RowLosses(loss, lse, correct=correct)._replace(**dict(zip(names, rows, strict=True)))
-    _merge_plan(V, terms, stats)((ceil_div(M, MERGED), 1, 1), parts, labels, place, None, *found, M, count)
+    launch = _merge_plan(V, terms, stats, planes, 0 if weight is None else weight.shape[0])
+    launch((ceil_div(M, MERGED), 1, 1), parts, labels, place, weight, None, *found, M, count)
     return found
 
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, room: int = 0,
+    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, targets: Targets | None = None, room: int = 0,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     M, W = x.shape
-    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits))
+    given, masses = _masses(targets)
+    tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits), masses)
     launch(
-        grid_of(tiles.used, M), x, out, labels, place, bits, lse, incoming.loss, None if incoming.entropy is None else entropy,
-        incoming.logsumexp, incoming.log_prob, incoming.entropy, M, first,
+        grid_of(tiles.used, M), x, out, labels, place, bits, *given, lse, incoming.loss,
+        None if incoming.entropy is None else entropy, incoming.logsumexp, incoming.log_prob, incoming.entropy, incoming.mass,
+        M, first,
     )  # fmt: skip

@@ -34,6 +34,12 @@ def _with_labels(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtyp
     return *random_tensors(shapes, device, dtype), labels.to(device)
 
 
+def _with_probabilities(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Logits, probabilities and class weights."""
+    logits, targets, weight = random_tensors(((11, 203), (11, 203), (203,)), device, dtype)
+    return logits, targets.softmax(-1), weight.abs()
+
+
 def with_lora(named: dict[str, Tensor]) -> dict[str, Any]:
     """Make a LoRA of the tensors whose names end in ".a" and ".b", if there are such."""
     found: dict[str, Any] = dict(named)
@@ -69,6 +75,9 @@ class LoRASample(Sample):
 SAMPLES = {
     "cross_entropy": Sample(
         partial(_with_labels, ((11, 203),)), cross_entropy_reference, {"label_smoothing": 0.1, "z_loss": 1e-3}
+    ),
+    "cross_entropy: probabilities": Sample(
+        _with_probabilities, cross_entropy_reference, {"label_smoothing": 0.1, "softcap": 3.0}, keywords=("weight",), frozen=2
     ),
     "linear_cross_entropy": Sample(
         partial(_with_labels, ((11, 61), (203, 61))),
@@ -109,7 +118,14 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
     options, lead, vocabulary, labels = _random_loss(draw)
     dtype, over = draw.dtype(), draw.flag(0.2)
     tensors = {"logits": RandomTensor((*lead, vocabulary), dtype), "labels": labels}
-    formula = partial(cross_entropy_reference, **options)
+    options["softcap"] = draw.choose((None, 5.0))
+    options["return_stats"] = draw.choose((False, False, True, STATISTICS, ("entropy",), ("z_loss", "mean_logit")))
+    tensors |= _random_targets(draw, options, lead, vocabulary, "weight")
+
+    def formula(**given: Any) -> Any:
+        found = cross_entropy_reference(**given, **options)
+        return (found[0], *(t for t in found[1] if t is not None)) if options["return_stats"] else found
+
     written = ("logits",) if over else ()
 
     def floors(given: dict[str, Tensor]) -> dict[str, float]:
@@ -120,6 +136,19 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
         return {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
 
     return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=written, finite=True, floors=floors)
+
+
+def _random_targets(
+    draw: Draw, options: dict[str, Any], lead: tuple[int, ...], vocabulary: int, name: str
+) -> dict[str, RandomTensor]:  # fmt: skip
+    """Return class weights and probabilities, or none. Probabilities change the options to those that they have."""
+    found = {name: RandomTensor((vocabulary,), FP32, "constant")} if draw.flag(0.3) else {}
+    if draw.flag(0.2):
+        found["labels"] = RandomTensor((*lead, vocabulary), draw.choose((FP32, torch.bfloat16)), "constant")
+        options["ignore_index"] = -100
+        if options["return_stats"] in (True, STATISTICS):
+            options["return_stats"] = ("logsumexp", "entropy", "z_loss")
+    return found
 
 
 _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the logarithm of the vocabulary are rounded to fp32
@@ -197,7 +226,7 @@ def _cross_entropy_calls() -> Iterator[CoveringCall]:
         yield _cross_entropy_call(width)
     for dtype in (torch.float16, torch.float32):
         yield _cross_entropy_call(128256, dtype)
-    for option in ("smoothing", "over the logits", "sum"):
+    for option in ("smoothing", "over the logits", "sum", "probabilities"):
         yield _cross_entropy_call(128256, option=option)
     for width in (1000, 50257, 128256):
         for dtype in (torch.bfloat16, torch.float32):
@@ -210,10 +239,13 @@ def _cross_entropy_call(width: int, dtype: torch.dtype = torch.bfloat16, option:
         logits, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         over, smoothing = option == "over the logits", 0.1 if option == "smoothing" else 0.0
         given = logits * 1 if over else logits
-        reduction = "sum" if option == "sum" else "mean"
+        reduction, weight = "sum" if option == "sum" else "mean", None
+        if option == "probabilities":
+            labels, weight = meta(2048, width, dtype=torch.float32).detach(), meta(width, dtype=torch.float32).detach()
         loss: Tensor = cross_entropy(
-            given, labels, reduction=reduction, label_smoothing=smoothing, inplace_backward=over, backend="triton"
-        )
+            given, labels, reduction=reduction, weight=weight, label_smoothing=smoothing, inplace_backward=over,
+            backend="triton",
+        )  # fmt: skip
         return loss
 
     return CoveringCall(" ".join(filter(None, (f"cross_entropy 2048x{width}", option))), dtype, run)
@@ -308,9 +340,9 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
         out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
         whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, (), incoming, room)
-        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, None, room)
+        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, None, None, room)
         each = row_kernels.RowGradients(incoming)
-        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, 0, width, None, None, room)
+        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, 0, width, None, None, None, room)
         return buffer
 
     said = "all terms" if terms.softcap else ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.loss.formula import inverse_count, kept_weight
+from onepass.ops.loss.targets import row_weights, split_labels
 from onepass.runtime.sharding import (
     PARTIAL,
     WHOLE,
@@ -30,9 +31,17 @@ def shard_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], ranks: i
     refuse(given, "tp_group", "inplace_backward")
     logits = given["logits"]
     if at["logits"] == logits.dim() - 1:
-        return Layout({"logits": logits.dim() - 1, "labels": WHOLE}, group="tp_group")
-    rows = first_split(leading_split(at["logits"], logits), at["labels"])
-    return _by_rows(given, rows, {"logits": rows, "labels": rows}, {}, "labels")
+        columns = logits.dim() - 1
+        labels = columns if given["labels"].is_floating_point() else WHOLE
+        return Layout({"logits": columns, "labels": labels, "weight": WHOLE}, group="tp_group")
+    rows = first_split(leading_split(at["logits"], logits), _rows_of_labels(given, at))
+    return _by_rows(given, rows, {"logits": rows, "labels": rows, "weight": WHOLE}, {}, "labels")
+
+
+def _rows_of_labels(given: dict[str, Any], at: Mapping[str, Split]) -> Split:
+    """How labels' rows are divided; what divides the columns of probabilities is gathered."""
+    labels = given["labels"]
+    return leading_split(at["labels"], labels) if labels.is_floating_point() else at["labels"]
 
 
 def shard_linear_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -100,7 +109,10 @@ def _mean(parts: dict[str, Any], found: Any, wrap: Callable[[Tensor], Any]) -> A
         rows = parts["student"][..., 0]
         count = torch.full((), rows.numel(), dtype=dtype, device=rows.device)
     else:
+        labels, probabilities = split_labels(labels)
         weight = None if weight is None else weight.reshape(labels.shape)
-        count = kept_weight(labels, parts["ignore_index"], weight, dtype)
+        classes = parts.get("class_weight" if "hidden" in parts else "weight")
+        weights = row_weights(labels, parts["ignore_index"], probabilities, classes, parts.get("label_smoothing", 0.0), weight)
+        count = kept_weight(labels, parts["ignore_index"], weights.divisor, dtype)
     mean = total * inverse_count(replicated(wrap(count)))
     return (mean, found[1]) if isinstance(found, tuple) else mean

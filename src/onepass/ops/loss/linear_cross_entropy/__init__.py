@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
-from onepass.ops.loss.formula import STATISTICS, LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
 from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
@@ -34,11 +34,11 @@ from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
     check_reduction,
-    check_statistics,
     check_terms,
     validate_labels,
 )
 from onepass.ops.loss.sharding import shard_linear_cross_entropy
+from onepass.ops.loss.statistics import check_statistics, make_stats
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
@@ -47,35 +47,6 @@ from onepass.runtime.checks import check_floating, check_linear, check_number, c
 from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
-
-_STATS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
-
-
-class Stats(NamedTuple):
-    """Statistics of each token, of labels' shape, in fp32. Those of an ignored token are 0."""
-
-    logsumexp: Tensor
-    log_prob: Tensor  # of the label
-    entropy: Tensor
-    correct: Tensor  # bool: the label has the largest logit, the first of equals
-
-
-class NamedStats(NamedTuple):
-    """As `Stats`, of the statistics that were asked for by name; the others are None."""
-
-    logsumexp: Tensor | None
-    log_prob: Tensor | None
-    entropy: Tensor | None
-    correct: Tensor | None
-    log_sum_sq_probs: Tensor | None  # log of the sum of squared probabilities
-    mean_logit: Tensor | None  # mean over the vocabulary
-
-
-def _stats(return_stats: bool | Sequence[str], values: Sequence[Tensor]) -> Stats | NamedStats:
-    if return_stats is True:
-        return Stats(*values)
-    by_name = dict(zip(check_statistics(return_stats), values, strict=True))
-    return NamedStats(*[by_name.get(name) for name in STATISTICS])
 
 
 def linear_cross_entropy_reference(
@@ -113,7 +84,7 @@ def _formula(
     rows = row_losses(head_logits(hidden, weight, bias, lora), labels, terms, stats, allowed)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
     loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
-    return (loss, _stats(return_stats, [getattr(rows, name) for name in stats])) if stats else loss
+    return (loss, make_stats(return_stats, [rows.statistic(name, terms) for name in stats])) if stats else loss
 
 
 # ---- the public function: check, choose a backend, run ----
@@ -173,7 +144,6 @@ def _checked(
     check_floating("hidden", hidden)
     check_reduction(reduction)
     terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    stats = check_statistics(return_stats)
     product = product_type(hidden)
     if logits_dtype is not None and logits_dtype not in (product, _wide_type(product)):
         narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
@@ -195,8 +165,7 @@ def _checked(
         raise ValueError("lora and deferred exclude each other: flush() makes logits again without it")
     if weight.shape[0] == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
-    if "correct" in stats and weight.shape[0] > _STATS_COLUMNS:
-        raise ValueError(f"return_stats knows correct's columns up to {_STATS_COLUMNS}, but weight has {weight.shape[0]} rows")
+    stats = check_statistics(return_stats, columns=weight.shape[0])
     tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
     if sequence:
         assert group is not None
@@ -307,8 +276,8 @@ def linear_cross_entropy(
         chunk_bytes: a budget for logits and fp32 sums; None takes a part of the GPU's memory. vmap and functional derivatives
             follow the plain formula, which makes all logits at once.
         return_stats: names of statistics of each token that are returned too, of ``logsumexp, log_prob, entropy, correct,
-            log_sum_sq_probs, mean_logit``. Only these are computed; the first three are differentiable. True is the first four.
-            Those of an ignored token are 0.
+            log_sum_sq_probs, mean_logit, z_loss``. Only these are computed; the first three are differentiable. True is the
+            first four. Those of an ignored token are 0.
         rows: what `kept_rows` found of these labels: rows that are ignored are then not computed, and their gradients are zeros.
             On a CPU that needs no rows. On a GPU all are computed without, as well as compiled and captured. Of other labels
             they raise on a CPU and under `validate`; on a GPU the loss is NaN.
@@ -321,7 +290,7 @@ def linear_cross_entropy(
 
     Returns:
         The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
-        tuple of all four, or, where statistics are named, of all six with None for those that are not.
+        tuple of all four, or, where statistics are named, of all seven with None for those that are not.
     """
     given = {
         "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
@@ -358,7 +327,7 @@ def linear_cross_entropy(
         bias, token_weight, a, b = (None if t is None else t.detach() for t in (bias, token_weight, a, b))
     kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
     found = apply(hidden, weight, bias, a, b, token_weight, labels, bits, options, group, deferred, kept)
-    return (found[0], _stats(return_stats, found[1:])) if options.stats else found
+    return (found[0], make_stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(

@@ -26,7 +26,7 @@ from onepass.gradients.main_grad import (
 )
 from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
-from onepass.ops.loss.formula import STATISTICS, LossOptions, RowLosses
+from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.kept_rows import KeptRows, RowSelection
 from onepass.ops.loss.linear_cross_entropy import steps
 from onepass.ops.loss.linear_cross_entropy.head import wide_type
@@ -61,12 +61,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
         # without gradients a chunk's rows are gathered when its turn comes: less memory
         own = selection.own if selection is not None and direct and not any(needs) else None
-        *found, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
+        *each, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
             _selected(hidden, selection) if own is None else hidden, weight, bias, lora_a, lora_b, *rows, options, needs,
             accumulates_elsewhere(weight), accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
         )  # fmt: skip
+        found = RowLosses(*each)
         losses, lse = found[:2]
-        stats = {name: t for name, t in zip(STATISTICS, found[1:], strict=True) if name in options.statistics()}
+        stats = {name: found.statistic(name, options.terms) for name in options.statistics()}
         entropy = stats.get("entropy")
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):

@@ -40,7 +40,8 @@ from onepass.runtime.sizes import ceil_div
 def empty_rows(like: Tensor, rows: int, stats: tuple[str, ...], logits: torch.dtype) -> RowLosses:
     """Allocate losses, the logsumexp and the named statistics; `logits` is the logits' type."""
     kinds = {"loss": wide_type(like), "logsumexp": lse_type(logits)}
-    kinds |= {name: torch.bool if name == "correct" else wide_type(like) for name in stats if name != "logsumexp"}
+    more = (name for name in stats if name not in ("logsumexp", "z_loss"))
+    kinds |= {name: torch.bool if name == "correct" else wide_type(like) for name in more}
     return RowLosses(**{name: like.new_empty(rows, dtype=kind) for name, kind in kinds.items()})
 
 
@@ -108,7 +109,7 @@ def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
 
 def _statistics(head: Head, logits: LogitsBlock, labels: Tensor, bits: Tensor | None) -> Tensor:
     found: Tensor = head.rows.row_statistics(
-        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, *_room(head, logits)
+        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, None, *_room(head, logits)
     )
     return found
 
@@ -119,7 +120,7 @@ def _gradient(
 ) -> None:  # fmt: skip
     head.rows.row_gradients(
         logits.x, logits.out, labels, head.terms, lse, entropy, incoming, logits.first, head.columns, head.place,
-        bits, *_room(head, logits),
+        bits, None, *_room(head, logits),
     )  # fmt: skip
 
 

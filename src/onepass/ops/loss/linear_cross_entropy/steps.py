@@ -216,8 +216,8 @@ def _forward_fake(
 forward = Registered(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
     "Tensor? token_weight, Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, "
-    "bool separate_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?, Tensor?, "
-    "Tensor?)",
+    "bool separate_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, "
+    "Tensor?, Tensor?, Tensor?)",
     _forward,
     _forward_fake,
     LossOptions,
@@ -232,7 +232,8 @@ forward = Registered(
 def _backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
     place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
-    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, mass: Tensor | None, options: LossOptions, needs: Needs,
+    separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None, used: bool = False,
 ) -> Gradients:  # fmt: skip
     """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
@@ -250,7 +251,7 @@ def _backward(
         *new_lora_gradients(lora_a, lora_b, needs),
     )
     sums = made if target is None else made._replace(weight=target)
-    incoming = RowGradients(dloss, dlse, dlog_prob, dentropy)
+    incoming = RowGradients(dloss, dlse, dlog_prob, dentropy, mass)
     found = RowLosses(lse, lse, None, entropy)  # the passes don't read losses
     if logits is not None:
         kept, (rows, columns) = to_local_rows(logits, head.columns), _forward_pieces(head, True)
@@ -267,7 +268,8 @@ def _backward(
 def _backward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
     place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
-    dlog_prob: Tensor | None, dentropy: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, mass: Tensor | None, options: LossOptions, needs: Needs,
+    separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
         _tokens_like(hidden, options.product) if needs.need_hidden else None,
@@ -280,7 +282,8 @@ def _backward_fake(
 backward = Registered(
     "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
     "Tensor? place, Tensor? bits, Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, "
-    "Tensor? dentropy, LossOptions options, Needs needs, bool separate_sum) -> (Tensor?, Tensor?, Tensor, Tensor?, Tensor?)",
+    "Tensor? dentropy, Tensor? mass, LossOptions options, Needs needs, bool separate_sum) -> "
+    "(Tensor?, Tensor?, Tensor, Tensor?, Tensor?)",
     _backward,
     _backward_fake,
     LossOptions,

@@ -1,0 +1,124 @@
+"""Targets that are more than a label a row: probabilities of the classes, and weights of the classes, as in F.cross_entropy.
+
+A row's loss is the sum over columns of mass * (logsumexp - logit). The mass of column c is w_c ((1 - a) q_c + a / V), with class
+weights w, probabilities q (of a label, 1 in its column) and label smoothing a. Without smoothing a label's mass is all in its
+column: then the class weight is the row's weight, and no kernel reads masses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.runtime.checks import check_floating
+
+
+class Targets(NamedTuple):
+    """What the masses of all columns are made of."""
+
+    probabilities: Tensor | None = None  # [rows, columns] of this rank
+    class_weight: Tensor | None = None  # [V] of the whole vocabulary
+
+    @property
+    def label_weight(self) -> Tensor | None:
+        """The class weights where a row's weight is its label's: z_loss is multiplied by it."""
+        return self.class_weight if self.probabilities is None else None
+
+
+def as_targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
+    return None if probabilities is None and class_weight is None else Targets(probabilities, class_weight)
+
+
+def split_labels(labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return labels and no probabilities; of probabilities, a 0 for each row and the probabilities."""
+    if not labels.is_floating_point():
+        return labels, None
+    return labels.new_zeros(labels.shape[:-1], dtype=torch.int64), labels
+
+
+def has_masses(probabilities: Tensor | None, class_weight: Tensor | None, smoothing: float) -> bool:
+    """Whether masses must be read: a row's target is not at its label alone, nor spread evenly."""
+    return probabilities is not None or (class_weight is not None and smoothing != 0)
+
+
+def target_mass(
+    targets: Targets, labels: Tensor, smoothing: float, columns: Tensor, V: int | Tensor, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return the masses [..., columns] of some columns, given by their numbers in the whole vocabulary of size V."""
+    given = targets.probabilities
+    q = (labels.unsqueeze(-1) == columns).to(dtype) if given is None else given.to(dtype)
+    mass = q * (1 - smoothing)
+    if smoothing:
+        mass = mass + q.new_full((), smoothing) / V
+    return mass if targets.class_weight is None else mass * weights_at(targets.class_weight, columns).to(dtype)
+
+
+def weights_at(class_weight: Tensor, classes: Tensor) -> Tensor:
+    """Return the weights of some classes, in fp32 or wider; NaN for those that there are not."""
+    inside = classes.clamp(0, class_weight.shape[0] - 1)
+    found = class_weight[inside.long()].to(torch.promote_types(class_weight.dtype, torch.float32))
+    return torch.where(inside == classes, found, torch.nan)
+
+
+class RowWeights(NamedTuple):
+    """Weights of the rows, [rows]; None for ones."""
+
+    of_losses: Tensor | None  # multiplies rows' losses
+    of_mean: Tensor | None = None  # a mean divides by their sum, where that is not the first's
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What a mean divides by the sum of."""
+        return self.of_losses if self.of_mean is None else self.of_mean
+
+
+def row_weights(
+    labels: Tensor, ignore_index: int, probabilities: Tensor | None, class_weight: Tensor | None, smoothing: float,
+    token_weight: Tensor | None = None,
+) -> RowWeights:  # fmt: skip
+    """Return the rows' weights: a token's times its label's. The losses made of masses have the label's already."""
+    if class_weight is None or probabilities is not None:
+        return RowWeights(token_weight)
+    both = torch.where(labels != ignore_index, weights_at(class_weight, labels), 0.0)
+    if token_weight is not None:
+        both = both * token_weight
+    return RowWeights(token_weight, both) if smoothing else RowWeights(both)
+
+
+# ---- checks ----
+
+
+def check_probabilities(
+    labels: Tensor, shape: torch.Size, columns: int, device: torch.device, ignore_index: int, like: str
+) -> None:  # fmt: skip
+    """Raise unless labels of a floating type are a probability of each column for each row of the argument named `like`."""
+    expected = (*shape, columns)
+    if labels.shape != expected:
+        raise ValueError(
+            f"labels of {labels.dtype} are probabilities and must have shape {expected}, {like}'s rows by the vocabulary, but "
+            f"has {tuple(labels.shape)}; tokens are of int32 or int64"
+        )
+    if labels.device != device:
+        raise ValueError(f"labels must be on {device}, as {like}, but is on {labels.device}")
+    if labels.requires_grad and torch.is_grad_enabled():
+        raise ValueError("labels that are probabilities must be detached, as they get no gradient, but requires grad")
+    if ignore_index != -100:
+        raise ValueError(
+            f"ignore_index must be left out where labels are probabilities, as no row is ignored, but is {ignore_index}"
+        )
+
+
+def check_class_weight(name: str, class_weight: Tensor | None, V: int | None, device: torch.device) -> None:
+    """Raise unless each of V classes has a weight. V is None where ranks share the vocabulary: its size is on the device."""
+    if class_weight is None:
+        return
+    check_floating(name, class_weight, True)
+    if class_weight.dim() != 1 or class_weight.shape[0] != (max(1, class_weight.shape[0]) if V is None else V):
+        expected = "one dimension, the whole vocabulary's" if V is None else f"shape {(V,)}"
+        raise ValueError(f"{name} must have {expected}, a number for each class, but has shape {tuple(class_weight.shape)}")
+    if class_weight.device != device:
+        raise ValueError(f"{name} must be on {device}, as the labels, but is on {class_weight.device}")
+    if class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must be detached, as it gets no gradient, but requires grad")
