@@ -43,11 +43,13 @@ def config_of(**options):
 
 def model_of(config, spec, tied=True):
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     torch.manual_seed(0)
     return GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16,
         share_embeddings_and_output_weights=tied, position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None,
     )  # fmt: skip
 
 
@@ -281,12 +283,57 @@ def test_flags_that_specs_refuse(name):
         megatron.gpt_layer_spec(config)
 
 
-def test_multi_token_prediction_is_refused():
-    config = config_of()
-    model = model_of(config, local_spec(config))
-    config.mtp_num_layers = 1
-    with pytest.raises(NotImplementedError, match="mtp_num_layers must be None"):
-        megatron.apply(model)
+@pytest.fixture
+def foretold(monkeypatch):
+    """What Megatron logs of multi-token prediction, of a call and of each depth."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+
+    def values():
+        logged = {name: t.clone() for name, t in MTPLossLoggingHelper.tracker.items() if isinstance(t, torch.Tensor)}
+        MTPLossLoggingHelper.tracker.clear()
+        return logged
+
+    return values
+
+
+@pytest.mark.parametrize("options", [{}, {"calculate_per_token_loss": True}, {"mtp_detach_heads": True}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_multi_token_prediction_makes_no_logits(tied, options, foretold):
+    if options.keys() - vars(config_of()).keys():
+        pytest.skip(f"this megatron-core has no {options}")
+    config = config_of(**KINDS["RMSNorm, swiglu"], mtp_num_layers=2, mtp_loss_scaling_factor=0.5, **options)
+    mask = torch.ones(2, 16)
+    mask[0, 3:7] = 0
+    stock = model_of(config, local_spec(config), tied)
+    expected, logged = step(stock, loss_mask=mask), foretold()
+    model = model_of(config, megatron.gpt_layer_spec(config), tied)
+    applied, shapes = megatron.apply(model), set()
+    logits = model.output_layer.register_forward_hook(lambda module, given, found: shapes.add(found[0].shape[-1]))
+    assert step(model, loss_mask=mask) == pytest.approx(expected, rel=2e-6) and shapes == {32}
+    torch.testing.assert_close(foretold(), logged)
+    assert logged
+    logits.remove()
+    model.eval()
+    assert step(model, loss_mask=mask)[0] == pytest.approx(expected[0], rel=2e-6)
+    applied.undo()
+    model.train().zero_grad()
+    assert step(model, loss_mask=mask) == pytest.approx(expected, rel=2e-6)
+    torch.testing.assert_close(foretold(), logged)
+    with pytest.raises(NotImplementedError, match="mtp_num_layers must be None with output_processor"):
+        megatron.output_processor(hidden_states=None, output_layer=None, output_weight=None, labels=mask, config=config)
+
+
+def test_mup_scales_logits_once():
+    if "use_mup" not in vars(config_of()):
+        pytest.skip("this megatron-core has no mu-P")
+    config = config_of(**KINDS["RMSNorm, swiglu"], use_mup=True, mup_output_mult=0.25)
+    expected = step(model_of(config, local_spec(config)))
+    model = model_of(config, megatron.gpt_layer_spec(config))
+    megatron.apply(model)
+    assert step(model) == pytest.approx(expected, rel=2e-6)
 
 
 def test_script_in_a_clone(tmp_path):
