@@ -16,6 +16,7 @@ from onepass import cli
 from onepass.runtime import backend
 from onepass.runtime import op as op_records
 from onepass.testing import aot, sanitize
+from onepass.train import foreign_flags
 
 
 def _run(capsys, *argv):
@@ -171,6 +172,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 # The files of messages, whose command they belong to, and flags of other programs that they name.
 _MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
+_OTHERS["train/foreign_flags.py"] = {*foreign_flags._OURS}
 _OTHERS["testing/sanitize.py"] = {"--print-limit", "--report-api-errors"}
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0], args.options)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(unknown, args)}")
     try:
         return int(args.run(args))
     except CommandError as refused:
@@ -67,20 +67,27 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
         if name == named:
             fill(command, argv)
-            command.set_defaults(command=name, options=list(command._option_string_actions))
+            command.set_defaults(command=name, options=list(command._option_string_actions), parser=command)
     return parser
 
 
-def _nearest(option: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(option.partition("=")[0], known, 1)
+def _advice(unknown: Sequence[str], args: argparse.Namespace) -> str:
+    """Say what a command has in place of options that other programs have, or else which option is the nearest."""
+    options = [each.partition("=")[0] for each in unknown]
+    in_place_of = getattr(args, "in_place_of", lambda option: None)
+    found = {option: ours for option in options if (ours := in_place_of(option))}
+    if found:
+        return "".join(f"; in place of {option}: {ours}" for option, ours in found.items())
+    near = difflib.get_close_matches(options[0], args.options, 1)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def _train(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     from onepass.train import command
+    from onepass.train.foreign_flags import in_place_of
 
     command.add_arguments(parser)
-    parser.set_defaults(run=command.run)
+    parser.set_defaults(run=command.run, in_place_of=in_place_of)
 
 
 def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> None:

@@ -1,13 +1,18 @@
 """The trainer's settings: types, contradictions, the learning rate, where settings come from."""
 
+import argparse
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
+from onepass.train import command
+from onepass.train.foreign_flags import MEGATRON, OTHERS, in_place_of
 from onepass.train.options import TRAINING, Options
 from onepass.train.updates import learning_rate
 
@@ -77,7 +82,12 @@ def test_the_learning_rate():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--hiden-size", "64"], "did you mean --hidden-size?"),
+        (["--hiden-size", "64"], "onepass train: unrecognized arguments: --hiden-size 64: did you mean --hidden-size?"),
+        (["--hiden-size", "64"], "(see onepass train --help)"),
+        (
+            ["--swiglu", "--learning_rate=3e-4", "--hiden-size", "64"],
+            "in place of --swiglu: --gated-linear-unit --activation-func silu; in place of --learning_rate: --lr (see",
+        ),
         (["--num-attention-heads", "3"], "num_attention_heads"),
         (["--preset", "tin"], "--preset must be one of tiny, 124M, 350M, 1B, 7B, but is 'tin'; did you mean 'tiny'?"),
         (["--config", "/nowhere/x.yaml"], "--config /nowhere/x.yaml can't be read: No such file or directory"),
@@ -126,6 +136,20 @@ def test_a_text_that_is_none_leaves_nothing(content, said, capsys, tmp_path, mon
     assert list(folder.iterdir()) == []
 
 
+def test_other_trainers_flags_are_answered_as_on_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    tables = re.findall(r"^\| [^|`]+ \| `onepass train` \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.M)
+    rows = "".join(tables).replace("`", "").splitlines()
+    assert rows == [f"| {theirs} | {ours} |" for theirs, ours in (MEGATRON | OTHERS).items()]
+    for theirs, ours in (MEGATRON | OTHERS).items():
+        assert all(flag in parser._option_string_actions for flag in re.findall("--[a-z0-9-]+", ours)), ours
+        for flag in theirs.split(", "):
+            assert flag not in parser._option_string_actions, f"{flag} is an option by now: its row goes"
+            assert in_place_of(flag) == ours
+
+
 def test_a_file_may_name_settings_as_the_flags_do(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("norm_epsilon: 1e-6\nrope_fusion: false\nlr: 0.5\n")
@@ -148,6 +172,7 @@ def test_a_file_of_settings_with_a_wrong_name(tmp_path, capsys):
     for text, said in (
         ("norm_epsilon: 1e-6\nlayernorm_epsilon: 1e-5\n", "has 'norm_epsilon' and 'layernorm_epsilon', which are the same"),
         ("hidden_sise: 64\n", "'hidden_sise' is no setting; did you mean 'hidden_size'?"),
+        ("learning_rate: 1e-3\n", "'learning_rate' is no setting; in place of it: --lr"),
         ("[1, 2]\n", "must hold settings"),
         ("hidden_size: [\n", "is no YAML of settings"),
         ("hidden_size: many\n", "hidden_size must be a whole number, but is 'many'"),

@@ -22,6 +22,7 @@ from onepass.runtime.errors import CommandError
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
+from onepass.train.foreign_flags import in_place_of
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
 from onepass.train.links import check_links
 from onepass.train.loop import Diverged, TrainRun
@@ -151,7 +152,9 @@ def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
         raise CommandError(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
     for key in values:
         if key not in names:
-            raise CommandError(f"{path}: {key!r} is no setting{nearest(str(key), names)}")
+            ours = in_place_of(f"--{key}")
+            said = f"; in place of it: {ours}" if ours else nearest(str(key), names)
+            raise CommandError(f"{path}: {key!r} is no setting{said}")
     return values
 
 
