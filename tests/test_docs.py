@@ -1,8 +1,10 @@
 """Every Python block of the README and of the docs runs, as a reader would run them: one page, top to bottom, one file."""
 
 import ast
+import fnmatch
 import re
 import runpy
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onepass import cli
 from onepass.ops.activation import activations
 from onepass.runtime import op as op_records
 
@@ -18,6 +21,7 @@ CI = runpy.run_path(str(ROOT / ".ci" / "pages"))  # which runs each page in the 
 NEEDS = {  # what a page begins with installing
     "extending.md": "triton", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl", "verl.md": "verl",
 }  # fmt: skip
+COMMANDS = runpy.run_path(str(ROOT / ".ci" / "commands"))
 PAGES = CI["pages"]()
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
@@ -77,6 +81,20 @@ def test_python_is_marked_as_python():
     assert CI["INSTALLS"].keys() <= NEEDS.keys()
     kinds = {(page.name, kind) for page in MARKDOWN for kind in re.findall(r"^```(\S+)$", page.read_text(), re.MULTILINE)}
     assert {kind for page, kind in kinds if page != "packing.md"} <= {"python", "sh", "yaml", "{eval-rst}"}
+
+
+def test_every_shell_command_is_known_to_ci():
+    """Those that CI doesn't run are left out by name, and all of onepass's have options that there are."""
+    shown = set(COMMANDS["commands"]())
+    run = {command for command in shown if COMMANDS["why_left_out"](command) is None}
+    assert len(run) >= 12
+    assert COMMANDS["SHORTER"].keys() <= run
+    assert not [pattern for pattern in COMMANDS["LEFT_OUT"] if not fnmatch.filter(shown, pattern)]
+    for command in shown:
+        words = shlex.split(command)
+        words = words[words.index("onepass") + 1 :] if "onepass" in words else []
+        if words:
+            cli._parser(words).parse_args(words)
 
 
 def test_install_names_every_extra():
