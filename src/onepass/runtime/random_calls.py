@@ -14,16 +14,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onepass.runtime.fp8_recipe import FP8Recipe
+
 T = TypeVar("T")
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 # Sizes are few, as a kernel is compiled for each width; rows are run-time arguments. In order of simplicity.
 _WIDTHS = (8, 1, 2, 3, 17, 33, 64, 100, 129, 257)
+_FP8_WIDTHS = (64, 16, 48, 128, 256)
 _LARGE_WIDTHS = (1000, 1025, 4096, 5000)
 _LEADS = ((3,), (1,), (2, 3), (37,), (), (5, 7), (2, 3, 5), (0,), (2, 0), (1, 1), (65,))
 _LARGE_LEADS = ((257,), (4, 129))
 _ON_A_GPU = ((4097,), (3, 1025), (20_000,))
+_RECIPES = (
+    None, FP8Recipe(), FP8Recipe("current"), FP8Recipe("row"), FP8Recipe(format="e4m3", wgrad=False),
+    FP8Recipe("current", margin=2),
+)  # fmt: skip
+_FP8_ERROR = 0.2  # of a product in eight bits, whose gradients have two: twice the largest of thousands of cases
 _MOST = 1 << 22  # numbers of such a tensor
 
 
@@ -55,8 +63,15 @@ class Draw:
     def flag(self, likely: float = 0.5) -> bool:
         return self.choose((False, True), (1 - likely, likely))
 
-    def width(self, rare: float = 0.1) -> int:
-        """Return the size of a last dimension, at least 1. Large ones are rare."""
+    def precision(self, dtype: torch.dtype) -> FP8Recipe | None:
+        """Return a recipe of products in eight bits, which fp64 has none of, or None most of the time."""
+        return None if dtype is FP64 else self.choose(_RECIPES, (16, *(1 for _ in _RECIPES[1:])))
+
+    def width(self, rare: float = 0.1, precision: FP8Recipe | None = None) -> int:
+        """Return the size of a last dimension, at least 1. Large ones are rare. With a precision most are sizes that it takes."""
+        if precision is not None and not self.flag(0.1):
+            self._width = self.choose(_FP8_WIDTHS)
+            return self._width
         large = self.flag(0.3 if self._roomy else rare)
         self._width = self.choose(_LARGE_WIDTHS if large else _WIDTHS)
         return self._width
@@ -114,6 +129,7 @@ class RandomCall:
         constants: tensors that get no gradient, whether they ask for one or not. All others do, also where there are no rows.
         written: tensors that the call writes by design. They are given as results of an operator.
         gradients: how far gradients may be from the formula's, relatively, where the op keeps less than x.
+        results: how far all results may be from the formula's, relatively, where the op computes in fewer bits.
         finite: draw no infinity and no NaN, where the formula isn't the contract for them.
         incoming: the size of incoming gradients. Loss scaling keeps those of fp16 from vanishing.
         promised: the gradient that comes to the first result where the call was promised it. None comes to the others.
@@ -130,6 +146,7 @@ class RandomCall:
     constants: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     gradients: float = 0.0
+    results: float = 0.0
     finite: bool = False
     incoming: float = 1.0
     promised: float | None = None
@@ -139,10 +156,17 @@ class RandomCall:
     arguments: Callable[[dict[str, Tensor]], dict[str, Any]] = lambda tensors: tensors
 
 
-def linear_tensors(draw: Draw, width: int, dtype: torch.dtype, name: str = "weight") -> dict[str, RandomTensor]:
+def linear_tensors(
+    draw: Draw, width: int, dtype: torch.dtype, precision: FP8Recipe | None = None
+) -> dict[str, RandomTensor]:  # fmt: skip
     """Return the weight of a product with rows of `width` numbers, and a bias or none."""
-    columns = draw.choose((8, 1, 5, 64, 33))
-    found = {name: RandomTensor((columns, width), dtype, "weight", True, width)}
+    columns = draw.choose((8, 1, 5, 64, 33) if precision is None else _FP8_WIDTHS)
+    found = {"weight": RandomTensor((columns, width), dtype, "weight", True, width)}
     if draw.flag():
         found["bias"] = RandomTensor((columns,), dtype, parameter=True)
     return found
+
+
+def fp8_error(precision: FP8Recipe | None) -> float:
+    """Return the relative error of an op's results that a precision accounts for."""
+    return 0.0 if precision is None else _FP8_ERROR

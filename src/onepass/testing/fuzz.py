@@ -133,7 +133,8 @@ def run_case(
                 references[wide] = _references(drawn, wide)
             results = [{name: t for name, t in each.items() if drawn.wide(name) is wide} for each in (ours, *references[wide])]
             eps = torch.finfo(wide).eps
-            bad = judge(results[0], results[1:], types, drawn.call.gradients, factor, floors, eps)
+            beside = drawn.call.results, drawn.call.gradients
+            bad = judge(results[0], results[1:], types, *beside, factor, floors, eps)
             found.failures += [f"{backend}: {words}" for words in bad]
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)
@@ -160,7 +161,7 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         numbers = draw.choose(NUMBERS, _LIKELY, source) if tensor.kind in _REAL else "normal"
         tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
         # what is kept may have one scale for several numbers
-        finite = call.finite or call.gradients > 0 or tensor.kind == "finite"
+        finite = call.finite or call.gradients > 0 or call.results > 0 or tensor.kind == "finite"
         refused = (*without, *(NUMBERS[3:6] if tame else ()), *(NUMBERS[-1:] if finite else ()))
         numbers = "normal" if numbers in refused else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))

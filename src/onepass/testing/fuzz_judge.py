@@ -30,6 +30,7 @@ def judge(
     ours: Results,
     references: Sequence[Results],
     types: Mapping[str, torch.dtype],
+    results: float = 0.0,
     gradients: float = 0.0,
     factor: float = 1.0,
     floors: Mapping[str, float] | None = None,
@@ -40,7 +41,8 @@ def judge(
     Args:
         references: the exact results, then the baselines.
         types: the dtypes that results must have.
-        gradients: a relative error that gradients may have beside.
+        results: a relative error that all results may have beside.
+        gradients: the same of gradients alone.
         factor: multiplies what the baselines allow.
         floors: absolute errors that results of these names may have where arithmetic is fp32.
         eps: of the arithmetic.
@@ -52,7 +54,8 @@ def judge(
     for name, result in ours.items():
         wide, gradient = [baseline[name] for baseline in baselines], name.startswith("d")
         floor = max((floors or {}).get(name, 0.0) * eps / _FP32, VANISHED if gradient else 0.0)
-        allowed = Allowed(gradients if gradient else 0.0, factor, floor, gradient or factor > 1, SLACK * eps / _FP32)
+        beside = max(results, gradients) if gradient else results
+        allowed = Allowed(beside, factor, floor, gradient or factor > 1, SLACK * eps / _FP32)
         found += [f"{name} {words}" for words in _judge_one(result, exact[name], wide, types.get(name, result.dtype), allowed)]
     return found
 

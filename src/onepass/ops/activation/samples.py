@@ -19,7 +19,7 @@ from onepass.ops.activation.bias_activation import bias_activation, bias_activat
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
-from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (
     LARGE,
     NARROW,
@@ -63,9 +63,11 @@ _SAVES = "input", "fp8", "offload"
 _FP8_ERROR = 2.0  # of gradients at an x of three bits, where a clamp may turn the other way
 
 
-def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], dict[str, Any], torch.dtype, int]:
-    """Return x, the bias and the token weight, the options, x's type, and the width of the activation's result."""
-    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
+def _random_activation(
+    bias: str, dtype: torch.dtype, width: int, draw: Draw
+) -> tuple[dict[str, RandomTensor], dict[str, Any]]:  # fmt: skip
+    """Return x, of the activation's result's width, the bias and the token weight, and the options."""
+    lead = draw.lead()
     activation = draw.choose(tuple(ACTIVATIONS))
     act = ACTIVATIONS[activation]
     tensors = {"x": RandomTensor((*lead, width * act.parts), dtype)}
@@ -76,11 +78,12 @@ def _random_activation(bias: str, draw: Draw) -> tuple[dict[str, RandomTensor], 
     options: dict[str, Any] = {"activation": activation}
     if act.gated:
         options |= {"clamp": draw.choose((None, 7.0, 0.5)), "linear_offset": draw.choose((0.0, 1.0))}
-    return tensors, options, dtype, width
+    return tensors, options
 
 
 def _random_bias_activation(draw: Draw) -> RandomCall:
-    tensors, options, dtype, width = _random_activation("bias", draw)
+    dtype, width = draw.dtype(), draw.width()
+    tensors, options = _random_activation("bias", dtype, width, draw)
     save, dropout = draw.choose(_SAVES, (8, 2, 1)), draw.dropout()
     threshold = threshold_of("dropout", dropout)
     if save == "input" and "bias" not in tensors and ACTIVATIONS[options["activation"]].gated and draw.flag():
@@ -99,11 +102,15 @@ def _random_bias_activation(draw: Draw) -> RandomCall:
 
 
 def _random_activation_linear(draw: Draw) -> RandomCall:
-    tensors, options, dtype, width = _random_activation("activation_bias", draw)
-    tensors |= linear_tensors(draw, width, dtype)
+    dtype = draw.dtype()
+    precision = draw.precision(dtype)
+    width = draw.width(precision=precision)
+    tensors, options = _random_activation("activation_bias", dtype, width, draw)
+    tensors |= linear_tensors(draw, width, dtype, precision)
     save = draw.choose(_SAVES, (8, 2, 1))
     formula = partial(activation_linear_reference, **options)
-    return RandomCall(tensors, {**options, "save": save}, formula, True, gradients=_FP8_ERROR * (save == "fp8"))
+    given, error = {**options, "save": save, "precision": precision}, fp8_error(precision)
+    return RandomCall(tensors, given, formula, True, gradients=_FP8_ERROR * (save == "fp8"), results=error)
 
 
 RANDOM_CALLS = {"bias_activation": _random_bias_activation, "activation_linear": _random_activation_linear}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from onepass.ops.linear.linear import linear_reference
-from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import CoveringCall, Sample, random_tensors
 
 SAMPLES = {"linear": Sample(partial(random_tensors, ((37, 203), (29, 203), (29,))), linear_reference)}
@@ -16,9 +16,11 @@ SHAPES_OF = {"linear": {"bias": lambda x, given: given["weight"][:1]}}
 
 
 def _random_linear(draw: Draw) -> RandomCall:
-    dtype, width, lead = draw.dtype(), draw.width(), draw.lead()
-    tensors = {"x": RandomTensor((*lead, width), dtype)} | linear_tensors(draw, width, dtype)
-    return RandomCall(tensors, {}, linear_reference, True)
+    dtype = draw.dtype()
+    precision = draw.precision(dtype)
+    width, lead = draw.width(precision=precision), draw.lead()
+    tensors = {"x": RandomTensor((*lead, width), dtype)} | linear_tensors(draw, width, dtype, precision)
+    return RandomCall(tensors, {"precision": precision}, linear_reference, True, results=fp8_error(precision))
 
 
 RANDOM_CALLS = {"linear": _random_linear}

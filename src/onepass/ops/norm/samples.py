@@ -15,7 +15,7 @@ from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
-from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, linear_tensors
+from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -84,12 +84,13 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
 
 def _random_norm_linear(draw: Draw) -> RandomCall:
     dtype, norm = draw.dtype(), draw.choose(tuple(NORMS))
-    width = max(_NARROWEST + (norm == "layer_norm"), draw.width())
+    precision = draw.precision(dtype)
+    width = max(_NARROWEST + (norm == "layer_norm"), draw.width(precision=precision))
     lead = draw.lead()
     tensors: dict[str, RandomTensor] = {"x": RandomTensor((*lead, width), dtype)}
     if draw.flag(0.8):
         tensors["norm_weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
-    tensors |= linear_tensors(draw, width, dtype)
+    tensors |= linear_tensors(draw, width, dtype, precision)
     if norm == "layer_norm" and draw.flag():
         tensors["norm_bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
     if draw.flag(0.3):
@@ -103,7 +104,8 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
     }
     missing: dict[str, Any] = {} if "norm_weight" in tensors else {"norm_weight": None}
     formula = partial(norm_linear_reference, stored=dtype, **missing, **options)
-    return RandomCall(tensors, {**missing, **options}, formula, products=True)
+    given = {**missing, **options, "precision": precision}
+    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision))
 
 
 RANDOM_CALLS = {
