@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
 from integrations.bindings import bindings_kept
-from integrations.megatron import test_fusions, test_megatron, test_self_attention
+from integrations.megatron import test_fusions, test_megatron, test_self_attention, test_specs
 
 from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
@@ -109,7 +109,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "Apex's norm is the other": (NORMS, "FusedLayerNorm", '{"LayerNorm": LayerNorm}', '{"LayerNorm": RMSNorm, "RMSNorm": RMSNorm}', as_stock("Apex's norm")),
     "scores not scaled": (ATTENTION, "core_attention", '"scale": self.softmax_scale', '"scale": 1.0', (SPLIT, test_megatron.KINDS["qk norm, geglu, GQA"], "q_layernorm is LayerNorm", PATCH)),
     "the product's norm has an epsilon of its own": (SPECS, "norm_column_parallel_linear", "eps=self.config.layernorm_epsilon", "eps=1e-2", GPT),
-    "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "moe_grouped_gemm")),
+    "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "fused_residual_rmsnorm")),
+    "experts in every layer": (SPECS, "_moe_pattern", "int(layer % every == 0)", "1", (test_specs.test_some_layers_have_experts, 2, False)),
+    "each stage has the first layers": (SPECS, "_layers_of_stage", "range(first, first + ", "range(0, ", (test_specs.test_a_stage_has_its_own_layers,)),
     "activations left": (INSTALL, "_rebind_fusions", "seams.rebind(module, function.__name__, function)", "pass", UNDO),
     "logits of the config's name rounded": (INSTALL, "_with_linear_head", "fp32_logits=True", "fp32_logits=False", (test_megatron.test_linear_cross_entropy_rounds_no_logits,)),
     "gradient accumulation still off": (INSTALL, "_rebind_wgrad", '"_grad_accum_fusion_available", True', '"_grad_accum_fusion_available", False', (test_megatron.test_gradient_accumulation_fusion,)),
@@ -133,6 +135,7 @@ def judge(monkeypatch):
             patch.setattr(test_megatron, "SeamError", package.install.__globals__["Seams"].undo.__globals__["SeamError"])
             patch.setattr(test_self_attention, "megatron", package)
             patch.setattr(test_fusions, "megatron", package)
+            patch.setattr(test_specs, "megatron", package)
             test(*(patch if each is PATCH else each for each in given))
 
     return run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -74,42 +76,107 @@ def spec_provider(fuse_norms: bool = True) -> Any:
     return OnepassSpecProvider
 
 
-def gpt_layer_spec(config: Any) -> Any:
+def gpt_layer_spec(config: Any, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
     """Return a TransformerLayer's ModuleSpec: norms and dense MLPs' activations inside of the products after them, attention
-    of linear_qkv's output with the rotation in it, and without scores in memory."""
+    of linear_qkv's output with the rotation in it, and without scores in memory.
+
+    Where moe_layer_freq leaves layers dense it returns this stage's TransformerBlockSubmodules, as get_gpt_decoder_block_spec
+    does, of which vp_stage and pp_rank are arguments.
+    """
+    _refuse(config)
+    if config.num_moe_experts is None or config.moe_layer_freq == 1:
+        return _gpt_layer(config, dense=config.num_moe_experts is None)
+    dense, experts = (_gpt_layer(config, dense=each) for each in (True, False))
+    layers = [experts if has_experts else dense for has_experts in _moe_pattern(config)]
+    (block,) = _modules("transformer.transformer_block")
+    here = [layers[each] for each in _layers_of_stage(config, vp_stage, pp_rank)]
+    return block.TransformerBlockSubmodules(layer_specs=here, layer_norm=MegatronNorm)
+
+
+def _gpt_layer(config: Any, dense: bool) -> Any:
     (layer,) = _modules("transformer.transformer_layer")
     identity, spec = _identity_and_spec()
-    _refuse(config)
-    mlp = _mlp(config)
     return spec(
         module=layer.TransformerLayer,
         submodules=layer.TransformerLayerSubmodules(
             self_attention=_self_attention(config),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=MegatronNorm if config.num_moe_experts else identity,
-            mlp=mlp,
+            pre_mlp_layernorm=identity if dense else MegatronNorm,
+            mlp=_mlp(config, dense),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
+def _moe_pattern(config: Any) -> list[int]:
+    """Return for each layer whether it has experts, as Megatron reads moe_layer_freq."""
+    every = config.moe_layer_freq
+    pattern = [int(layer % every == 0) for layer in range(config.num_layers)] if isinstance(every, int) else list(every)
+    if len(pattern) != config.num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(f"moe_layer_freq must be a number, or 0 or 1 for each of {config.num_layers} layers, but is {every!r}")
+    return pattern
+
+
+def _layers_of_stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> Iterable[int]:
+    block, layer, enums = _modules("transformer.transformer_block", "transformer.transformer_layer", "transformer.enums")
+    stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        ids: Iterable[int] = layout.get_layer_id_list(layer_type=enums.LayerType.decoder, **stage)
+        return ids
+    first = layer.get_transformer_layer_offset(config, **stage)
+    return range(first, first + block.get_num_layers_to_build(config, **stage))
+
+
+_WHY_NONE = {  # HybridStackSubmodules' layers that onepass doesn't build
+    "dsa_layer": "D, sparse attention,", "mla_layer": "+, multi-latent attention,", "moe_layer": "E, without num_moe_experts,",
+}  # fmt: skip
+
+
 def hybrid_stack_spec(config: Any) -> Any:
-    """Return a HybridModel's stack: attention (*), MLP (-) and MoE (E) layers. Mamba's (M) need their own kernels' spec."""
+    """Return a HybridModel's stack: attention (*), MLP (-) and MoE (E) layers, and Megatron's own Mamba (M) and gated delta net
+    (G) with their norm inside of the product after it. Others raise where the model builds them."""
     block, layer, ssm = _modules("models.hybrid.hybrid_block", "transformer.transformer_layer", "ssm.mlp_layer")
+    mamba, mixer, gdn = _modules("ssm.mamba_layer", "ssm.mamba_mixer", "ssm.gated_delta_net")
     _identity, spec = _identity_and_spec()
     _refuse(config)
-    dense = {"mlp_bda": get_bias_dropout_add}
-    attention_layer = layer.TransformerLayerSubmodules(self_attention=_self_attention(config), self_attn_bda=get_bias_dropout_add)
+    backend, dense = spec_provider()(), {"mlp_bda": get_bias_dropout_add}
+    in_proj, out_proj = backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear()
+
+    def mixes(mixing: Any) -> Any:
+        submodules = layer.TransformerLayerSubmodules(self_attention=mixing, self_attn_bda=get_bias_dropout_add)
+        return spec(module=layer.TransformerLayer, submodules=submodules)
+
+    scan = mixer.MambaMixerSubmodules(in_proj=in_proj, out_proj=out_proj)
+    delta = gdn.GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=MegatronNorm, out_proj=out_proj)
     layers = {
-        "attention_layer": spec(module=layer.TransformerLayer, submodules=attention_layer),
+        "mamba_layer": spec(
+            module=mamba.MambaLayer,
+            submodules=mamba.MambaLayerSubmodules(
+                mixer=spec(module=mixer.MambaMixer, submodules=scan), mamba_bda=get_bias_dropout_add
+            ),
+        ),
+        "gdn_layer": mixes(spec(module=gdn.GatedDeltaNet, submodules=delta)),
+        "attention_layer": mixes(_self_attention(config)),
         "mlp_layer": spec(
             module=ssm.MLPLayer, submodules=layer.TransformerLayerSubmodules(mlp=_mlp(config, dense=True), **dense)
         ),
     }
     if config.num_moe_experts:
-        experts = layer.TransformerLayerSubmodules(pre_mlp_layernorm=MegatronNorm, mlp=_mlp(config), **dense)
+        experts = layer.TransformerLayerSubmodules(pre_mlp_layernorm=MegatronNorm, mlp=_mlp(config, dense=False), **dense)
         layers["moe_layer"] = spec(module=layer.MoETransformerLayer, submodules=experts)
+    for field in dataclasses.fields(block.HybridStackSubmodules):
+        if field.name.endswith("_layer") and field.name not in layers:  # Megatron would build IdentityOp
+            layers[field.name] = _no_layer(_WHY_NONE.get(field.name, field.name))
     return spec(module=block.HybridStack, submodules=block.HybridStackSubmodules(**layers))
+
+
+def _no_layer(what: str) -> type:
+    class NoLayer:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise NotImplementedError(f"hybrid_layer_pattern must have no layer of {what} for onepass's specs")
+
+    return NoLayer
 
 
 def _self_attention(config: Any) -> Any:
@@ -130,10 +197,10 @@ def _self_attention(config: Any) -> Any:
     )
 
 
-def _mlp(config: Any, dense: bool = False) -> Any:
+def _mlp(config: Any, dense: bool) -> Any:
     (theirs,) = _modules("models.gpt.gpt_layer_specs")
-    experts = None if dense else config.num_moe_experts
-    made = theirs.get_mlp_module_spec_for_backend(backend=spec_provider()(), num_experts=experts, moe_grouped_gemm=False)
+    experts = {} if dense else {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+    made = theirs.get_mlp_module_spec_for_backend(backend=spec_provider()(), **experts)
     if experts or fused_activation(config) is None:
         return made
     if isinstance(made, partial):  # from 0.18 on
@@ -156,13 +223,11 @@ def _identity_and_spec() -> tuple[Any, Any]:
 def _refuse(config: Any) -> None:
     """Name the flags that stock would honour and these specs would not."""
     for name in (
-        "multi_latent_attention", "moe_grouped_gemm", "qk_l2_norm", "fused_residual_rmsnorm", "use_te_activation_func",
+        "multi_latent_attention", "qk_l2_norm", "fused_residual_rmsnorm", "use_te_activation_func",
         "experimental_attention_variant", "use_kitchen",
     ):  # fmt: skip
         if getattr(config, name, None):
             raise NotImplementedError(f"{name} must not be set for onepass's specs, but is {getattr(config, name)!r}")
-    if config.num_moe_experts and config.moe_layer_freq != 1:
-        raise NotImplementedError(f"moe_layer_freq must be 1 for onepass's specs, but is {config.moe_layer_freq!r}")
     clamped = getattr(config, "activation_func_clamp_value", None) is not None
     if clamped and config.bias_activation_fusion and config.activation_func is torch.nn.functional.silu:
         raise NotImplementedError(
