@@ -101,7 +101,8 @@ def test_installed_and_by_spec_as_stock(kind, tied):
         ({"activation_func": F.relu, "add_bias_linear": True}, "relu"),
         ({"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.3, "glu_linear_offset": 0.5},
          "swiglu"),
-        (KINDS["qk norm, geglu, GQA"], None),
+        (KINDS["qk norm, geglu, GQA"], "geglu_exact"),
+        ({"activation_func": torch.tanh, "gated_linear_unit": True}, None),
         (KINDS["qk norm, geglu, GQA"] | {"bias_activation_fusion": True}, "geglu"),
     ],
 )  # fmt: skip

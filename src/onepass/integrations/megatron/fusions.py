@@ -104,7 +104,8 @@ def linear_cross_entropy(
 
 
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
-    return cross_entropy(vocab_parallel_logits, target, _several(tp_group), "none")
+    loss: Tensor = cross_entropy(vocab_parallel_logits, target, _several(tp_group), "none")
+    return loss
 
 
 # ---- rotary positions ----

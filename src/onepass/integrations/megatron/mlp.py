@@ -18,8 +18,8 @@ def fused_activation(config: Any) -> str | None:
     if config.cpu_offloading or getattr(config, "gtp_weight_remat_size", 1) > 1:
         return None
     if config.gated_linear_unit:
-        gated = {F.silu: "swiglu", quick_gelu: "quick_geglu", F.relu: "reglu"}
-        return gated.get(config.activation_func, "geglu" if _tanh_gelu(config) else None)
+        gated = {F.silu: "swiglu", quick_gelu: "quick_geglu", F.relu: "reglu", F.gelu: "geglu_exact"}
+        return "geglu" if _tanh_gelu(config) else gated.get(config.activation_func)
     plain = {F.silu: "silu", quick_gelu: "quick_gelu", F.relu: "relu", squared_relu: "squared_relu", F.gelu: "gelu_exact"}
     return "gelu" if _tanh_gelu(config) else plain.get(config.activation_func)
 
