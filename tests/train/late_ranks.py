@@ -5,6 +5,7 @@ Each phase has a rank and delays of its own, by the run's seed.
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import random
@@ -19,7 +20,10 @@ import torch.distributed as dist
 
 import onepass
 from onepass.cli import main
+from onepass.profiling import record
+from onepass.profiling.model import Limits
 from onepass.train import checkpoint, layout, loop, table, text
+from onepass.train import record as run_record
 from onepass.train.batches import Batches
 from onepass.train.checkpoint import storage
 from onepass.train.steps import TrainSteps
@@ -57,7 +61,9 @@ def run(rank, ranks, folder, backend, seeds):
     os.chdir(folder)
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["OMP_NUM_THREADS"] = "1"  # measures no threads
-    loop.MatrixPeak = lambda *args: None
+    loop.MatrixPeak = run_record.draw = lambda *args: None  # these and ceilings take seconds, of a rank alone
+    record.limits_of = lambda *args: Limits()
+    gc.freeze()  # tables collect what they have made
     device = "cuda" if backend == "nccl" else "cpu"
     stocks = [getattr(owner, name) for _, owner, name, _ in PHASES]
     clocks = {name: getattr(time, name) for name in CLOCKS}
