@@ -142,6 +142,15 @@ class DeferredWgrad:
         """Keep any gradient for later. Return what autograd gets."""
         assert main_grad is not None  # `check_deferred` saw to it
         grad = placeholder(weight)  # first: it may find no memory
+        self._add_work(work, weight, main_grad)
+        mark_added(weight)
+        return grad
+
+    def add_product(self, dy: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor, layout: TPLayout | None) -> None:
+        """Keep this rank's dy and x of a backward that is over, whose autograd has what it needs."""
+        self._add_work(_ProductWork(dy.detach(), x.detach(), layout), weight, main_grad)
+
+    def _add_work(self, work: DeferredWork, weight: Tensor, main_grad: Tensor) -> None:
         owner = _owner(weight)
         if owner is not None:
             owner.hold(weight)
@@ -149,8 +158,6 @@ class DeferredWgrad:
         versions = {name: tensor._version for name, tensor in work.tensors.items()}
         self._kept.append(_DeferredGradient(work, weight, main_grad, versions, stream, is_capturing(main_grad)))
         self._counts[id(weight)] = self._counts.get(id(weight), 0) + 1
-        mark_added(weight)
-        return grad
 
     # ---- later ----
 

@@ -57,6 +57,15 @@ def main(rank: int, store: str) -> None:
                 off = [abs(a - b) / abs(b) for a, b in zip(ours, stock, strict=True)]
                 print(f"sequence={sequence} head={head} stock={stock} ours={ours}", flush=True)
                 assert off[0] < 2e-6 and off[1] < 1e-6, off
+    x, dy = (torch.randn(3, 4, 2, n, generator=torch.Generator().manual_seed(7 + n)) for n in (8, 6))  # 3 microbatches
+    expected = torch.einsum("msbo,msbi->oi", dy, x)
+    weight = torch.nn.Parameter(torch.zeros(6, 8))
+    weight.main_grad = torch.zeros(6, 8)
+    from megatron.core.pipeline_parallel import schedules
+
+    given = [each.chunk(2)[rank] for each in x], [*dy]  # this rank's rows of x, and all of dy
+    schedules.drain_embedding_wgrad_compute(config, *given, weight, group)  # with sequence parallelism
+    torch.testing.assert_close(weight.main_grad, expected)
     installed.undo()
     dist.barrier()
     dist.destroy_process_group()

@@ -228,12 +228,17 @@ def test_gradient_accumulation_fusion():
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_drain(microbatches):
+def test_drain(microbatches, monkeypatch):
+    """The next rows are gathered before a product is made of those that are there, and no more."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.pipeline_parallel import schedules
 
     installed = megatron.install()
     try:
+        calls, order = schedules.drain_embedding_wgrad_compute.__globals__["DeferredWgrad"].flush.__globals__, []
+        for name in ("start_gather_rows", "add_gradient"):
+            call = calls[name]
+            monkeypatch.setitem(calls, name, lambda *given, call=call, name=name: order.append(name[:3]) or call(*given))
         weight = torch.nn.Parameter(torch.randn(6, 4))
         weight.main_grad = torch.zeros(6, 4)
         x, dy = ([torch.randn(5, 2, n) for _ in range(microbatches)] for n in (4, 6))
@@ -241,6 +246,7 @@ def test_drain(microbatches):
         schedules.drain_embedding_wgrad_compute(config_of(), x, dy, weight, get_tensor_model_parallel_group())
         torch.testing.assert_close(weight.main_grad, expected)
         assert not x and not dy
+        assert order == (["sta", "add"] if microbatches == 1 else ["sta", "sta", "add", "sta", "add", "add"])
     finally:
         installed.undo()
 

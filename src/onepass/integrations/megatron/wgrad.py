@@ -6,10 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from onepass.gradients.deferred import DeferredWgrad
 from onepass.gradients.main_grad import add_gradient
+from onepass.parallel.tensor_parallel import tp_layout
 
 MODULE = "fused_weight_gradient_mlp_cuda"
 DEFERRED = "onepass_deferred"  # where a weight keeps the DeferredWgrad of the head without logits
@@ -45,21 +46,18 @@ def drain_embedding_wgrad_compute(
 ) -> None:
     """Add the deferred gradients of the output layer, and those that a head without logits has kept.
 
-    Stock raises UnboundLocalError where one microbatch was deferred.
+    The next microbatch's rows are gathered under the product of this one's. Stock raises UnboundLocalError where one microbatch
+    was deferred.
     """
     inputs, grads = embedding_activation_buffer, grad_output_buffer
-    deferred = vars(weight).get(DEFERRED)
-    if deferred is not None:
-        deferred.flush()
     if len(inputs) != len(grads):
         raise ValueError(f"as many inputs as gradients must be deferred, but {len(inputs)} and {len(grads)} are")
     if inputs and hasattr(weight, "__fsdp_param__"):
         raise NotImplementedError("defer_embedding_wgrad_compute must be False with Megatron-FSDP, which overwrites main_grad")
+    deferred = vars(weight).get(DEFERRED) or DeferredWgrad()
+    layout = tp_layout(tp_group, by_row=False, sequence=config.sequence_parallel)
     for x, dy in zip(inputs, grads, strict=True):
-        if config.sequence_parallel and tp_group.size() > 1:
-            whole = x.new_empty(x.shape[0] * tp_group.size(), *x.shape[1:])
-            dist.all_gather_into_tensor(whole, x.detach().contiguous(), group=tp_group)
-            x = whole
-        _accumulate(x, dy, weight.main_grad)
+        deferred.add_product(dy, x, weight, weight.main_grad, layout)
     inputs.clear()
     grads.clear()
+    deferred.flush()
