@@ -105,9 +105,9 @@ def _profile(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
 
 def _fuzz(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass.testing import fuzz
+    from onepass.testing import fuzz_command
 
-    fuzz.add_arguments(parser)
+    fuzz_command.add_arguments(parser)
 
 
 def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:

@@ -16,18 +16,18 @@ import contextlib
 import inspect
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.runtime.op import OPS, Op
+from onepass.runtime.op import Op
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.testing.fuzz_judge import PRODUCTS, judge
 from onepass.testing.poison import poisoned, unchanged
@@ -42,8 +42,6 @@ _LIKELY = (12, 1, 1, 1, 1, 1, 1, 1)
 _REAL = ("number", "finite", "weight", "tame", "tame weight")  # kinds of tensors that take any numbers
 _CALLS = 320  # on a GPU so many sets of all but numbers, in turn: a compilation takes longer than a case
 _SHRINKS = 300  # runs of smaller cases
-_LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
-_SHOWN = 10  # failing cases that are printed
 _CACHED = 50  # cases until PyTorch's memory cache is emptied
 
 
@@ -162,13 +160,14 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         tame = "tame" in tensor.kind or (call.products and first.dtype is torch.float16)  # an operand inside would overflow
         # what is kept may have one scale for several numbers
         finite = call.finite or call.gradients > 0 or call.results > 0 or tensor.kind == "finite"
-        refused = (*without, *(NUMBERS[3:6] if tame else ()), *(NUMBERS[-1:] if finite else ()))
+        # sums of numbers around 100 cancel, down to the rounding of operands
+        refused = (*without, *(NUMBERS[3:6] if tame else NUMBERS[5:6] if call.results else ()), *(NUMBERS[-1:] if finite else ()))
         numbers = "normal" if numbers in refused else numbers
         layout = draw.choose(LAYOUTS, (4, 1, 1, 1, 1, 1))
         alike = tensor is first and len(tensor.shape) == 1  # a row of one number has no variance
         if layout == "expanded" and (alike or tensor.kind == "boundaries" or (call.products and "weight" in tensor.kind)):
             layout = "contiguous"  # of equal rows of a weight gradients cancel, down to the rounding of operands
-        values = _values(tensor, numbers, _generator(device, seed, i), device)
+        values = draw_values(tensor, numbers, _generator(device, seed, i), device)
         drawn.tensors[name] = lay_out(values, layout)
         words = [f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"]
         words += [word for word in (numbers, layout) if word not in ("normal", "contiguous")]
@@ -197,7 +196,8 @@ def _generator(device: torch.device, seed: int, of: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed * 1009 + of)
 
 
-def _values(tensor: RandomTensor, numbers: str, generator: torch.Generator, device: torch.device) -> Tensor:
+def draw_values(tensor: RandomTensor, numbers: str, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Return a tensor of these numbers, which the generator makes."""
     shape = tensor.shape
     on: dict[str, Any] = {"generator": generator, "device": device}
 
@@ -380,21 +380,29 @@ class Tally:
     ended: str = ""  # why it ended before its last case
 
 
-def fuzz(
-    op: Op, cases: int, seed: int = 0, *, shrinks: int = 3, seen: Callable[[Tally], None] = lambda tally: None, **how: Any
-) -> Tally:
+def fuzz(op: Op, cases: int, seed: int = 0, **how: Any) -> Tally:
+    """Run so many cases of an op. `how` is `fuzz_cases`' and `run_case`'s."""
+    return fuzz_cases(op.name, partial(run_case, op), cases, seed, **how)
+
+
+def fuzz_cases(
+    name: str, run: Callable[..., Outcome], cases: int, seed: int = 0,
+    *, shrinks: int = 3, seen: Callable[[Tally], None] = lambda tally: None, **how: Any,
+) -> Tally:  # fmt: skip
     """Run the cases of seeds `seed` to `seed + cases - 1`. The first `shrinks` failing ones are shrunk.
+
+    `run` takes a seed, and choices to take in place of the seed's own.
 
     Ctrl-C ends it early, and so does a case after which the process can't use the GPU: `tally.ended` says so.
     """
-    tally, start = Tally(op.name), time.perf_counter()
+    tally, start = Tally(name), time.perf_counter()
     with _whole_sums(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the formula's own, of degrees of freedom and the like
         for at in range(seed, seed + cases):
             try:
-                outcome = run_case(op, at, **how)
+                outcome = run(at, **how)
                 if outcome.failures and len(tally.failed) < shrinks and not outcome.lost:
-                    outcome = shrink(lambda choices, at=at: run_case(op, at, choices, **how), outcome)  # type: ignore[misc]
+                    outcome = shrink(lambda choices, at=at: run(at, choices, **how), outcome)  # type: ignore[misc]
             except KeyboardInterrupt:
                 tally.ended = f"interrupted: --seed {at} goes on"
                 break
@@ -423,77 +431,3 @@ def _whole_sums() -> Iterator[None]:
         yield
     finally:
         products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
-
-
-# ---- the command ----
-
-
-def add_arguments(parser: Any) -> None:
-    parser.add_argument(
-        "op", nargs="?", metavar="OP", choices=sorted(OPS), help=f"one of {', '.join(sorted(OPS))} (default: all)"
-    )
-    parser.add_argument("--cases", type=int, default=100, help="of each op (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next (%(default)s)")
-    parser.add_argument("--choices", type=_choices, help="of one case, as a failure prints them")
-    parser.add_argument(
-        "--without", action="append", default=[], choices=NUMBERS, help="numbers to leave out, such as 'inf and NaN'"
-    )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda where there is one, else cpu)")
-    parser.set_defaults(run=run)
-
-
-def _choices(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-_choices.__name__ = "choices"  # argparse prints this name in error messages
-
-
-def run(args: Any) -> int:
-    from onepass.bench.options import find_device
-    from onepass.runtime.errors import CommandError
-
-    if args.choices is not None and (args.op is None or args.cases != 1):
-        raise CommandError("--choices needs OP and --cases 1")
-    if args.cases < 1:
-        raise CommandError(f"--cases must be at least 1, but is {args.cases}")
-    device = find_device(args.device)
-    tallies = []
-    for op in [OPS[args.op]] if args.op else [OPS[name] for name in sorted(OPS)]:
-        more = {} if args.choices is None else {"choices": args.choices, "shrinks": 0}
-        tallies.append(fuzz(op, args.cases, args.seed, seen=_shown(args.cases), device=device, without=args.without, **more))
-        if tallies[-1].ended:
-            print(f"{tallies[-1].op} ended after {tallies[-1].cases} cases, {tallies[-1].ended}", flush=True)
-            break
-    print("\n".join(_table(tallies)))
-    if not any(tally.ran["triton"] for tally in tallies):
-        print("kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")
-    return int(any(tally.failed or tally.ended for tally in tallies))
-
-
-def _shown(cases: int) -> Callable[[Tally], None]:
-    """Return what shows progress, and each failing case as soon as it is there."""
-    last, said = [time.perf_counter()], [0]
-
-    def seen(tally: Tally) -> None:
-        now = time.perf_counter()
-        if said[0] < min(len(tally.failed), _SHOWN):
-            said[0], outcome = len(tally.failed), tally.failed[-1]
-            lines = (f"  {outcome.op}({outcome.what})", *(f"  {failure}" for failure in outcome.failures))
-            print(outcome.line, *lines, sep="\n", flush=True)
-        words = f"{tally.op} {tally.cases}/{cases}, {len(tally.failed)} failed, {tally.seconds:.0f} s"
-        if sys.stderr.isatty() and (now - last[0] > 0.2 or tally.cases == cases):
-            last[0] = now
-            print(f"\r{words:79}", end="\r" if tally.cases == cases else "", file=sys.stderr, flush=True)
-        elif not sys.stderr.isatty() and now - last[0] > _LINE_SECONDS:
-            last[0] = now
-            print(words, file=sys.stderr, flush=True)
-
-    return seen
-
-
-def _table(tallies: list[Tally]) -> Iterator[str]:
-    yield f"{'op':22} {'cases':>7} {'formula':>8} {'kernels':>8} {'failed':>7} {'seconds':>8}"
-    for tally in tallies:
-        ran = f"{tally.ran['torch']:8} {tally.ran['triton']:8}"
-        yield f"{tally.op:22} {tally.cases:7} {ran} {len(tally.failed):7} {tally.seconds:8.1f}"
