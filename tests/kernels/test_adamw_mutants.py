@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from onepass.gradients import adamw as module
 from onepass.gradients import adamw_formula as formula
 from onepass.gradients import adamw_kernels as kernels
+from onepass.gradients import adamw_stepper as stepper
 from onepass.gradients import main_grads as buffers
 from onepass.testing.mutants import copy_package, mutate
 
@@ -19,7 +20,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "no bias correction of exp_avg": (kernels, "_scalars_kernel", " / _correction", " + 0.0 * _correction", "triton"),
     "no bias correction of exp_avg_sq": (kernels, "_scalars_kernel", " / tl.sqrt(_correction(beta2, step))", " + 0.0 * _correction(beta2, step)", "triton"),
     "the step before this one": (kernels, "_correction", "step.to(tl.float64)", "(step.to(tl.float64) + 1)", "triton"),
-    "steps are not counted": (kernels, "_scalars_kernel", "step_ptr, step", "step_ptr, step - 1.0", "triton"),
+    "steps are not counted": (kernels, "_scalars_kernel", "steps_ptr + place, step", "steps_ptr + place, step - 1.0", "triton"),
     "betas exchanged": (kernels, "_scalars_kernel", "2 * GROUPS", "GROUPS", "triton"),
     "beta2 in one number": (kernels, "_scalars_kernel", " - _upper(beta2)", " - beta2", "triton"),
     "exp_avg_sq of the gradient": (kernels, "_adamw_kernel", "grad * grad", "grad", "triton"),
@@ -30,6 +31,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "decay of the gradient": (kernels, "_adamw_kernel", "tl.fma(-decay, master, master)", "master", "triton"),
     "eps within the root": (kernels, "_adamw_kernel", "(exp_avg_sq) * correction + eps", "(exp_avg_sq + eps) * correction", "triton"),
     "eps of the first group": (kernels, "_scalars_kernel", "3 * GROUPS + ", "3 * GROUPS + 0 * ", "triton"),
+    "the steps of another": (kernels, "_scalars_kernel", "(steps_ptr + place, mask", "(steps_ptr + place * 0, mask", "triton"),
+    "a row of each program's": (kernels, "_scalars_kernel", "at < ROWS", "at < 32", "triton"),
     "all in the first group": (kernels, "_adamw_kernel", "(chunk + 4) * ROW", "(chunk + 4) * 0", "triton"),
     # ---- masters ----
     "rounded down": (kernels, "_store_master", "(bits + 0x8000)", "bits", "triton"),
@@ -37,7 +40,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "low without a sign": (kernels, "_load_master", "(tl.int32)\n        ", "(tl.int32) & 0xFFFF\n        ", "triton"),
     "low is not kept": (kernels, "_store_master", "state, bits", "state, (bits * 0)", "triton"),
     "NaN rounded as a number": (kernels, "_store_master", "tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)", "master.to(tl.int32, bitcast=True)", "triton"),
-    "fp16's master from the weight": (kernels, "_load_master", "(rest_ptr + state, mask=inside, other=0.0)", "(weights, mask=inside, other=0.0).to(tl.float32)", "triton"),
+    "fp16's master from the weight": (kernels, "_load_master", "== weight, master,", "!= weight, master,", "triton"),
+    "fp16's weight is not looked at": (kernels, "_load_master", "== weight, master,", "== weight, master, master) + 0.0 * tl.where(True, 0.0,", "triton"),
+    "a zero and old low bits are NaN": (kernels, "_load_master", "master == master, master,", "master == master, master, master) + 0.0 * tl.where(True, 0.0,", "triton"),
     "fp16's master is not kept": (kernels, "_store_master", "state, master, mask=inside", "state, master, mask=inside & (state < 0)", "triton"),
     # ---- places ----
     "the first chunk only": (kernels, "_batch", " + start for", " for", "triton"),
@@ -50,8 +55,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the gradient is left": (kernels, "step_batch", "split, zero", "split, False", "triton"),
     "the gradient is cleared": (kernels, "step_batch", "split, zero", "split, True", "triton"),
     # ---- options and buffers ----
-    "options of another group": (module, "AdamWStepper._write_options", "(values)", "(values[:-1][::-1] + values[-1:])", "triton"),
-    "options are written once": (module, "AdamWStepper._write_options", "known[place] != value", "known[place] == 0.0", "triton"),
+    "options of another group": (stepper, "AdamWStepper._write_options", "(values)", "(values[:-1][::-1] + values[-1:])", "triton"),
+    "options are written once": (stepper, "AdamWStepper._write_options", "known[place] != value", "known[place] == 0.0", "triton"),
     "said to be clear when it is not": (module, "AdamW.step", "if zero and ", "if ", "triton"),
     "said to be finished when it is clear": (buffers, "MainGrads.cleared", 'was."""\n        self._finished = False', 'was."""', "triton"),
     # ---- PyTorch's operators ----
@@ -63,9 +68,18 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "torch: low without a sign": (formula, "joined_master", "add_(low)", "add_(low.int() & 0xFFFF)", "torch"),
     "torch: the gradient unscaled": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad", "torch"),
     "torch: scaled in place": (formula, "step_formula", "torch.mul(block.grad, factor, out=grads[:size])", "block.grad.mul_(factor)", "torch"),
-    "torch: the gradient is left": (module, "AdamWStepper._run_formula", "if zero and", "if not zero and", "torch"),
-    "torch: steps are not counted": (module, "AdamWStepper._run_formula", "step += 1", "step += 0 if self.step else 1", "torch"),
+    "torch: the gradient is left": (stepper, "AdamWStepper._run_formula", "if zero:", "if not zero:", "torch"),
+    "torch: steps are not counted": (stepper, "AdamWStepper._run_formula", "+= 1", "+= 0 if self.steps.any() else 1", "torch"),
+    "torch: the steps of another": (formula, "_fused", "steps[row]", "steps[0]", "torch"),
+    "torch: frozen ones are counted": (stepper, "AdamWStepper._run_formula", "[self.rows[:, 0]]", "[:]", "torch"),
+    "torch: fp16's weight is not looked at": (formula, "master_of", "follow_weight(stretch.weight, stretch.rest)", "pass", "torch"),
+    "torch: a zero and old low bits are NaN": (formula, "joined_master", "torch.where(master.isnan(), weight, master, out=master)", "pass", "torch"),
 }  # fmt: skip
+
+
+def _used(copy, name):
+    """What the copy's stepper uses by this name."""
+    return copy.AdamWStepper.run.__globals__[name]
 
 
 def wrong(copy):
@@ -74,12 +88,12 @@ def wrong(copy):
     def named(parameters):
         return copy.MainGrads({f"p{place}": parameter for place, parameter in enumerate(parameters)}.items())
 
-    copy.step_formula.__globals__["_A_THREADS"] = 1 << 10  # several blocks
+    _used(copy, "step_formula").__globals__["_A_THREADS"] = 1 << 10  # several blocks
     for case in (CASES["bf16"], LONG, CASES["fp16"], CASES["small"], CASES["late"]):
         found = judge(copy, named, case)
         if found:
             return found
-    for look in (_masters, _schedule, _clear, _alone, _still):
+    for look in (_masters, _schedule, _clear, _alone, _still, _frozen, _written):
         found = look(copy, named)
         if found:
             return found
@@ -160,6 +174,42 @@ def _still(copy, named):
     return "" if off < 2e-6 else f"exp_avg_sq wanders by {off:.2g}"
 
 
+def _frozen(copy, named):
+    """Forty weights, of which all but the last stand still in the first two steps. The last one's bias correction differs."""
+    parameters = [torch.nn.Parameter(torch.zeros(8)) for _ in range(40)]
+    main_grads = named(parameters)
+    optimizer = copy.AdamW(main_grads, lr=1.0, eps=0.0, weight_decay=0.0)
+    for step in range(3):
+        for parameter in parameters[:-1]:
+            parameter.requires_grad_(step == 2)
+        main_grads.zero_()
+        for parameter in parameters:
+            parameter.main_grad.fill_(1.0)
+        main_grads.finish()
+        optimizer.step()
+    far = [parameter.mean().item() for parameter in parameters]
+    counted = [optimizer.state[parameter]["step"].item() for parameter in parameters]
+    found = torch.allclose(torch.tensor(far), torch.tensor([-1.0] * 39 + [-3.0])) and counted == [1] * 39 + [3]
+    return "" if found else f"weights {far}, counted {counted}"
+
+
+def _written(copy, named):
+    """Weights that are written between two steps."""
+    for dtype in (BF16, torch.float16):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 64).to(dtype))
+        main_grads = named([parameter])
+        optimizer = copy.AdamW(main_grads, lr=1e-3, weight_decay=0.0)
+        for kept in (1, 0):
+            parameter.data.mul_(kept)
+            main_grads.zero_()
+            parameter.main_grad.fill_(1.0)
+            main_grads.finish()
+            optimizer.step()
+        if not torch.allclose(parameter.float(), torch.full((64,), -1e-3), rtol=2**-7):
+            return f"weights {parameter.tolist()}"
+    return ""
+
+
 def _skip_on_a_gpu(backend):
     if backend == "torch" and DEVICE == "cuda":
         pytest.skip("on a GPU PyTorch's AdamW rounds 1 - beta2 to fp32")
@@ -170,7 +220,7 @@ def test_mutants_are_caught(name):
     *change, backend = MUTANTS[name]
     _skip_on_a_gpu(backend)
     mutant = mutate(*change, entry=module)
-    with mutant.backend.use_backend(backend), torch.device(DEVICE):
+    with _used(mutant, "backend").use_backend(backend), torch.device(DEVICE):
         try:
             found = wrong(mutant)
         except AssertionError:  # a read or write out of bounds
@@ -183,5 +233,5 @@ def test_a_copy_without_a_change_passes(backend):
     _skip_on_a_gpu(backend)
     copy = copy_package(module)
     assert copy is not module and copy.AdamW is not module.AdamW
-    with copy.backend.use_backend(backend), torch.device(DEVICE):
+    with _used(copy, "backend").use_backend(backend), torch.device(DEVICE):
         assert not wrong(copy)

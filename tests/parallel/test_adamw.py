@@ -520,15 +520,13 @@ def test_states_that_do_not_fit_change_nothing():
     one, two = nn.Parameter(torch.ones(8, dtype=BF16)), nn.Parameter(torch.ones(8))
     optimizer = AdamW(named([one, two]))
     good = copy.deepcopy(optimizer.state_dict())
-    short, other, torn = (copy.deepcopy(good) for _ in range(3))
+    short, other = (copy.deepcopy(good) for _ in range(2))
     del short["state"][0]["master"]
     other["shard"] = [1, 2]
-    torn["state"][1]["step"] += 1
     few = {**good, "param_groups": [{**good["param_groups"][0], "params": [0]}]}
     for state, words in (
         (short, r"state must have master of shape \(8,\) for p0, but has None"),
         (other, r"state must be of \[rank, ranks\] \[0, 1\], but is of \[1, 2\]"),
-        (torn, r"state must be of one step, but is of \[0.0, 1.0\]"),
         (few, r"state must have groups of \[2\] parameters, but has \[1\]"),
     ):
         for value in state["state"].values():
@@ -597,7 +595,7 @@ def test_sharded_states_come_back(found):
         log = rank["resumed"]
         assert all(torch.equal(weight, log["again"][name]) for name, weight in log["straight"].items())
         assert log["said"] == f"state must be of [rank, ranks] {[place, 2]}, but is of {[place + 1, 2]}"
-        assert "must stay where AdamW has put them with shard=True" in log["moved"]
+        assert "must stay where they were put with shard=True" in log["moved"]
 
 
 def test_a_rank_whose_shard_holds_no_parameter(found):

@@ -372,6 +372,34 @@ def test_parameters_must_stay(graphs):
         step(batches(1)[0])
 
 
+@pytest.mark.parametrize("kind", ("torch.optim", "AdamW", "MasterWeights"))
+@pytest.mark.parametrize("first", (False, True))
+def test_who_is_trained_must_stay(graphs, kind, first):
+    """Also where the optimizer has none of the parameters, as MasterWeights' has none of what is frozen or not fp32."""
+    made = model().to(torch.bfloat16 if kind == "MasterWeights" else torch.float32)
+    made[0].weight.requires_grad_(first)
+    main_grads = None if kind == "torch.optim" else MainGrads(made)
+    if kind == "torch.optim":
+        optimizer = sgd(made.parameters())
+    else:
+        optimizer = AdamW(main_grads) if kind == "AdamW" else MasterWeights(main_grads, sgd)
+
+    def train_step(x):
+        optimizer.zero_grad() if main_grads is None else main_grads.zero_()
+        made(x).float().square().mean().backward()
+        if main_grads is not None:
+            main_grads.finish()
+        optimizer.step()
+
+    step = onepass.graphed_step(train_step, warmup=1)
+    for x in batches(3):
+        step(x.to(made[0].weight.dtype))
+    assert step.graphs == 1
+    made[0].weight.requires_grad_(not first)
+    with pytest.raises(RuntimeError, match="parameters must stay frozen or trained, but requires_grad has changed"):
+        step(batches(1)[0].to(made[0].weight.dtype))
+
+
 def test_gradients_of_another_backward_raise(graphs):
     made, optimizer, step = ready(graphs)
     made(batches(1)[0]).sum().backward()

@@ -2,7 +2,7 @@
 
     the weights     what is kept beside exp_avg and exp_avg_sq, fp32        bytes moved a parameter, the gradient cleared
     bf16            16 more bits of an fp32 master (`gradients/adamw_formula.py`)         32
-    fp16            an fp32 master                                                      34
+    fp16            an fp32 master                                                      36
     fp32            nothing                                                             32
 
 State lies in flat buffers, as gradients do. With shard it covers this rank's parts only, and the weights are gathered. One launch
@@ -11,7 +11,6 @@ for each type of weights steps all of them, by a table of addresses that is made
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,20 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.adamw_formula import (
-    AdamWSlice,
-    master_in_gradient,
-    master_of,
-    put_from_gradient,
-    step_formula,
-    store_master,
+from onepass.gradients.adamw_formula import AdamWSlice, master_in_gradient, master_of, put_from_gradient, store_master
+from onepass.gradients.adamw_stepper import AdamWStepper, check_options
+from onepass.gradients.buckets import Bucket
+from onepass.gradients.gathered_weights import (
+    GatheredWeights,
+    bump_version,
+    check_fp32,
+    check_groups,
+    check_shard,
+    parameter_groups,
+    shard_of,
 )
-from onepass.gradients.adamw_kernels import OPTIONS, SCALARS, AdamWBatch, batches_of, step_batch, write_scalars
-from onepass.gradients.gathered_weights import GatheredWeights, bump_version, check_fp32, check_shard, parameter_groups, shard_of
 from onepass.gradients.main_grads import MainGrads
 from onepass.kernels.device_tables import is_capturing
-from onepass.kernels.language import triton_unsupported
-from onepass.runtime import backend
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 State = tuple[str, str, Tensor, int, int]  # what `masters` yields
@@ -70,15 +69,20 @@ class AdamW(torch.optim.Optimizer):
 
     It is a torch optimizer: schedulers set the groups' options, which may change at every step. A learning rate may be a tensor,
     which a CUDA graph's replays read. With `MainGrads(shard=True)` a rank keeps masters and state of its part, and `step`,
-    `publish` and `load_state_dict` are collective. After changing weights by other means, such as loading a checkpoint into the
-    model, call `reload`.
+    `publish` and `load_state_dict` are collective.
+
+    As by torch.optim.AdamW, a frozen parameter stands still, one that is unfrozen later trains, and each counts its own steps.
+    Weights may be written by others: the next step starts from them. The low bits of a bf16 weight's master stay, at most
+    half a unit in its last place; `reload` drops them.
 
     Args:
         main_grads: of fp32, with the parameters to be trained.
         groups: the model's parameters in groups with options, as for torch.optim: `{"params": [...], "weight_decay": 0.0}`.
-            Each parameter of main_grads is in one; frozen ones are skipped. None is one group of all.
+            Each parameter of main_grads is in one. None is one group of all.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; defaults for groups without them.
     """
+
+    reads_main_grad = True
 
     def __init__(
         self,
@@ -90,57 +94,65 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         check_fp32(main_grads)
-        parameters = {id(parameter): parameter for _, parameter in main_grads.named}
-        in_groups = [
-            {**group, "params": [parameters[key] for key in group["params"]]} for group in parameter_groups(main_grads, groups)
-        ]
+        in_groups = parameter_groups(main_grads, groups)
         self._main_grads, self._made = main_grads, False
-        self._where: list[int] | None = None  # the parameters' addresses
+        self._laid = 0  # buckets whose parameters have state
+        self._where: list[tuple[int, bool, bool]] = []  # the parameters' addresses, and which are trained
         super().__init__(in_groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         for group in self.param_groups:
             check_options(group)
+        self._row_of = {id(parameter): row for row, parameter in enumerate(self._parameters())}
+        self._pieces: list[_ParameterShard] = []
+        self._steppers: dict[torch.device, AdamWStepper] = {}
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
-            with main_grads.filled():
-                self._pieces = self._make_shards()
-            self._steppers = {device: AdamWStepper(device, self.param_groups) for device in self._devices()}
-            for piece in self._pieces:
-                self.state[piece.parameter] = self._state_of(piece)
-            self.reload()
+            self._follow()
+
+    def _add_state(self, buckets: list[Bucket]) -> None:
+        """Allocate state for the parameters of buckets that are new."""
+        main_grads = self._main_grads
+        if self._gathered:
+            self._gathered.extend()
+        with main_grads.filled():
+            pieces = self._make_shards(buckets)
+        for bucket in buckets:
+            device = bucket.flat.device
+            if device not in self._steppers:
+                self._steppers[device] = AdamWStepper(device, self.param_groups)
+        self._reload(pieces)
+        for piece in pieces:
+            self.state[piece.parameter] = self._state_of(piece)
+        self._pieces += pieces
         if self._gathered:
             self._gathered.lay()
-        self._refresh_tables()
 
-    def _make_shards(self) -> list[_ParameterShard]:
+    def _make_shards(self, buckets: list[Bucket]) -> list[_ParameterShard]:
         """Allocate state for the gradients that this rank reduces, and return where all of it lies."""
-        groups = {id(parameter): place for place, group in enumerate(self.param_groups) for parameter in group["params"]}
-        kinds = [(bucket.flat.device, bucket.places[0].parameter.dtype) for bucket in self._main_grads.buckets]
-        sizes = [bucket.mine.numel() for bucket in self._main_grads.buckets]
+        kinds = [(bucket.flat.device, bucket.places[0].parameter.dtype) for bucket in buckets]
+        sizes = [bucket.mine.numel() for bucket in buckets]
         totals = {kind: sum(size for size, other in zip(sizes, kinds, strict=True) if other == kind) for kind in set(kinds)}
         state = {kind: _state(*kind, total) for kind, total in totals.items()}
         begun = dict.fromkeys(kinds, 0)
         pieces = []
-        for index, (kind, bucket) in enumerate(zip(kinds, self._main_grads.buckets, strict=True)):
+        for kind, bucket in zip(kinds, buckets, strict=True):
             exp_avg, exp_avg_sq, rest = state[kind]
             for place, start, stop in bucket.parts():
-                weight = self._gathered.flat[index][start:stop] if self._gathered else _flat(place.name, place.parameter)
+                weight = self._gathered.flat[bucket.index][start:stop] if self._gathered else _flat(place.name, place.parameter)
                 at = slice(begun[kind] + start - bucket.first, begun[kind] + stop - bucket.first)
                 beside = None if rest is None else rest[at]
-                group = groups[id(place.parameter)]
-                stretch = AdamWSlice(weight, bucket.flat[start:stop], exp_avg[at], exp_avg_sq[at], beside, group)
+                row = self._row_of[id(place.parameter)]
+                stretch = AdamWSlice(weight, bucket.flat[start:stop], exp_avg[at], exp_avg_sq[at], beside, row)
                 pieces.append(_ParameterShard(place.name, place.parameter, start - place.start, stretch))
-            begun[kind] += sizes[index]
+            begun[kind] += bucket.mine.numel()
         return pieces
-
-    def _devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(bucket.flat.device for bucket in self._main_grads.buckets))
 
     def _state_of(self, piece: _ParameterShard) -> dict[str, Tensor]:
         """Return the state of torch's AdamW, in the parameter's shape, and what is kept beside the weight. One-dimensional with
         shard."""
         stretch = piece.stretch
-        found = {"step": self._steppers[stretch.weight.device].step, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
+        step = self._steppers[stretch.weight.device].counts[stretch.row]
+        found = {"step": step, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
         if stretch.rest is not None:
             found["low" if stretch.rest.dtype is torch.int16 else "master"] = stretch.rest
         shape = (-1,) if self._gathered else piece.parameter.shape
@@ -164,7 +176,7 @@ class AdamW(torch.optim.Optimizer):
         main_grads.check_finished("step()")
         if max_norm is not None and (not isinstance(max_norm, int | float) or not max_norm >= 0):
             raise ValueError(f"max_norm must be a number of 0 or more, or None, but is {max_norm!r}")
-        self._refresh_tables()
+        self._follow()
         if max_norm is None:
             norm = None
         elif norm is None:
@@ -180,21 +192,33 @@ class AdamW(torch.optim.Optimizer):
         """`main_grads.zero_()`."""
         self._main_grads.zero_()
 
-    def _refresh_tables(self) -> None:
-        """Make the tables of addresses anew where a parameter was given other memory, as by `module.to`."""
-        where = [parameter.data_ptr() for _, parameter in self._main_grads.named]
-        if self._where == where:
+    def _follow(self) -> None:
+        """Make state for what was unfrozen. Make the tables of addresses anew where other parameters are trained than in the last
+        step, or where they lie elsewhere, as by `module.to`."""
+        buckets, trained = self._main_grads.buckets, self._main_grads.trained
+        if self._laid == len(buckets) and self._where == [*self._places()]:
             return
-        if self._where is not None and self._gathered:
-            raise RuntimeError("parameters must stay where AdamW has put them with shard=True, but one has other memory by now")
         if any(map(is_capturing, self._steppers)):
-            raise RuntimeError("parameters must stay where they are in a capture, but one has other memory since the last step()")
-        if not self._gathered:
+            raise RuntimeError(
+                "the trained parameters and their places must be the same in a capture as in the last step(), but are others"
+            )
+        check_groups(self._main_grads, self.param_groups)
+        if self._laid < len(buckets):
+            self._add_state(buckets[self._laid :])
+            self._laid = len(buckets)
+        if self._gathered:
+            self._gathered.check()
+        else:
             for piece in self._pieces:
                 piece.stretch = piece.stretch._replace(weight=_flat(piece.name, piece.parameter))
+        stepped = [piece.stretch for piece in self._pieces if id(piece.parameter) in trained]
         for device, stepper in self._steppers.items():
-            stepper.lay([piece.stretch for piece in self._pieces if piece.stretch.weight.device == device])
-        self._where = where
+            stepper.lay([stretch for stretch in stepped if stretch.weight.device == device])
+        self._where = [*self._places()]  # with shard new ones have moved
+
+    def _places(self) -> Iterator[tuple[int, bool, bool]]:
+        for parameter in self._parameters():
+            yield parameter.data_ptr(), parameter.requires_grad, id(parameter) in self._main_grads.trained
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -206,8 +230,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Take the masters from the model's weights again."""
-        for piece in self._pieces:
+        """Take the masters from the model's weights again, without bits that the weights don't have."""
+        self._reload(self._pieces)
+
+    def _reload(self, pieces: list[_ParameterShard]) -> None:
+        for piece in pieces:
             weight, rest = piece.parameter.detach().reshape(-1)[piece.start : piece.stop], piece.stretch.rest
             if rest is not None and rest.dtype is torch.int16:
                 rest.zero_()
@@ -220,6 +247,7 @@ class AdamW(torch.optim.Optimizer):
         """Yield what a checkpoint keeps of this rank: a parameter's name, "master", "exp_avg" or "exp_avg_sq", the fp32 numbers,
         and their start and stop in the flattened parameter. Masters of bf16 weights are copies, made one at a time; the other
         tensors are those that `step` uses."""
+        self._follow()
         for piece in self._pieces:
             for kind in KINDS:
                 yield piece.name, kind, piece.tensor(kind), piece.start, piece.stop
@@ -229,8 +257,8 @@ class AdamW(torch.optim.Optimizer):
         """Yield what `masters` yields, without copies and writable: in this block the gradients' memory holds the masters of bf16
         weights. At its end, also after an error, weights follow their masters and gradients are zeros. Call `publish` after a
         block that wrote. Gradients from before are lost, and none may come in the block."""
-        self._refresh_tables()
         self.zero_grad()
+        self._follow()
         self._main_grads.fill_()
         lent: list[_ParameterShard] = []
         found: list[State] = []
@@ -280,17 +308,16 @@ class AdamW(torch.optim.Optimizer):
     def set_step(self, step: int) -> None:
         """Set the number of steps made."""
         for stepper in self._steppers.values():
-            stepper.step.fill_(step)
+            stepper.steps.fill_(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state with each weight in fp32 as "master", a copy for bf16; with shard this rank's."""
         found = super().state_dict()
         places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-        steps = {device: iter(stepper.step.repeat(len(places)).unbind()) for device, stepper in self._steppers.items()}
         for piece in self._pieces:
             state = self.state[piece.parameter]
             found["state"][places[id(piece.parameter)]] = {
-                "step": next(steps[piece.stretch.weight.device]),  # one each, as optimizers add to it in place
+                "step": state["step"].clone(),  # optimizers add to it in place
                 "exp_avg": state["exp_avg"],
                 "exp_avg_sq": state["exp_avg_sq"],
                 "master": piece.tensor("master").view(state["exp_avg"].shape),
@@ -300,7 +327,9 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, and write the model's weights by their masters. torch.optim's states have no masters, and fp32 weights
-        then stay unchanged. A state must be of the same rank and number of ranks."""
+        then stay unchanged. Parameters without a state begin anew. A state must be of the same rank and number of ranks."""
+        self._main_grads.follow()
+        self._follow()
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
@@ -313,7 +342,10 @@ class AdamW(torch.optim.Optimizer):
                     group[key] = value
         places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
         for piece in self._pieces:
-            theirs = state["state"][places[id(piece.parameter)]]
+            theirs = state["state"].get(places[id(piece.parameter)])
+            if theirs is None:  # it was not trained
+                self._reload([piece])
+                theirs = {"step": torch.zeros(()), **{kind: torch.zeros_like(piece.tensor(kind)) for kind in KINDS[1:]}}
             self.state[piece.parameter]["step"].copy_(theirs["step"])
             for kind in KINDS:
                 if kind in theirs:
@@ -327,18 +359,22 @@ class AdamW(torch.optim.Optimizer):
         mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state["param_groups"]))
         if mine != theirs:
             raise ValueError(f"state must have groups of {mine} parameters, but has {theirs}")
-        places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-        steps = set()
-        for piece in self._pieces:
-            found = state["state"].get(places[id(piece.parameter)], {})
-            shape = tuple(self.state[piece.parameter]["exp_avg"].shape)
+        placed = {id(parameter) for _, parameter in self._main_grads.named}
+        pieces = {id(piece.parameter): piece for piece in self._pieces}
+        for place, parameter in enumerate(self._parameters()):
+            found, piece = state["state"].get(place), pieces.get(id(parameter))
+            if found is not None and id(parameter) not in placed:
+                raise ValueError(
+                    f"state must be of parameters that were trainable here, but has parameter {place}, which never was: unfreeze "
+                    "it before you load the state, then freeze it again"
+                )
+            if found is None or piece is None:
+                continue
+            shape = tuple(self.state[parameter]["exp_avg"].shape)
             for kind in KINDS if piece.stretch.rest is not None else KINDS[1:]:
                 there = tuple(found[kind].shape) if kind in found else None
                 if there != shape:
                     raise ValueError(f"state must have {kind} of shape {shape} for {piece.name}, but has {there}")
-            steps.add(float(found["step"]))
-        if len(steps) > 1:
-            raise ValueError(f"state must be of one step, but is of {sorted(steps)}")
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:
@@ -348,87 +384,6 @@ class AdamW(torch.optim.Optimizer):
         if self._made:
             raise RuntimeError("groups must be given when AdamW is made, as gradients' places are: make MainGrads and AdamW anew")
         super().add_param_group(param_group)
-
-
-class AdamWStepper:
-    """A device's step number, options and slices to step."""
-
-    def __init__(self, device: torch.device, groups: list[dict[str, Any]]) -> None:
-        self.device = device
-        self.step = torch.zeros((), device=device)
-        self.scalars = torch.zeros(len(groups) * SCALARS, device=device)
-        # fp64: OPTIONS of all groups, then max_norm
-        self.options = torch.zeros(len(groups) * OPTIONS + 1, dtype=torch.float64, device=device)
-        self.places = self.options.unbind()
-        self.known: list[float | None] = [0.0] * len(self.places)  # None: not known here
-        self.stretches: list[AdamWSlice] = []
-        self.batches: list[AdamWBatch] = []
-
-    def lay(self, stretches: list[AdamWSlice]) -> None:
-        self.stretches, self.batches = stretches, batches_of(stretches)
-
-    def move_gradients(self, stretches: list[AdamWSlice]) -> None:
-        """Take the gradients of these: the last ones but for their addresses, storages and offsets shared alike."""
-        moved = {id(old.grad): new.grad for old, new in zip(self.stretches, stretches, strict=True)}
-        self.stretches = stretches
-        for batch in self.batches:
-            batch.sources = [moved[id(source)] for source in batch.sources]
-            batch.tensors = (batch.tensors[0], batch.sources[0], *batch.tensors[2:])
-
-    def run(self, groups: list[dict[str, Any]], norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
-        norm = None if norm is None else norm.to(self.device)
-        if self._use_triton():
-            self._write_options(groups, max_norm)
-            write_scalars(self.options, self.step, norm, self.scalars)
-            for batch in self.batches:
-                step_batch(batch, self.scalars, zero)
-            return
-        factor = None if norm is None or max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if factor is not None and factor.device.type == "cpu" and factor == 1:  # reading it waits for nothing on a CPU
-            factor = None
-        try:
-            self._run_formula(groups, factor, zero)
-        except RuntimeError as error:  # out of memory, most likely: kernels allocate nothing
-            raise type(error)(
-                f"{error}. AdamW's step broke off: some weights, exp_avg and exp_avg_sq are ahead, and the step is counted. Load "
-                "a checkpoint"
-            ) from error
-
-    def _run_formula(self, groups: list[dict[str, Any]], factor: Tensor | None, zero: bool) -> None:
-        self.step += 1
-        for place, group in enumerate(groups):
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            options["beta1"], options["beta2"] = group["betas"]
-            step_formula([each for each in self.stretches if each.group == place], self.step, factor, **options)
-        if zero and self.stretches:  # with shard a rank may step nothing
-            torch._foreach_zero_([each.grad for each in self.stretches])
-
-    def _use_triton(self) -> bool:
-        """Whether kernels step. No other package has kernels for this, so choosing one by `use_backend` changes nothing."""
-        named = backend.current_backend()
-        return backend.choose("AdamW", named if named in backend.NATIVE else "auto", triton_unsupported(self.step)) == "triton"
-
-    def _write_options(self, groups: list[dict[str, Any]], max_norm: float | None) -> None:
-        """Write the options that have changed, as arguments of launches; in a CUDA graph write all."""
-        columns = [[group["lr"], *group["betas"], group["eps"], group["weight_decay"]] for group in groups]
-        values = [
-            *(value for option in zip(*columns, strict=True) for value in option),
-            math.inf if max_norm is None else max_norm,
-        ]
-        fixed = is_capturing(self.device)
-        changed = {}
-        for place, value in enumerate(values):
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                self.places[place].copy_(value)
-                self.known[place] = None
-            elif fixed or self.known[place] != value:
-                changed[place], self.known[place] = float(value), None
-        if changed:
-            places, numbers = [self.places[place] for place in changed], list(changed.values())
-            torch._foreach_zero_(places)
-            torch._foreach_add_(places, numbers)
-            for place, number in changed.items():  # not before they are written: that may fail
-                self.known[place] = None if fixed else number
 
 
 # ---- state and checks ----
@@ -445,12 +400,3 @@ def _flat(name: str, parameter: Tensor) -> Tensor:
     if not parameter.is_contiguous():
         raise ValueError(f"{name} must be contiguous, but has strides {parameter.stride()}: MasterWeights takes any")
     return parameter.detach().view(-1)
-
-
-def check_options(group: Mapping[str, Any]) -> None:
-    for name, value in (("lr", group["lr"]), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
-        if not isinstance(value, Tensor) and not value >= 0:
-            raise ValueError(f"{name} must be 0 or more, but is {value}")
-    for beta in group["betas"]:
-        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
-            raise ValueError(f"betas must be at least 0 and below 1, but are {tuple(group['betas'])}")

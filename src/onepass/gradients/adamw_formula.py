@@ -7,11 +7,15 @@ The weight is the bf16 nearest to the master; ties go away from zero. So 2^16 ma
 apart. With ties to even, every other weight would have 2^16 + 1 masters, and one would be lost. All NaN are stored as one number:
 the NaN that kernels make would round to -0. A carry past the largest bf16 makes the weight inf, as rounding does, and keeps the
 master.
+
+A weight may be written by others. Its master is then what was written and the low bits of before: at most half a unit in the
+weight's last place away. With zeros and infinities old low bits may make a NaN, and there the master is the weight itself. An
+fp16 weight that is not its master rounded is the new master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +32,11 @@ class AdamWSlice(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: weight is fp32
-    group: int
+    row: int  # the parameter's place in its stepper's count of steps
 
     def part(self, start: int, stop: int) -> AdamWSlice:
         weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
-        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.group)
+        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.row)
 
     @property
     def split(self) -> bool:
@@ -44,7 +48,15 @@ def joined_master(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Te
     """Return the fp32 masters of bf16 weights. `into`: int32 memory for them."""
     bits = weight.new_empty(weight.shape, dtype=torch.int32) if into is None else into
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(low)
-    return bits.view(torch.float32)
+    master = bits.view(torch.float32)
+    if not master.is_cpu or master.sum().isnan():  # looking for NaN takes longer than all else
+        torch.where(master.isnan(), weight, master, out=master)
+    return master
+
+
+def follow_weight(weight: Tensor, master: Tensor) -> None:
+    """Write fp16 or bf16 weights that others have written into their masters. Nobody waits for the device."""
+    torch.where(master.to(weight.dtype) == weight, master, weight, out=master)
 
 
 def store_master(stretch: AdamWSlice, master: Tensor) -> None:
@@ -67,10 +79,16 @@ def _split_(weight: Tensor, low: Tensor, master: Tensor) -> None:
 
 
 def master_of(stretch: AdamWSlice) -> Tensor:
-    """Return the fp32 masters: their storage where they are stored whole, else a copy."""
-    if stretch.rest is None:
-        return stretch.weight
-    return stretch.rest if stretch.rest.dtype is torch.float32 else joined_master(stretch.weight, stretch.rest)
+    """Return the fp32 masters of the weights as they are now: their storage where they are stored whole, else a copy."""
+    if stretch.split:
+        return joined_master(stretch.weight, stretch.rest)  # type: ignore[arg-type]
+    if stretch.rest is not None:
+        follow_weight(stretch.weight, stretch.rest)
+    return _whole(stretch)
+
+
+def _whole(stretch: AdamWSlice) -> Tensor:
+    return stretch.weight if stretch.rest is None else stretch.rest
 
 
 def master_in_gradient(stretch: AdamWSlice) -> Tensor:
@@ -85,7 +103,7 @@ def master_in_gradient(stretch: AdamWSlice) -> Tensor:
 def put_from_gradient(stretch: AdamWSlice) -> None:
     """Write the weights by what `master_in_gradient` returned. Overwrites the gradient's memory."""
     if not stretch.split:
-        store_master(stretch, master_of(stretch))
+        store_master(stretch, _whole(stretch))
         return
     for block in _blocks(stretch):
         _split_(block.weight, block.rest, block.grad)  # type: ignore[arg-type]
@@ -97,8 +115,8 @@ def _blocks(stretch: AdamWSlice) -> Iterator[AdamWSlice]:
         yield stretch.part(start, start + size)
 
 
-def step_formula(stretches: Iterable[AdamWSlice], step: Tensor, factor: Tensor | None, **options: Any) -> None:
-    """Step all slices of one group by torch's fused AdamW, with gradients times factor. `step` includes this step."""
+def step_formula(stretches: Iterable[AdamWSlice], steps: Sequence[Tensor], factor: Tensor | None, **options: Any) -> None:
+    """Step all slices of one group by torch's fused AdamW, with gradients times factor. `steps`, by rows, include this one."""
     whole: list[AdamWSlice] = []
     blocks: list[AdamWSlice] = []
     for stretch in stretches:
@@ -107,24 +125,24 @@ def step_formula(stretches: Iterable[AdamWSlice], step: Tensor, factor: Tensor |
         else:
             blocks += _blocks(stretch)
     if whole:
-        _fused(whole, step, options)
+        _fused(whole, steps, options)
     if not blocks:
         return
     # one allocation for all blocks: new pages cost more than the arithmetic
     most = max(block.weight.numel() for block in blocks)
-    grads, bits = step.new_empty(most), step.new_empty(most, dtype=torch.int32)
+    grads, bits = (blocks[0].grad.new_empty(most, dtype=dtype) for dtype in (torch.float32, torch.int32))
     for block in blocks:
         size = block.weight.numel()
         grad = block.grad if factor is None else torch.mul(block.grad, factor, out=grads[:size])
         master = joined_master(block.weight, block.rest, bits[:size]) if block.split else master_of(block)  # type: ignore[arg-type]
-        _fused([block._replace(weight=master, grad=grad)], step, options)
+        _fused([block._replace(weight=master, grad=grad)], steps, options)
         if block.split:
             _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
         elif block.rest is not None:
             block.weight.copy_(master)
 
 
-def _fused(stretches: list[AdamWSlice], step: Tensor, options: dict[str, Any]) -> None:
-    weights, grads, exp_avgs, exp_avg_sqs, _, _ = map(list, zip(*stretches, strict=True))
-    steps = [step] * len(stretches)
-    torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **options)
+def _fused(stretches: list[AdamWSlice], steps: Sequence[Tensor], options: dict[str, Any]) -> None:
+    weights, grads, exp_avgs, exp_avg_sqs, _, rows = map(list, zip(*stretches, strict=True))
+    counts = [steps[row] for row in rows]
+    torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], counts, amsgrad=False, maximize=False, **options)

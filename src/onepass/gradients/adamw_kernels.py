@@ -1,13 +1,14 @@
 """AdamW's kernels and their launches: one launch over many parameters, of which each program steps a chunk.
 
-A chunk is a row of a table: its offsets in the weights, the gradients and the state, its length and its group. A second table has
-a row for each group, the scalars that follow from its options and the step number. A launch of one program computes it in fp64 at
-each step: nothing depends on the host, and no number is compiled in. `adamw_formula.py` says how masters are stored.
+A chunk is a row of a table: its offsets in the weights, the gradients and the state, its length and its parameter. A second table
+has a row for each parameter, the scalars that follow from its group's options and from the number of its steps. A first launch
+computes them in fp64 at each step: nothing depends on the host, and no number is compiled in. `adamw_formula.py` says how masters
+are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,10 +21,11 @@ from onepass.kernels import reach
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned
-from onepass.runtime.sizes import power_of_two
+from onepass.runtime.sizes import ceil_div
 
 OPTIONS = 5  # of a group: lr, beta1, beta2, eps, weight_decay
-SCALARS = 16  # numbers in a group's row; not all are used
+SCALARS = 16  # numbers in a parameter's row; not all are used
+_ROWS = 32  # of a program that computes them: one a thread
 _CHUNK, _BLOCK, _WARPS = 16384, 512, 4  # four values a thread: 16 bytes of fp32, and all types have one layout
 _MULTIPLE = 8  # 16-bit values in 16 bytes
 _PLACES = 5  # numbers in a chunk's row
@@ -33,13 +35,17 @@ _PLACES = 5  # numbers in a chunk's row
 
 
 @kernel
-def _scalars_kernel(options_ptr, step_ptr, norm_ptr, scalars_ptr, GROUPS, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the step, and write a row of scalars for each group: one program of one warp."""
-    step = tl.load(step_ptr) + 1.0
+def _scalars_kernel(
+    options_ptr, rows_ptr, steps_ptr, norm_ptr, scalars_ptr, ROWS, GROUPS, ROW: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count the step of each parameter, and write its row of scalars. rows: its row, and its group."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < ROWS
+    place = tl.load(rows_ptr + 2 * at, mask=inside, other=0)
+    group = tl.load(rows_ptr + 2 * at + 1, mask=inside, other=0)
+    step = tl.load(steps_ptr + place, mask=inside, other=0.0) + 1.0
     tl.debug_barrier()  # all threads have read it
-    tl.store(step_ptr, step)
-    group = tl.arange(0, BLOCK)
-    inside = group < GROUPS
+    tl.store(steps_ptr + place, step, mask=inside)
     lr = tl.load(options_ptr + group, mask=inside, other=0.0)
     beta1 = tl.load(options_ptr + GROUPS + group, mask=inside, other=0.0)
     beta2 = tl.load(options_ptr + 2 * GROUPS + group, mask=inside, other=0.0)
@@ -50,7 +56,7 @@ def _scalars_kernel(options_ptr, step_ptr, norm_ptr, scalars_ptr, GROUPS, ROW: t
         max_norm = tl.load(options_ptr + 5 * GROUPS).to(tl.float32)
         factor = tl.div_rn(max_norm, tl.load(norm_ptr) + 1e-6)
         factor = tl.where(factor > 1.0, 1.0, factor)  # not a minimum, which loses NaN
-    row = scalars_ptr + group * ROW
+    row = scalars_ptr + place * ROW
     tl.store(row, tl.zeros([BLOCK], tl.float32) + factor, mask=inside)
     tl.store(row + 1, (lr * weight_decay).to(tl.float32), mask=inside)
     tl.store(row + 2, _upper(beta1), mask=inside)
@@ -116,10 +122,13 @@ def _adamw_kernel(
 def _load_master(weights, rest_ptr, state, inside, SPLIT: tl.constexpr):
     if SPLIT:
         low = tl.load(rest_ptr + state, mask=inside, other=0).to(tl.int32)
-        bits = (tl.load(weights, mask=inside, other=0).to(tl.int32) << 16) + low
-        return bits.to(tl.float32, bitcast=True)
+        upper = tl.load(weights, mask=inside, other=0).to(tl.int32) << 16
+        master = (upper + low).to(tl.float32, bitcast=True)
+        return tl.where(master == master, master, upper.to(tl.float32, bitcast=True))
     elif rest_ptr is not None:
-        return tl.load(rest_ptr + state, mask=inside, other=0.0)
+        master = tl.load(rest_ptr + state, mask=inside, other=0.0)
+        weight = tl.load(weights, mask=inside, other=0.0)
+        return tl.where(master.to(weight.dtype) == weight, master, weight.to(tl.float32))
     else:
         return tl.load(weights, mask=inside, other=0.0)
 
@@ -153,11 +162,13 @@ class AdamWBatch:
 
 
 def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
-    """Return a batch for each device, type of weights and alignment: whether slices start and end at multiples of 16 bytes."""
-    found: dict[tuple[torch.device, torch.dtype, bool], list[AdamWSlice]] = {}
+    """Return a batch for each device, type of weights, state's storage and alignment: whether slices start and end at multiples
+    of 16 bytes."""
+    found: dict[tuple[Hashable, ...], list[AdamWSlice]] = {}
     for stretch in stretches:
-        found.setdefault((stretch.weight.device, stretch.weight.dtype, _is_even(stretch)), []).append(stretch)
-    return [_batch(alike, _MULTIPLE if even else 1) for (_, _, even), alike in found.items()]
+        kind = _is_even(stretch), storage_id(stretch.exp_avg), stretch.weight.device, stretch.weight.dtype
+        found.setdefault(kind, []).append(stretch)
+    return [_batch(alike, _MULTIPLE if even else 1) for (even, *_), alike in found.items()]
 
 
 def _is_even(stretch: AdamWSlice) -> bool:
@@ -178,7 +189,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
         places = [reach.distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
-            chunks.append([*(place + start for place in places), size, stretch.group])
+            chunks.append([*(place + start for place in places), size, stretch.row])
             source_of.append(source)
     weight = first.weight.view(torch.int16) if first.weight.dtype is torch.bfloat16 else first.weight
     table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
@@ -200,7 +211,7 @@ def _follow(batch: AdamWBatch) -> None:
 
 @lru_cache(64)
 def _bind_scalars(groups: int) -> Bound:
-    bound: Bound = _scalars_kernel.bind(groups, SCALARS, power_of_two(groups), num_warps=1)
+    bound: Bound = _scalars_kernel.bind(groups, SCALARS, _ROWS, num_warps=1)
     return bound
 
 
@@ -213,13 +224,14 @@ def _bind_adamw(align: int, split: bool, zero: bool) -> Bound:
 # ---- launches ----
 
 
-def write_scalars(options: Tensor, step: Tensor, norm: Tensor | None, scalars: Tensor) -> None:
-    """Count a step, and write the groups' scalars.
+def write_scalars(options: Tensor, rows: Tensor, steps: Tensor, norm: Tensor | None, scalars: Tensor) -> None:
+    """Count a step of the parameters in rows, and write their scalars.
 
-    options, fp64: each of OPTIONS for all groups, then max_norm, which is read where norm is given. scalars, fp32: SCALARS for
-    each group.
+    options, fp64: each of OPTIONS for all groups, then max_norm, which is read where norm is given. rows, int64 ``[stepped, 2]``:
+    a parameter's row in steps and scalars, and its group. scalars, fp32: SCALARS for each row.
     """
-    _bind_scalars(scalars.numel() // SCALARS)((1, 1, 1), options, step, norm, scalars)
+    bound, count = _bind_scalars(options.numel() // OPTIONS), rows.shape[0]
+    bound((ceil_div(count, _ROWS), 1, 1), options, rows, steps, norm, scalars, count)
 
 
 def step_batch(batch: AdamWBatch, scalars: Tensor, zero: bool) -> None:

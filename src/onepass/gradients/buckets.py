@@ -38,7 +38,7 @@ class Bucket:
     flat: Tensor
     mine: Tensor  # the part of flat that this rank reduces: all of it, or its shard
     first: int  # where in flat `mine` begins
-    missing: set[int] = field(default_factory=set)  # parameters whose last microbatch's gradient has not come
+    missing: dict[int, Any] = field(default_factory=dict)  # parameters whose last microbatch's gradient has not come, by id
     held: set[int] = field(default_factory=set)  # parameters with deferred gradients, which come after backward
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients were added
     work: Any = None  # the reduction under way
@@ -49,6 +49,10 @@ class Bucket:
             start, stop = max(place.start, self.first), min(place.stop, self.first + self.mine.numel())
             if start < stop:
                 yield place, start, stop
+
+    def is_full(self) -> bool:
+        """Whether no gradient is to come. Frozen parameters get none, whenever they were frozen."""
+        return not self.held and not any(parameter.requires_grad for parameter in self.missing.values())
 
     def note_stream(self) -> None:
         """Note that the current stream adds a gradient. The parameter's hook may run on another stream: autograd runs it where
@@ -69,15 +73,14 @@ class Bucket:
         return self.flat[: self.first], self.flat[self.first + self.mine.numel() :]
 
 
-def trainable_of(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the trainable parameters by name. Raises where `MainGrads` can't hold one."""
+def named_parameters(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Tensor]]:
+    """Return all parameters by name, frozen ones too. Raises where one is there twice, or none requires a gradient."""
     if isinstance(parameters, Tensor):  # iterating over it would give its rows
         raise TypeError("parameters must be a module or parameters, but is one tensor: put it in a list")
     listed = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
     named = [each if isinstance(each, tuple) else (f"parameter {index}", each) for index, each in enumerate(listed)]
     names: set[str] = set()
     seen: set[int] = set()
-    trainable = []
     for name, parameter in named:
         if not isinstance(parameter, Tensor):
             raise TypeError(f"parameters must be a module or parameters, but {name} is a {type(parameter).__name__}")
@@ -85,16 +88,14 @@ def trainable_of(parameters: nn.Module | Iterable[Any]) -> list[tuple[str, Any]]
             raise ValueError(f"parameters must have each parameter and name once, but {name} is there twice")
         seen.add(id(parameter))
         names.add(name)
-        if parameter.requires_grad:
-            _check(name, parameter)
-            trainable.append((name, parameter))
-    if not trainable:
+    if not any(parameter.requires_grad for _, parameter in named):
         frozen = f"has {len(named)} frozen ones only" if named else "is empty"
         raise ValueError(f"parameters must have one that requires a gradient, but {frozen}")
-    return trainable
+    return named
 
 
-def _check(name: str, parameter: Tensor) -> None:
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Raise where `MainGrads` can't hold the parameter's gradient."""
     if type(parameter).__name__ == "DTensor":
         raise TypeError(
             f"parameters must be plain tensors, but {name} is a DTensor: fully_shard sums and reduces gradients itself and puts "
@@ -156,14 +157,19 @@ def check_agreement(planned: list[list[BucketSlice]], options: str, group: dist.
     """Raise on every rank if options, parameters or their places differ. The error names the first that does."""
     places = [(index, place) for index, bucket in enumerate(planned) for place in bucket]
     mine = [options, *(f"{_describe(place)} at element {place.start} of bucket {index}" for index, place in places)]
+    check_alike("parameters and options", mine, group)
+
+
+def check_alike(what: str, mine: list[str], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if the ranks' lists differ."""
     all_of_them = [mine] * group.size()
     dist.all_gather_object(all_of_them, mine, group=group)
     for rank, theirs in enumerate(all_of_them):
         for first, other in zip_longest(all_of_them[0], theirs, fillvalue="nothing"):
             if first != other:
                 raise RuntimeError(
-                    "parameters and options must be the same, in one order, on all ranks of group, "
-                    f"but its rank 0 has {first} where its rank {rank} has {other}"
+                    f"{what} must be the same, in one order, on all ranks of group, but its rank 0 has {first} where its rank "
+                    f"{rank} has {other}"
                 )
 
 

@@ -106,7 +106,7 @@ class FSDPMainGrads:
     def _attach(self, parameter: Any) -> None:
         """Give the unsharded parameter its main_grad."""
         weight = parameter._unsharded_param
-        if type(weight) is not nn.Parameter or not weight.requires_grad:
+        if type(weight) is not nn.Parameter or not parameter.sharded_param.requires_grad:  # FSDP2 tells the weight later
             return
         held = self._held.get(id(parameter))
         if held is None:

@@ -21,7 +21,12 @@ class GatheredWeights:
         self._main_grads = main_grads
         self.flat: list[Tensor] = []
         self.mine: list[Tensor] = []  # the part of each that this rank steps
-        for bucket in main_grads.buckets:
+        self._laid = 0  # buckets whose parameters are views
+        self.extend()
+
+    def extend(self) -> None:
+        """Copy the weights of buckets that are new."""
+        for bucket in self._main_grads.buckets[len(self.flat) :]:
             flat = torch.zeros_like(bucket.flat, dtype=bucket.places[0].parameter.dtype)
             for place in bucket.places:
                 flat[place.start : place.stop].view(place.parameter.shape).copy_(place.parameter)
@@ -29,10 +34,21 @@ class GatheredWeights:
             self.mine.append(flat[bucket.first : bucket.first + bucket.mine.numel()])
 
     def lay(self) -> None:
-        """Make the parameters views of the buffers."""
-        for bucket, flat in zip(self._main_grads.buckets, self.flat, strict=True):
+        """Make the parameters of buckets that are new views of the buffers."""
+        for bucket, flat in zip(self._main_grads.buckets[self._laid :], self.flat[self._laid :], strict=True):
             for place in bucket.places:
                 place.parameter.data = flat[place.start : place.stop].view(place.parameter.shape)
+        self._laid = len(self.flat)
+
+    def check(self) -> None:
+        """Raise where a parameter was given other memory: its weights would be stepped in the old."""
+        for bucket, flat in zip(self._main_grads.buckets[: self._laid], self.flat, strict=True):
+            first = flat.data_ptr()
+            for place in bucket.places:
+                if place.parameter.numel() and place.parameter.data_ptr() != first + place.start * flat.element_size():
+                    raise RuntimeError(
+                        f"parameters must stay where they were put with shard=True, but {place.name} has other memory by now"
+                    )
 
     def gather(self) -> None:
         works = []
@@ -46,8 +62,8 @@ class GatheredWeights:
 
 
 def bump_version(main_grads: MainGrads) -> None:
-    """Tell autograd that all weights were written."""
-    torch.autograd.graph.increment_version([parameter for _, parameter in main_grads.named])
+    """Tell autograd that the trained weights were written."""
+    torch.autograd.graph.increment_version([each for _, each in main_grads.named if id(each) in main_grads.trained])
 
 
 def check_fp32(main_grads: MainGrads) -> None:
@@ -68,21 +84,25 @@ def check_shard(state: Mapping[str, Any], main_grads: MainGrads) -> None:
 
 
 def parameter_groups(main_grads: MainGrads, groups: Iterable[Mapping[str, Any]] | None) -> Groups:
-    """Check the groups, and return them with ids in place of the parameters."""
-    names = {id(parameter): name for name, parameter in main_grads.named}
+    """Return the groups with lists of parameters, frozen ones too: they may be unfrozen."""
     if groups is None:
-        return [{"params": list(names)}]
-    found: Groups = []
+        return [{"params": [parameter for _, parameter in main_grads.given]}]
+    listed = [{**group, "params": [*group["params"]]} for group in groups]
+    check_groups(main_grads, listed)
+    return listed
+
+
+def check_groups(main_grads: MainGrads, groups: Groups) -> None:
+    """Raise unless each trainable parameter of main_grads is in one group, and no other trainable one is."""
+    names = {id(parameter): name for name, parameter in main_grads.given}
     seen: set[int] = set()
     for group in groups:
-        keys = [id(parameter) for parameter in group["params"] if parameter.requires_grad]
-        for key in keys:
-            if key not in names or key in seen:
-                which = f"{names[key]} is in two" if key in seen else "one has another"
+        for parameter in group["params"]:
+            key = id(parameter)
+            if key in seen or (parameter.requires_grad and key not in names):
+                which = f"{names.get(key, 'one')} is in two" if key in seen else "one has another"
                 raise ValueError(f"groups must have each parameter of main_grads once, but {which}")
             seen.add(key)
-        found.append({**group, "params": keys})
-    left = [name for key, name in names.items() if key not in seen]
+    left = [name for name, parameter in main_grads.given if parameter.requires_grad and id(parameter) not in seen]
     if left:
         raise ValueError(f"groups must have each parameter of main_grads once, but {left[0]} is in none")
-    return found

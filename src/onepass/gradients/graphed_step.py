@@ -27,7 +27,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from onepass.runtime.cuda_graph import capture, free_memory, side_stream, whole_step
+from onepass.runtime.cuda_graph import WholeStep, capture, free_memory, side_stream, whole_step
 
 _log = logging.getLogger("onepass")
 _UNCAPTURED = (
@@ -53,8 +53,8 @@ def graphed_step(train_step: Callable[..., Any], *, warmup: int = 3, max_graphs:
     `model.train()`, an `if`, numbers that it reads from elsewhere.
 
     These raise: an optimizer that counts on the CPU, a number among its options that has changed, a state that was replaced,
-    parameters that have moved, gradients of another backward, a step that waits for the GPU, several ranks. Frozen parameters
-    and other tensors that `train_step` reads must stay where they are; nothing checks that. Where parameters are on a CPU each
+    parameters that have moved or were frozen or unfrozen, gradients of another backward, a step that waits for the GPU, several
+    ranks. Other tensors that `train_step` reads must stay where they are; nothing checks that. Where parameters are on a CPU each
     call runs `train_step`.
 
     Args:
@@ -142,13 +142,13 @@ class GraphedStep:
         return tree_map_only(Tensor, _copied, found)
 
     @contextmanager
-    def _watched(self, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
-        """Look at the optimizers that step in the block. Yield weights that it writes beside theirs."""
+    def _watched(self, args: Any, kwargs: Any) -> Iterator[WholeStep]:
+        """Look at the optimizers that step in the block. Yield what it writes and reads beside their parameters."""
         self._stepped = False
         hook = register_optimizer_step_pre_hook(partial(self._on_step, args, kwargs))
         try:
             with whole_step() as step:
-                yield step.written
+                yield step
         finally:
             hook.remove()
         if not self._stepped:
@@ -159,7 +159,7 @@ class GraphedStep:
         if any(optimizer is known for known in self._optimizers):
             return
         parameters = _parameters(optimizer)
-        devices = {parameter.device for parameter in parameters}
+        devices = {parameter.device for parameter in parameters if parameter.requires_grad}
         if self._device is not None:
             devices.add(self._device)
         if len(devices) != 1:
@@ -181,7 +181,7 @@ class GraphedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with side_stream(device, self._stream) as self._stream, self._watched(args, kwargs) as written:
+            with side_stream(device, self._stream) as self._stream, self._watched(args, kwargs) as step:
                 graph, found = self._captured(lambda: self._train_step(*args, **kwargs), device)
             for each in options:
                 each.check("the step itself changes it, and a graph's replays don't")
@@ -192,7 +192,9 @@ class GraphedStep:
                 parameter.grad = grad  # those of the capture have no values
             raise
         places = [parameter.data_ptr() for parameter in parameters]
-        shape.relied_on = _ReliedOn(options, parameters, places, expected, [*parameters, *written])
+        asking = [(each, each.requires_grad) for each in {id(each): each for each in (*parameters, *step.given)}.values()]
+        written = [*(parameter for parameter in parameters if parameter.requires_grad), *step.written]
+        shape.relied_on = _ReliedOn(options, parameters, places, asking, expected, written)
         shape.results = tree_map_only(Tensor, Tensor.detach, found)
         shape.graph = graph
 
@@ -271,6 +273,7 @@ class _ReliedOn(NamedTuple):
     options: list[_Options]
     parameters: list[Any]
     places: list[int]
+    asking: list[tuple[Any, bool]]  # parameters, and whether they require a gradient
     grads: list[Any]
     written: list[Tensor]
 
@@ -279,6 +282,8 @@ class _ReliedOn(NamedTuple):
             each.check()
         if [parameter.data_ptr() for parameter in self.parameters] != self.places:
             raise RuntimeError("parameters must stay where they are, but one has other memory by now: make a new graphed_step")
+        if any(parameter.requires_grad is not asks for parameter, asks in self.asking):
+            raise RuntimeError("parameters must stay frozen or trained, but requires_grad has changed: make a new graphed_step")
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad and grad is not _ANY:
                 raise RuntimeError(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -30,14 +29,17 @@ from onepass.gradients.buckets import (
     Bucket,
     BucketSlice,
     check_agreement,
+    check_alike,
+    check_parameter,
+    named_parameters,
     plan_buckets,
     plan_buffers,
     round_up,
-    trainable_of,
 )
 from onepass.gradients.main_grad import add_gradient, is_capturing, is_placeholder, main_grad_of
 from onepass.gradients.module_tree import ModuleTree
 from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_groups
+from onepass.gradients.parameter_hooks import ParameterHooks
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
 from onepass.parallel.collectives import group_of_several, start_all_gather
 from onepass.runtime.cuda_graph import current_step
@@ -57,7 +59,10 @@ class MainGrads:
             loss(...).backward()                # the last: reductions start as buckets fill
             main_grads.finish()
             main_grads.clip_(1.0)
-            optimizer.step()                    # `MasterWeights`, or anything that reads main_grad
+            optimizer.step()                    # `AdamW`, `MasterWeights`, or one with `reads_main_grad = True`
+
+    `requires_grad_` may be called at any time, alike on all ranks. A step trains those that require a gradient in its `finish`,
+    and the others stand still. A frozen parameter gets memory in the first `zero_` or `finish` after it is unfrozen.
 
     All ranks must start with the same weights; nothing is broadcast. A parameter's gradient comes once in a backward, also where
     it is tied or its layer is used several times. Reentrant checkpointing runs backwards within the backward: there it comes once
@@ -70,7 +75,7 @@ class MainGrads:
 
     Args:
         parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
-            ones are skipped. Packed parameters (`onepass.gradients.packed_params`), on all ranks or on none, get packed
+            ones take no memory. Packed parameters (`onepass.gradients.packed_params`), on all ranks or on none, get packed
             main_grads.
         group: the data-parallel ranks; None is all of them. With one rank, or torch.distributed not initialised, nothing is sent.
         dtype: of the buffers, and of the sums over microbatches and over ranks: a 16-bit type rounds each of these sums.
@@ -87,6 +92,8 @@ class MainGrads:
         pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
     """
 
+    advice = "use onepass.parallel.AdamW(main_grads), or MasterWeights(main_grads, ...) around any torch optimizer"  # in errors
+
     def __init__(
         self,
         parameters: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
@@ -100,7 +107,7 @@ class MainGrads:
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        named = trainable_of(parameters)
+        self.given: list[tuple[str, Any]] = named_parameters(parameters)
         if dtype not in TYPES:
             raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, but is {dtype!r}")
         if bucket_bytes <= 0:
@@ -110,32 +117,64 @@ class MainGrads:
         self.group, self.tp_group = group_of_several(group), group_of_several(tp_group, "tp_group")
         self.pp_group = group_of_several(pp_group, "pp_group")
         self.ranks = 1 if self.group is None else self.group.size()
-        self.named, self.dtype, self.shard, self.releases = named, dtype, shard and self.ranks > 1, release
+        self.dtype, self.shard, self.releases = dtype, shard and self.ranks > 1, release
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         self._complete: ModuleTree | None = None  # of the module, when it had all parameters
-        planned = plan_buckets(named, bucket_bytes // dtype.itemsize)
-        if validating() and self.group is not None:
-            check_agreement(planned, f"dtype {dtype} and shard {shard}", self.group)
-
-        self.buffers, self.buckets = self._allocate(planned)
+        self._limit = bucket_bytes // dtype.itemsize
         self._average = average and self.ranks > 1
-        self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
-        handles = []
-        for bucket in self.buckets:
-            for place in bucket.places:
-                parameter = place.parameter
-                parameter.main_grad = bucket.flat[place.start : place.stop].view(parameter.shape)
-                parameter.main_grads = _Owner(self)
-                hook = partial(_on_gradient, weakref.ref(self))  # a weak reference: without a cycle buffers are freed at once
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._released = self._releasable_buffers() if release else []
-        self._finalizer = weakref.finalize(self, _release_grad, [parameter for _, parameter in named], handles, self._released)
-        self._finalizer.atexit = False
+        self.named: list[tuple[str, Any]] = []  # those with a main_grad: what was trainable at one time
+        self.trained = {id(each) for _, each in self.given if each.requires_grad}  # as of the last `finish`
+        self.buffers: list[Tensor] = []
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._released: list[ReleasableBuffer] = []
+        self._hooks = ParameterHooks(self, self._released)
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when an optimizer left zeros in them
+        self._add_buckets(self._unplaced())
         self._open()
         if release:
             self._give_back()
+
+    # ---- layout ----
+
+    def _unplaced(self) -> list[tuple[str, Any]]:
+        """Return trainable parameters without a main_grad."""
+        found = [(name, each) for name, each in self.given if each.requires_grad and id(each) not in self._bucket_of]
+        for name, parameter in found:
+            check_parameter(name, parameter)
+        return found
+
+    def follow(self) -> None:
+        """Give main_grads to parameters that were unfrozen since. Raises where a parameter has lost its own."""
+        for name, parameter in self.named:
+            if "main_grads" not in parameter.__dict__:
+                raise RuntimeError(
+                    f"parameters must stay the same tensors, but {name} was swapped for another, as by torch.utils.swap_tensors: "
+                    "close() this MainGrads, and make it and its optimizer anew"
+                )
+        unplaced = self._unplaced()
+        if unplaced:
+            if is_capturing(self.buffers[0]):
+                raise RuntimeError(f"{unplaced[0][0]} must be unfrozen before a capture, as its gradient needs memory")
+            self._add_buckets(unplaced)
+
+    def _add_buckets(self, named: list[tuple[str, Any]]) -> None:
+        """Lay the parameters' gradients in new buckets, behind those that are there."""
+        planned = plan_buckets(named, self._limit)
+        if validating() and self.group is not None:
+            check_agreement(planned, f"dtype {self.dtype} and shard {self.shard}", self.group)
+        buffers, buckets = self._allocate(planned)
+        self.named += named
+        self.buffers += buffers
+        self.buckets += buckets
+        self._complete = None
+        for bucket in buckets:
+            for place in bucket.places:
+                self._bucket_of[id(place.parameter)] = bucket
+                self._hooks.attach(place.parameter, bucket.flat[place.start : place.stop].view(place.parameter.shape))
+        if self.releases:
+            self._released += self._releasable_buffers(buffers, buckets, named)
 
     def _allocate(self, planned: list[list[BucketSlice]]) -> tuple[list[Tensor], list[Bucket]]:
         """Allocate one buffer for each device and type of parameters, as weights are gathered in their own type. With `release`
@@ -149,7 +188,7 @@ class MainGrads:
         buffers = {key: torch.zeros(total, dtype=self.dtype, device=key[0]) for key, total in totals.items()}
         rest = dict(buffers)
         buckets = []
-        for index, (places, key, size) in enumerate(zip(planned, keys, sizes, strict=True)):
+        for index, (places, key, size) in enumerate(zip(planned, keys, sizes, strict=True), len(self.buckets)):
             flat, rest[key] = rest[key][:size], rest[key][size:]
             first, length = 0, size
             if self.shard:
@@ -159,17 +198,19 @@ class MainGrads:
             buckets.append(Bucket(index, places, flat, flat[first : first + length], first))
         return list(buffers.values()), buckets
 
-    def _releasable_buffers(self) -> list[ReleasableBuffer]:
-        own: dict[int, list[Tensor]] = {storage_id(buffer): [] for buffer in self.buffers}
-        for bucket in self.buckets:
+    def _releasable_buffers(
+        self, buffers: list[Tensor], buckets: list[Bucket], named: list[tuple[str, Any]]
+    ) -> list[ReleasableBuffer]:
+        own: dict[int, list[Tensor]] = {storage_id(buffer): [] for buffer in buffers}
+        for bucket in buckets:
             own[storage_id(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
         together: dict[int, list[tuple[list[Any], Tensor]]] = {storage: [] for storage in own}
-        for laid in packed_groups([parameter for _, parameter in self.named]):
+        for laid in packed_groups([parameter for _, parameter in named]):
             main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
             for first, last in combinations(range(len(laid) + 1), 2):
                 if last - first > 1 and are_packed(run := main_grads[first:last]):
                     together[storage_id(run[0])].append((run, concat_no_grad(run)))
-        return [ReleasableBuffer(buffer, own[storage_id(buffer)], together[storage_id(buffer)]) for buffer in self.buffers]
+        return [ReleasableBuffer(buffer, own[storage_id(buffer)], together[storage_id(buffer)]) for buffer in buffers]
 
     # ---- a step ----
 
@@ -177,6 +218,7 @@ class MainGrads:
         """Begin a step: clear buffers, `.grad` and flags. After `cleared` the buffers are not cleared again."""
         self._check_none_held("zero_()", "or clear() what is deferred")
         self._wait()
+        self.follow()
         if self.releases:
             self._give_back()
         elif is_capturing(self.buffers[0]) or self._clear != [buffer._version for buffer in self.buffers]:
@@ -222,7 +264,7 @@ class MainGrads:
         self._finished = False
         self._clear = None
         for bucket in self.buckets:
-            bucket.missing = {id(place.parameter) for place in bucket.places}
+            bucket.missing = {id(place.parameter): place.parameter for place in bucket.places}
             bucket.held.clear()
             bucket.streams.clear()
             for place in bucket.places:
@@ -248,6 +290,7 @@ class MainGrads:
                 if place.parameter.grad is not None:
                     self.check_open(place.parameter)
         self._check_none_held("finish()")
+        self._choose_trained()
         for bucket in self.buckets[self._next :]:
             for place in bucket.places:
                 self._take(place.parameter)
@@ -256,7 +299,20 @@ class MainGrads:
         for bucket in self.buckets:
             bucket.wait_for_gradients()
         self.fill_()
+        frozen = [parameter.main_grad for _, parameter in self.named if id(parameter) not in self.trained]
+        if frozen:  # as of a backward before it was frozen: neither a norm nor the next step is to have it
+            torch._foreach_zero_(frozen)
         self._finished = True
+
+    def _choose_trained(self) -> None:
+        """Take those parameters into the step that require a gradient now."""
+        if validating() and self.group is not None:
+            trained = [name for name, parameter in self.given if parameter.requires_grad]
+            check_alike("parameters that require a gradient", trained, self.group)
+        self.follow()
+        self.trained = {id(parameter) for _, parameter in self.named if parameter.requires_grad}
+        if (step := current_step()) is not None:
+            step.given += [parameter for _, parameter in self.given]
 
     def _check_still_there(self) -> None:
         """Raise where the module's parameters were replaced, as fully_shard does: the new ones' gradients go elsewhere."""
@@ -275,7 +331,7 @@ class MainGrads:
     def close(self) -> None:
         """Remove hooks and main_grad from the parameters."""
         self._wait()
-        self._finalizer()
+        self._hooks.remove()
 
     # ---- gradients come ----
 
@@ -300,9 +356,8 @@ class MainGrads:
             self.check_open(parameter)
             raise RuntimeError(_reject_late(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
-        bucket.missing.discard(id(parameter))
-        if not bucket.missing:
-            self._start_full()
+        del bucket.missing[id(parameter)]
+        self._start_full()
 
     def _take(self, parameter: Any) -> None:
         """Add `.grad` to main_grad. The flag does not exclude a `.grad`: another op of a tied weight may have made it."""
@@ -324,7 +379,7 @@ class MainGrads:
 
     def _start_full(self) -> None:
         for bucket in self.buckets[self._next :]:
-            if bucket.missing or bucket.held:
+            if not bucket.is_full():
                 return
             self._start(bucket)
 
@@ -434,41 +489,6 @@ class MainGrads:
             raise RuntimeError(f"{what} must come after finish(), which this step's gradients have not seen")
         for buffer in self._released:
             buffer.check_no_capture()
-
-
-# ---- parameters' attributes and hooks ----
-
-
-class _Owner(weakref.ref["MainGrads"]):
-    """A parameter's reference to its `MainGrads`. It refuses to be pickled with the parameter: the buffer belongs to a step."""
-
-    __slots__ = ()
-
-    def added_here(self, parameter: Tensor) -> None:
-        main_grads = self()
-        if main_grads is not None:
-            main_grads.added_here(parameter)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a module can't be saved or sent whole while MainGrads has its parameters: save its state_dict(), or close() before"
-        )
-
-
-def _on_gradient(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
-    main_grads = owner()
-    if main_grads is not None:
-        main_grads._on_gradient(parameter)
-
-
-def _release_grad(parameters: list[Any], handles: list[Any], released: list[ReleasableBuffer]) -> None:
-    for handle in handles:
-        handle.remove()
-    for buffer in released:
-        buffer.detach_views()
-    for parameter in parameters:
-        for name in ("main_grad", "main_grads", "grad_added_to_main_grad"):
-            parameter.__dict__.pop(name, None)
 
 
 def _reject_late(name: str, after: str) -> str:

@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.gathered_weights import GatheredWeights, Groups, check_fp32, check_shard, parameter_groups, shard_of
+from onepass.gradients.adamw_formula import follow_weight
+from onepass.gradients.buckets import Bucket
+from onepass.gradients.gathered_weights import (
+    GatheredWeights,
+    Groups,
+    check_fp32,
+    check_groups,
+    check_shard,
+    parameter_groups,
+    shard_of,
+)
 from onepass.gradients.main_grads import MainGrads
 from onepass.runtime.cuda_graph import current_step
 
@@ -44,14 +54,16 @@ class MasterWeights:
 
     `weights.optimizer` is what make returned, for schedulers of the learning rate. With `MainGrads(shard=True)` the masters are
     one-dimensional pieces, so the optimizer must work element by element, as SGD and Adam do; `step`, `publish` and
-    `load_state_dict` are collective. After changing the weights by other means, such as loading a checkpoint into the model, call
-    `reload`.
+    `load_state_dict` are collective.
+
+    A frozen parameter stands still, and one that is unfrozen later trains. Weights may be written by others, in whichever way:
+    where one is not its master rounded, `step` takes it as the master.
 
     Args:
         main_grads: of fp32, with the parameters to be trained.
         make: takes parameter groups, as torch.optim's optimizers do, and returns the optimizer.
         groups: the model's parameters in groups with options, as for torch.optim: `{"params": [...], "weight_decay": 0.0}`.
-            Each parameter of main_grads is in one; frozen ones are skipped. None is one group of all.
+            Each parameter of main_grads is in one. None is one group of all.
     """
 
     def __init__(
@@ -62,51 +74,83 @@ class MasterWeights:
     ) -> None:
         check_fp32(main_grads)
         self._main_grads = main_grads
-        in_groups = parameter_groups(main_grads, groups)
-        with torch.no_grad():
-            self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
-            parts = self._gathered.mine if self._gathered else []
-            wide = [part if part.dtype is torch.float32 else part.float() for part in parts]
-            with main_grads.filled():
-                masters = _pieces(main_grads, wide) if self._gathered else _whole(main_grads)
-        for group in in_groups:
-            group["params"] = [masters[key].weight for key in group["params"] if key in masters]
-        self.optimizer = make(in_groups)
-        self._masters = list(masters.values())
-        copies = [(master.weight, master.rounded) for master in self._masters if master.rounded is not None]
-        copies += [(mine, part) for mine, part in zip(wide, parts, strict=True) if mine is not part]
-        self._wide, self._rounded = [wide for wide, _ in copies], [rounded for _, rounded in copies]
+        self._groups = parameter_groups(main_grads, groups)
+        self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
+        self._masters: Masters = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []  # fp32 masters, and where they are rounded to
+        self._placed = 0  # buckets whose parameters have masters
+        self._add_masters()
+        self.optimizer = make([{**group, "params": self._in_group(group)} for group in self._groups])
         if self._gathered:
             self._gathered.lay()  # last: make may raise
+
+    @torch.no_grad()
+    def _add_masters(self) -> None:
+        """Make masters of the parameters in buckets that are new."""
+        buckets = self._main_grads.buckets[self._placed :]
+        with self._main_grads.filled():
+            if self._gathered:
+                parts = self._gathered.mine[self._placed :]
+                wide = [part if part.dtype is torch.float32 else part.float() for part in parts]
+                masters = _pieces(buckets, wide)
+                self._copies += [(mine, part) for mine, part in zip(wide, parts, strict=True) if mine is not part]
+            else:
+                masters = _whole(buckets)
+                self._copies += [(each.weight, each.rounded) for each in masters.values() if each.rounded is not None]
+        self._masters |= masters
+        self._placed += len(buckets)
+
+    def _in_group(self, group: Mapping[str, Any]) -> list[Tensor]:
+        return [self._masters[id(each)].weight for each in group["params"] if id(each) in self._masters]
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give masters to parameters that were unfrozen, and take weights that were written by others."""
+        if self._gathered:
+            self._gathered.check()
+        for wide, rounded in self._copies:
+            follow_weight(rounded, wide)
+        if self._placed == len(self._main_grads.buckets):
+            return
+        check_groups(self._main_grads, self._groups)
+        if self._gathered:
+            self._gathered.extend()
+        self._add_masters()
+        for group, of_optimizer in zip(self._groups, self.optimizer.param_groups, strict=True):
+            of_optimizer["params"][:] = self._in_group(group)
+        if self._gathered:
+            self._gathered.lay()
 
     @torch.no_grad()
     def step(self) -> None:
         """Step the optimizer and the model's weights. `main_grads.finish()` comes before, `main_grads.zero_()` after."""
         self._main_grads.check_finished("step()")
-        for master in self._masters:
-            master.weight.grad = master.grad
+        self._follow()
+        for master in self._masters.values():
+            master.weight.grad = master.grad if id(master.parameter) in self._main_grads.trained else None
         try:
             self.optimizer.step()
         finally:
-            for master in self._masters:  # one may be the parameter itself, and backward would add to its .grad
+            for master in self._masters.values():  # one may be the parameter itself, and backward would add to its .grad
                 master.weight.grad = None
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model's weights, as `step` does. Call it after writing masters by other means."""
-        if self._wide:
-            torch._foreach_copy_(self._rounded, self._wide)
+        if self._copies:
+            wide, rounded = map(list, zip(*self._copies, strict=True))
+            torch._foreach_copy_(rounded, wide)
             if (step := current_step()) is not None:
-                step.written += self._rounded
+                step.written += rounded
         if self._gathered:
             self._gathered.gather()
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the masters from the model's weights again."""
-        if self._wide:
-            torch._foreach_copy_(self._wide, self._rounded)
+        for wide, rounded in self._copies:
+            wide.copy_(rounded)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Yield each parameter that this rank steps, its master, and where in the flattened parameter the master begins.
@@ -114,28 +158,32 @@ class MasterWeights:
         The master is fp32 and the key of its state in `optimizer.state`. It has the parameter's shape, or with shard is a
         one-dimensional stretch. After writing to it call `publish`.
         """
-        for master in self._masters:
+        self._follow()
+        for master in self._masters.values():
             yield master.parameter, master.weight, master.start
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and copies of the masters; with shard, this rank's."""
+        self._follow()
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": {master.name: master.weight.detach().clone() for master in self._masters},
+            "masters": {master.name: master.weight.detach().clone() for master in self._masters.values()},
             "shard": shard_of(self._main_grads),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, and write the model's weights from its masters. It must be of the same rank and number of ranks."""
+        self._main_grads.follow()
+        self._follow()
         theirs = {name: tuple(master.shape) for name, master in state["masters"].items()}
-        mine = {master.name: tuple(master.weight.shape) for master in self._masters}
+        mine = {master.name: tuple(master.weight.shape) for master in self._masters.values()}
         check_shard(state, self._main_grads)
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 raise ValueError(f"state must have a master {name} of shape {mine.get(name)}, but has {theirs.get(name)}")
         self.optimizer.load_state_dict(state["optimizer"])
-        for master in self._masters:
+        for master in self._masters.values():
             master.weight.copy_(state["masters"][master.name])
         self.publish()
 
@@ -143,9 +191,9 @@ class MasterWeights:
 Masters = dict[int, _Master]  # by the parameter's id
 
 
-def _whole(main_grads: MainGrads) -> Masters:
+def _whole(buckets: list[Bucket]) -> Masters:
     masters = {}
-    for bucket in main_grads.buckets:
+    for bucket in buckets:
         for place in bucket.places:
             parameter = place.parameter
             same = parameter.dtype is torch.float32
@@ -154,9 +202,9 @@ def _whole(main_grads: MainGrads) -> Masters:
     return masters
 
 
-def _pieces(main_grads: MainGrads, wide: list[Tensor]) -> Masters:
+def _pieces(buckets: list[Bucket], wide: list[Tensor]) -> Masters:
     masters = {}
-    for bucket, weights in zip(main_grads.buckets, wide, strict=True):
+    for bucket, weights in zip(buckets, wide, strict=True):
         for place, start, stop in bucket.parts():
             weight = weights[start - bucket.first : stop - bucket.first].detach().requires_grad_()
             grad = bucket.flat[start:stop]

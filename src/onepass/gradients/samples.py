@@ -37,8 +37,9 @@ def _adamw_call(size: int, dtype: torch.dtype, option: str) -> CoveringCall:
         beside = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
         rest = None if beside is None else torch.empty(size, dtype=beside, device="meta")
         numbers = meta(2 * adamw_kernels.OPTIONS + 1, dtype=torch.float64, requires_grad=False)
-        step, scalars = grad[0], grad[: 2 * adamw_kernels.SCALARS]
-        adamw_kernels.write_scalars(numbers, step, grad[0] if option else None, scalars)
+        steps, scalars = grad[:2], grad[: 2 * adamw_kernels.SCALARS]
+        rows = torch.empty(2, 2, dtype=torch.int64, device="meta")
+        adamw_kernels.write_scalars(numbers, rows, steps, grad[0] if option else None, scalars)
         for batch in adamw_kernels.batches_of([AdamWSlice(weight.detach(), grad, exp_avg, exp_avg_sq, rest, 0)]):
             adamw_kernels.step_batch(batch, scalars, bool(option))
         return weight

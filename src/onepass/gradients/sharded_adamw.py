@@ -7,15 +7,15 @@ Moments are flat, so that one table of addresses serves a device. Gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.adamw import AdamWStepper, check_options
 from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.adamw_stepper import AdamWStepper, check_options
 from onepass.gradients.releasable_storage import storage_id
 from onepass.runtime.sharding import has_dtensor
 from onepass.runtime.sizes import ceil_div
@@ -31,7 +31,7 @@ class _Shard:
 
     weight: Tensor
     moments: tuple[Tensor, Tensor]
-    group: int
+    row: int  # the parameter's place in its stepper's count of steps
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -43,8 +43,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         optimizer.zero_grad()
 
     FSDP2 keeps fp32 shards and casts them for the forward pass, so that these are the masters of a model that computes in bf16.
-    `torch.distributed.checkpoint` saves and loads the state, and loads torch.optim.AdamW's, as it does for this one's. All
-    parameters have one count of steps: one without a gradient stays as it is, though the step counts.
+    `torch.distributed.checkpoint` saves and loads the state, and loads torch.optim.AdamW's, as it does for this one's. A
+    parameter without a gradient stays as it is and counts no step. A frozen one has no state before its first gradient.
 
     Args:
         params: parameters, or groups of them with options, as for torch.optim.
@@ -65,10 +65,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         self._check_groups(self.param_groups)
-        self._shards = self._make_shards()
-        self._steppers = {device: AdamWStepper(device, self.param_groups) for device in self._devices()}
-        self._adopt()
-        self._layout: list[tuple[int, int, int, int]] = []  # of the gradients in the tables: shard, storage, offset, alignment
+        self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
+        self._shards: dict[Tensor, _Shard] = {}
+        self._steppers: dict[torch.device, AdamWStepper] = {}
+        self._add_state([parameter for parameter in self._rows if parameter.requires_grad])
+        self._layout: list[tuple[int, int, int, int]] = []  # of the gradients in the tables: weight, storage, offset, alignment
 
     def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group in groups:
@@ -83,47 +84,49 @@ class ShardedAdamW(torch.optim.Optimizer):
                         "fp32 shards for the forward pass, and `onepass.parallel.AdamW` keeps masters beside MainGrads"
                     )
 
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
     @torch.no_grad()
-    def _make_shards(self) -> dict[Tensor, _Shard]:
-        """Allocate the moments of all parameters, those of a device in one piece each."""
-        found: dict[torch.device, list[tuple[Tensor, Tensor, int]]] = {}
-        for place, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                part = _part(parameter)
-                if not part.is_contiguous():
-                    raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
-                found.setdefault(part.device, []).append((parameter, part.view(-1), place))
-        shards = {}
+    def _add_state(self, parameters: Iterable[Tensor]) -> None:
+        """Allocate the moments of these parameters, those of a device in one piece each."""
+        found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for parameter in parameters:
+            part = _part(parameter)
+            if not part.is_contiguous():
+                raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
+            found.setdefault(part.device, []).append((parameter, part.view(-1)))
         for device, parts in found.items():
-            sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part, _ in parts]
+            if device not in self._steppers:
+                self._steppers[device] = AdamWStepper(device, self.param_groups)
+            sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
             flat = [torch.zeros(sum(sizes), device=device) for _ in _MOMENTS]
             begin = 0
-            for (parameter, part, place), size in zip(parts, sizes, strict=True):
+            for (parameter, part), size in zip(parts, sizes, strict=True):
                 exp_avg, exp_avg_sq = (each[begin : begin + part.numel()] for each in flat)
-                shards[parameter] = _Shard(part, (exp_avg, exp_avg_sq), place)
+                self._shards[parameter] = _Shard(part, (exp_avg, exp_avg_sq), self._rows[parameter])
                 begin += size
-        return shards
-
-    def _devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(shard.weight.device for shard in self._shards.values()))
+        self._adopt()
 
     def _adopt(self) -> None:
         """Make the state the tensors that kernels write."""
         for parameter, shard in self._shards.items():
             moments = {name: _as_parameter(each, parameter) for name, each in zip(_MOMENTS, shard.moments, strict=True)}
-            self.state[parameter] = {"step": self._steppers[shard.weight.device].step, **moments}
+            self.state[parameter] = {"step": self._step_of(shard), **moments}
+
+    def _step_of(self, shard: _Shard) -> Tensor:
+        return self._steppers[shard.weight.device].counts[shard.row]
 
     # ---- a step ----
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Return the norm of all gradients over all ranks, on the device. Collective."""
-        return _norm([parameter.grad for parameter in self._shards if parameter.grad is not None])
+        return _norm([parameter.grad for parameter in self._rows if parameter.grad is not None])
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm: Tensor | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm: Tensor | None = None) -> Any:
         """Step the weights.
 
         Args:
@@ -136,7 +139,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        unknown = [p for p in self._rows if p.grad is not None and p not in self._shards]
+        if unknown:
+            self._add_state(unknown)
         given = [(parameter, shard) for parameter, shard in self._shards.items() if parameter.grad is not None]
+        for parameter, shard in given:
+            if _local(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
+                shard.weight = _part(parameter).view(-1)
         if norm is None and max_norm is not None:
             norm = self.norm()
         self._lay([(shard, _grad_part(parameter)) for parameter, shard in given])
@@ -150,12 +159,12 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
         """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
         given = [(shard, grad) for shard, grad in given if grad.numel()]
-        stretches = [AdamWSlice(shard.weight, grad, *shard.moments, None, shard.group) for shard, grad in given]
+        stretches = [AdamWSlice(shard.weight, grad, *shard.moments, None, shard.row) for shard, grad in given]
         firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
         layout = []
         for shard, grad in given:
             number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
-            layout.append((id(shard), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
+            layout.append((shard.weight.data_ptr(), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
         for device, stepper in self._steppers.items():
             mine = [stretch for stretch in stretches if stretch.weight.device == device]
             (stepper.move_gradients if layout == self._layout else stepper.lay)(mine)
@@ -173,26 +182,22 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch.optim.AdamW. Moments are copied where the kernels have them."""
         self._check_groups(state_dict["param_groups"])
-        steps = {float(state["step"]) for state in state_dict["state"].values()}
-        if len(steps) > 1:
-            raise ValueError(f"state must be of one step, but is of {sorted(steps)}")
         before = self.state
         super().load_state_dict(dict(state_dict))
         loaded, self.state = self.state, before
-        for parameter in self._shards:
-            for name in _MOMENTS if parameter in loaded else ():
+        for parameter in loaded:
+            for name in _MOMENTS:
                 if loaded[parameter][name].shape != parameter.shape:
                     shape = tuple(loaded[parameter][name].shape)
                     raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
+        self._add_state([parameter for parameter in loaded if parameter not in self._shards])
         for parameter, shard in self._shards.items():
+            self._step_of(shard).fill_(loaded[parameter]["step"] if parameter in loaded else 0)
             for name, moment in zip(_MOMENTS, shard.moments, strict=True):
                 if parameter in loaded:
                     moment.copy_(_part(_placed_as(loaded[parameter][name], parameter)).reshape(-1))
                 else:
                     moment.zero_()
-        for stepper in self._steppers.values():
-            stepper.step.fill_(max(steps, default=0.0))
-        self._adopt()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:
@@ -205,7 +210,11 @@ class ShardedAdamW(torch.optim.Optimizer):
 
 def _part(tensor: Any) -> Tensor:
     """This rank's part, in the tensor's own memory."""
-    return (tensor.to_local() if has_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
+    return _local(tensor).detach()
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if has_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def _placed_as(tensor: Any, parameter: Any) -> Any:

@@ -21,6 +21,7 @@ class WholeStep:
 
     def __init__(self) -> None:
         self.written: list[Tensor] = []  # weights that the step writes beside its optimizers' parameters
+        self.given: list[Tensor] = []  # parameters of which those are trained that require a gradient
         self.scales: list[Any] = []  # of weights in eight bits that the step has used
 
 

@@ -75,6 +75,29 @@ def test_training_is_adamws(max_norm, release):
     assert loss < 4
 
 
+@pytest.mark.parametrize("groups", (False, True))
+def test_layers_are_frozen_and_unfrozen_as_by_torch_optim(groups):
+    model = made("Mistral")
+    before = copy.deepcopy(model)
+    for each in (model, before):
+        each.model.layers[0].requires_grad_(False)
+    applied = huggingface.apply(model, main_grad=True)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = applied.optimizer([{"params": list(model.parameters())}] if groups else None, **options)
+    plain = torch.optim.AdamW(before.parameters(), **options)
+    for asks in (False, True, False, True):
+        for each in (model, before):
+            each.model.layers[0].mlp.requires_grad_(asks)
+            each.lm_head.requires_grad_(not asks)
+        for _ in range(2):
+            for each, its in ((model, optimizer), (before, plain)):
+                each(**batch()).loss.backward()
+                its.step()
+                its.zero_grad()
+        for (name, found), expected in zip(model.named_parameters(), before.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_undo_gives_gradients_back():
     model, before, applied = both("Llama", main_grad=True)
     model(**batch()).loss.backward()
@@ -129,7 +152,7 @@ def test_an_optimizer_beside_trainer_says_that_it_clips_nothing(monkeypatch):
 
 def test_trainers_own_optimizer_raises_at_the_first_step(tmp_path):
     model, _, applied = both("Llama", main_grad=True)
-    with pytest.raises(RuntimeError, match=r"must be applied\.optimizer\(\.\.\.\) .* but is AdamW.* optimizers=\(applied"):
+    with pytest.raises(RuntimeError, match=r"but is AdamW, .* use applied\.optimizer\(\.\.\.\), as .* optimizers=\(applied"):
         trained(model, None, tmp_path)
     applied.undo()
     before = model.lm_head.weight.clone()
@@ -146,9 +169,10 @@ def test_only_optimizers_that_can_read_no_gradient_raise():
     model(**batch()).loss.backward()
     with pytest.raises(RuntimeError, match="but is SGD"):
         mine.step()
-    applied.main_grads.finish()  # for one that reads main_grad by itself
+    applied.main_grads.finish()
+    mine.reads_main_grad = True  # by itself
     mine.step()
-    del applied
+    del applied, mine.reads_main_grad
     model(**batch()).loss.backward()
     mine.step()
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.main_grad import is_capturing
@@ -33,22 +31,14 @@ from onepass.runtime.cuda_graph import current_step
 
 
 class PatientMainGrads(MainGrads):
-    """MainGrads that reduces over data-parallel ranks in `finish`, because such a loop marks no backward as the step's last.
+    """MainGrads that reduces over data-parallel ranks in `finish`, because such a loop marks no backward as the step's last."""
 
-    Another optimizer's step by these parameters raises: it reads `.grad`, which is None, and would train nothing.
-    """
+    advice = "use applied.optimizer(...), as Trainer's optimizers=(applied.optimizer(...), None), or apply without main_grad"
 
     def __init__(self, model: nn.Module, release: bool) -> None:
         self._captured = False  # a CUDA graph adds gradients, and its replays call no hooks
         super().__init__(model, release=release)
         self._accumulating = True
-        hook = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self)))
-        self._remove_hook = weakref.finalize(self, hook.remove)
-        self._remove_hook.atexit = False
-
-    def close(self) -> None:
-        super().close()
-        self._remove_hook()
 
     def zero_(self) -> None:
         """As MainGrads', but before the next gradient another call clears no buffer: a step calls it, then the loop."""
@@ -65,24 +55,6 @@ class PatientMainGrads(MainGrads):
     def added_here(self, parameter: Tensor) -> None:
         self._clear = None
         super().added_here(parameter)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise where the optimizer would step by parameters of which none has a gradient that it can read."""
-        if self._finished or isinstance(optimizer, AdamW):
-            return
-        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._bucket_of]
-        if mine and all(parameter.grad is None for parameter in mine):
-            raise RuntimeError(
-                f"the optimizer must be applied.optimizer(...) after apply(main_grad=True), but is {type(optimizer).__name__}, "
-                "which reads .grad and would train nothing: give Trainer optimizers=(applied.optimizer(...), None), or apply "
-                "without main_grad"
-            )
-
-
-def _check_optimizer(owner: weakref.ref[PatientMainGrads], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    main_grads = owner()
-    if main_grads is not None:
-        main_grads.check_optimizer(optimizer)
 
 
 class MainGradAdamW(AdamW):
