@@ -38,9 +38,10 @@ def test_random_histories_are_torchs(kind, dtype, release):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_random_histories_by_kernels(dtype):
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_histories_by_kernels(kind, dtype):
     with onepass.use_backend("triton"):
-        assert not judged(History(7), made("AdamW", dtype))
+        assert not judged(History(7), made(kind, dtype))
 
 
 def test_random_histories_of_parameters_with_grad():

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.written_weights import follow_weight
+
 _A_THREADS = 1 << 16  # values of a block for each thread: intermediates stay in the cache
 
 
@@ -52,11 +54,6 @@ def joined_master(weight: Tensor, low: Tensor, into: Tensor | None = None) -> Te
     if not master.is_cpu or master.sum().isnan():  # looking for NaN takes longer than all else
         torch.where(master.isnan(), weight, master, out=master)
     return master
-
-
-def follow_weight(weight: Tensor, master: Tensor) -> None:
-    """Write fp16 or bf16 weights that others have written into their masters. Nobody waits for the device."""
-    torch.where(master.to(weight.dtype) == weight, master, weight, out=master)
 
 
 def store_master(stretch: AdamWSlice, master: Tensor) -> None:

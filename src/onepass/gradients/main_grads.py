@@ -147,6 +147,8 @@ class MainGrads:
 
     def follow(self) -> None:
         """Give main_grads to parameters that were unfrozen since. Raises where a parameter has lost its own."""
+        if not self._hooks.remove.alive:  # closed
+            return
         for name, parameter in self.named:
             if "main_grads" not in parameter.__dict__:
                 raise RuntimeError(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.adamw_formula import follow_weight
 from onepass.gradients.buckets import Bucket
 from onepass.gradients.gathered_weights import (
     GatheredWeights,
@@ -29,6 +28,7 @@ from onepass.gradients.gathered_weights import (
     shard_of,
 )
 from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.written_weights import follow_weight
 from onepass.runtime.cuda_graph import current_step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from onepass.gradients import adamw_kernels
 from onepass.gradients.adamw_formula import AdamWSlice
 from onepass.gradients.fp8_scales import FP8Scales
+from onepass.gradients.written_weights import follow_by_kernel
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.samples import CoveringCall, meta
 
@@ -18,6 +20,8 @@ from onepass.runtime.samples import CoveringCall, meta
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _adamw_calls()
+    for dtype in (torch.bfloat16, torch.float16):
+        yield CoveringCall("follow", dtype, partial(_follow, dtype))
     for recipe in (FP8Recipe(), FP8Recipe(format="e4m3", margin=1, amax_history_len=1, amax_compute_algo="most_recent")):
         yield _fp8_scales_call(recipe)
 
@@ -45,6 +49,12 @@ def _adamw_call(size: int, dtype: torch.dtype, option: str) -> CoveringCall:
         return weight
 
     return CoveringCall(" ".join(filter(None, (f"adamw {size}", option))), dtype, run)
+
+
+def _follow(dtype: torch.dtype) -> Tensor:
+    weight, master = (meta(1 << 20, dtype=each) for each in (dtype, torch.float32))
+    follow_by_kernel(weight.detach(), master.detach())
+    return weight
 
 
 def _fp8_scales_call(recipe: FP8Recipe) -> CoveringCall:
