@@ -40,7 +40,7 @@ def ops_called(config, monkeypatch, training=True):
         (OFF | {"apply_rope_fusion": False}, 0, 0),
         ({"position_embedding_type": "none"}, 2, 0),
         ({"qk_layernorm": True}, 2, 0),
-        ({"qk_layernorm": True, "persist_layer_norm": False, "norm_linear_fusion": False}, 0, 2),
+        ({"qk_layernorm": True, "norm_fusion": False, "norm_linear_fusion": False}, 0, 2),
         ({"qk_layernorm": True, "normalization": "LayerNorm"}, 0, 2),
         ({"qk_layernorm": True, "position_embedding_type": "none"}, 0, 0),
         ({"qk_layernorm": True, "apply_rope_fusion": False}, 0, 0),

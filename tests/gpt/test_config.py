@@ -62,8 +62,8 @@ REFUSED = [  # the fields, and what is said
         "rope_scaling_low_freq_factor must be below rope_scaling_high_freq_factor, 4.0, but is 4.0",
     ),
     (
-        {"memory_efficient_layer_norm": True, "persist_layer_norm": False},
-        "memory_efficient_layer_norm must be false without persist_layer_norm, as PyTorch's norms can't do it, but is true",
+        {"memory_efficient_layer_norm": True, "norm_fusion": False},
+        "memory_efficient_layer_norm must be false without norm_fusion, as PyTorch's norms can't do it, but is true",
     ),
     (
         {"activation_func": "squared_relu"},
@@ -274,7 +274,8 @@ ALLOWED = [  # what Megatron refuses, or accepts and then can't do
     {"gated_linear_unit": False, "activation_func": "gelu"},
     {"gated_linear_unit": False, "activation_func": "silu", "activation_func_fp8_input_store": True},
     {"gated_linear_unit": False, "activation_func": "squared_relu", "cpu_offloading": True},
-    {"layernorm_zero_centered_gamma": True, "persist_layer_norm": False},
+    {"layernorm_zero_centered_gamma": True, "norm_fusion": False},
+    {"memory_efficient_layer_norm": True, "persist_layer_norm": False},
     {"tensor_model_parallel_size": 2, "vocab_size": 1023},
     {"rotary_percent": 0.25, "position_embedding_type": "none", "kv_channels": 6},
     MOE | {"moe_router_topk": 4, "add_qkv_bias": True},
@@ -400,7 +401,7 @@ def test_the_reference_has_every_fusion_off_and_the_same_shape():
     more = {"activation_func_fp8_input_store": True, "memory_efficient_layer_norm": True, "fp32_logits": True}
     config = preset("tiny", qk_layernorm=True, **more)
     plain = config.reference()
-    fusions = {flag.field for flag in Config.flags() if flag.field.endswith("_fusion")} | {"persist_layer_norm"}
+    fusions = {flag.field for flag in Config.flags() if flag.field.endswith("_fusion")} | {"norm_fusion"}
     assert not any(getattr(plain, name) for name in fusions | more.keys()) and plain.activation_save == "input"
     assert plain.parameters_count() == config.parameters_count() and plain.qk_layernorm
     assert plain.reference() == plain
@@ -464,6 +465,7 @@ def test_every_field_is_a_flag_with_a_help_text():
         ("layernorm_epsilon", "--norm-epsilon", None, float),
         ("layernorm_zero_centered_gamma", "--apply-layernorm-1p", "--no-apply-layernorm-1p", bool),
         ("bias_activation_fusion", "--bias-activation-fusion", "--no-bias-activation-fusion", bool),
+        ("norm_fusion", "--norm-fusion", "--no-norm-fusion", bool),
         ("persist_layer_norm", "--persist-layer-norm", "--no-persist-layer-norm", bool),
         ("add_bias_linear", "--add-bias-linear", "--disable-bias-linear", bool),
         ("apply_rope_fusion", "--rope-fusion", "--no-rope-fusion", bool),

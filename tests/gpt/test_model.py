@@ -53,7 +53,7 @@ VARIANTS = {
     "attention recomputed": {"recompute_granularity": "selective"},
 }  # fmt: skip
 FUSIONS = [  # each switched off alone
-    {"persist_layer_norm": False, "norm_linear_fusion": False}, {"persist_layer_norm": False}, {"norm_linear_fusion": False},
+    {"norm_fusion": False, "norm_linear_fusion": False}, {"norm_fusion": False}, {"norm_linear_fusion": False},
     {"bias_activation_fusion": False}, {"bias_dropout_fusion": False}, {"apply_rope_fusion": False},
     {"attention_fusion": False}, {"attention_fusion": False, "apply_rope_fusion": False},
     {"cross_entropy_loss_fusion": False}, {"cross_entropy_fusion_impl": "native"}, {"gradient_accumulation_fusion": False},
@@ -130,9 +130,16 @@ SWITCHES = [
     ("norm_linear_fusion", "onepass.gpt.parts.norm_linear"),
     ("bias_activation_fusion", "onepass.nn.mlp.activation_linear"),
     ("bias_dropout_fusion", "onepass.gpt.parts.dropout_add"),
-    ("persist_layer_norm", "onepass.nn.norm.layer_norm"),
+    ("norm_fusion", "onepass.nn.norm.layer_norm"),
     ("cross_entropy_loss_fusion", "onepass.nn.linear_cross_entropy.linear_cross_entropy"),
 ]
+
+
+def test_norms_are_ours_without_persist_layer_norm():
+    """As in Megatron, whose flag chooses a kernel of Apex."""
+    config = preset("tiny", normalization="LayerNorm", memory_efficient_layer_norm=True, persist_layer_norm=False)
+    norms = [module for module in Model(config, device="meta").modules() if isinstance(module, onepass.nn.LayerNorm)]
+    assert norms and all(type(norm) is onepass.nn.LayerNorm and norm.memory_efficient for norm in norms)
 
 
 @pytest.mark.parametrize(("flag", "op"), SWITCHES, ids=[flag for flag, _ in SWITCHES])

@@ -37,7 +37,7 @@ LAYOUTS = (
 RUN = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 300 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 2 --eval-interval 2 --eval-iters 2 "
-    "--save-minutes 0.01 --samples 1 --sample-tokens 4 --no-persist-layer-norm --no-norm-linear-fusion --no-rope-fusion "
+    "--save-minutes 0.01 --samples 1 --sample-tokens 4 --no-norm-fusion --no-norm-linear-fusion --no-rope-fusion "
     "--no-bias-activation-fusion"
 )
 PHASES = (  # where a rank is late, and by how many seconds at most

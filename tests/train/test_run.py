@@ -55,7 +55,7 @@ def test_fusions_are_switched_off_one_by_one_with_what_needs_them():
         ["attention_fusion"],
         ["apply_rope_fusion", "attention_fusion"],
         ["norm_linear_fusion"],
-        ["persist_layer_norm", "norm_linear_fusion", "memory_efficient_layer_norm"],
+        ["norm_fusion", "norm_linear_fusion", "memory_efficient_layer_norm"],
         ["bias_activation_fusion"],
         ["bias_dropout_fusion"],
         ["cross_entropy_loss_fusion"],
@@ -70,7 +70,7 @@ def test_fusions_are_switched_off_one_by_one_with_what_needs_them():
     assert fusions(Config(qk_layernorm=True, normalization="LayerNorm"))[0] != ["attention_fusion"]
     idle = fusions(Config(position_embedding_type="none", norm_linear_fusion=False))
     assert ["bias_dropout_fusion"] not in idle and ["apply_rope_fusion", "attention_fusion"] not in idle
-    assert ["norm_linear_fusion"] not in idle and ["persist_layer_norm"] in idle
+    assert ["norm_linear_fusion"] not in idle and ["norm_fusion"] in idle
     assert not fusions(Config().reference())
 
 

@@ -91,7 +91,7 @@ def go_slowly(trained, rate):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("plain", ({"persist_layer_norm": False, "norm_linear_fusion": False}, {"norm_linear_fusion": False}))
+@pytest.mark.parametrize("plain", ({"norm_fusion": False, "norm_linear_fusion": False}, {"norm_linear_fusion": False}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_by_other_means(kind, plain):
     """PyTorch's, which want one type; onepass' alone."""

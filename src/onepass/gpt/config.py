@@ -71,7 +71,10 @@ class Config(Settings):
     fp32_norm_weights: bool = setting(
         True, "norms' parameters in fp32, whatever params_dtype says: in bf16 a weight of 1 moves in steps of .004 to .008"
     )
-    persist_layer_norm: bool = setting(True, "norms by onepass, with the residual added in the same pass; otherwise PyTorch's")
+    norm_fusion: bool = setting(True, "norms by onepass, with the residual added in the same pass; otherwise PyTorch's")
+    persist_layer_norm: bool = setting(
+        True, "Megatron's choice between two kernels of Apex. onepass has one for every hidden size, whatever this says"
+    )
     memory_efficient_layer_norm: bool = setting(False, "keep no statistics of a norm for backward")
     norm_linear_fusion: bool = setting(True, "a norm and the linear layer after it as one op, which keeps the norm's input only")
 
@@ -176,7 +179,7 @@ class Config(Settings):
     def norms_in_attention(self) -> bool:
         """Whether the norms of q's and k's heads are ones that `attention` has with its rotation."""
         rotates = self.position_embedding_type == "rope" and self.apply_rope_fusion
-        return self.qk_layernorm and self.normalization == "RMSNorm" and self.persist_layer_norm and rotates
+        return self.qk_layernorm and self.normalization == "RMSNorm" and self.norm_fusion and rotates
 
     @property
     def ffn_size(self) -> int:
@@ -307,7 +310,7 @@ class Config(Settings):
 
 
 _REFERENCE = {
-    "persist_layer_norm": False, "memory_efficient_layer_norm": False, "norm_linear_fusion": False,
+    "norm_fusion": False, "memory_efficient_layer_norm": False, "norm_linear_fusion": False,
     "bias_activation_fusion": False, "activation_func_fp8_input_store": False, "cpu_offloading": False,
     "bias_dropout_fusion": False, "apply_rope_fusion": False, "attention_fusion": False, "cross_entropy_loss_fusion": False,
     "fp32_logits": False,

@@ -23,7 +23,7 @@ from onepass.runtime.dispatch import cast
 
 Norm = LayerNorm | RMSNorm
 
-# ---- norms (persist_layer_norm) ----
+# ---- norms (norm_fusion) ----
 
 
 class PlainLayerNorm(LayerNorm):
@@ -60,7 +60,7 @@ def make_norm(config: Config, size: int, parts_of_sum: bool, device: Any) -> Nor
 
     `parts_of_sum`: ranks apply it to different rows, so its gradients must be summed over the ranks.
     """
-    layer, ours = config.normalization == "LayerNorm", config.persist_layer_norm
+    layer, ours = config.normalization == "LayerNorm", config.norm_fusion
     kind: Any = (LayerNorm if ours else PlainLayerNorm) if layer else (RMSNorm if ours else PlainRMSNorm)
     made: Norm = kind(
         size,
@@ -110,13 +110,13 @@ class PlainMLP(MLP):
         return RowParallelLinear.forward(self.linear_fc2, plain_activation(h, bias, self.config))
 
 
-# ---- the residual stream (norm_linear_fusion, persist_layer_norm, bias_dropout_fusion) ----
+# ---- the residual stream (norm_linear_fusion, norm_fusion, bias_dropout_fusion) ----
 
 
 class Residual:
     """Reads a block's input from the residual stream h and adds its output to h. Only this class decides what is one op.
 
-    - `pending` is a block's output that is not in h yet. With persist_layer_norm or norm_linear_fusion, the next norm adds it to
+    - `pending` is a block's output that is not in h yet. With norm_fusion or norm_linear_fusion, the next norm adds it to
       h in its own pass.
     - norm_linear_fusion runs a norm and the linear layer after it as one op, which saves only the new h. A block then saves two
       tensors of h's size fewer. The op also returns h, so that the norm's backward pass adds all gradients of h.
@@ -130,7 +130,7 @@ class Residual:
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.spread: dict[str, Any] = {"tp_group": tp_group, "sequence_parallel": config.sequence_parallel}
-        self.adds_pending = config.persist_layer_norm or config.norm_linear_fusion
+        self.adds_pending = config.norm_fusion or config.norm_linear_fusion
 
     def take(
         self, h: Tensor, pending: Tensor | None, norm: Norm, linear: ColumnParallelLinear

@@ -98,8 +98,8 @@ def _positions(c: Config) -> Iterator[str]:
 
 
 def _norms(c: Config) -> Iterator[str]:
-    if c.memory_efficient_layer_norm and not c.persist_layer_norm:
-        yield "memory_efficient_layer_norm must be false without persist_layer_norm, as PyTorch's norms can't do it, but is true"
+    if c.memory_efficient_layer_norm and not c.norm_fusion:
+        yield "memory_efficient_layer_norm must be false without norm_fusion, as PyTorch's norms can't do it, but is true"
 
 
 def _mlp(c: Config) -> Iterator[str]:

@@ -114,7 +114,7 @@ _FUSIONS: dict[str, tuple[str, ...]] = {
     "attention_fusion": (),
     "apply_rope_fusion": ("attention_fusion",),
     "norm_linear_fusion": (),
-    "persist_layer_norm": ("norm_linear_fusion", "memory_efficient_layer_norm"),
+    "norm_fusion": ("norm_linear_fusion", "memory_efficient_layer_norm"),
     "bias_activation_fusion": ("activation_func_fp8_input_store", "cpu_offloading"),
     "bias_dropout_fusion": (),
     "cross_entropy_loss_fusion": ("fp32_logits",),
