@@ -562,6 +562,7 @@ def assert_left(model, why):
 
 LEFT = {
     "squared": (lambda self, h, y, o: ends(self, self.lm_head(h) ** 2, y, o), "than to scale or to cap"),
+    "in place": (lambda self, h, y, o: ends(self, self.lm_head(h).mul_(2), y, o), "than to scale or to cap"),
     "clamped": (lambda self, h, y, o: ends(self, self.lm_head(h).clamp(-9, 9), y, o), "than to scale or to cap"),
     "a learnt scale": (lambda self, h, y, o: ends(self, self.lm_head(h) * self.scale, y, o), "than to scale or to cap"),
     "a factor that is 1 by now": (lambda self, h, y, o: ends(self, self.lm_head(h) * self.factor, y, o), "a buffer of its own"),
@@ -570,8 +571,8 @@ LEFT = {
     "fewer columns": (lambda self, h, y, o: ends(self, self.lm_head(h)[..., :8], y, o, 8), "not over the 9 columns"),
     "other labels": (lambda self, h, y, o: ends(self, self.lm_head(h), y.clone(), o), "as they are"),
     "no options": (lambda self, h, y, o: ends(self, self.lm_head(h), y, {}), "as they are"),
-    "twice": (lambda self, h, y, o: ends(self, (self.lm_head(h) + self.lm_head(h)) / 2, y, o), "and once"),
-    "none": (lambda self, h, y, o: ends(self, h, y, o), "and once"),
+    "twice": (lambda self, h, y, o: ends(self, (self.lm_head(h) + self.lm_head(h)) / 2, y, o), "its head once"),
+    "none": (lambda self, h, y, o: ends(self, h, y, o), "its head once"),
     "its own loss": (lambda self, h, y, o: {"loss": self.lm_head(h).mean()}, "doesn't leave the loss"),
     "more loss": (lambda self, h, y, o: {"loss": ends(self, z := self.lm_head(h), y, o)["loss"] + z.mean()}, "alone"),
     "unknown": (lambda self, h, y, o: h.nothing, "can't be followed (AttributeError"),

@@ -1,4 +1,4 @@
-"""The loss of a transformers causal language model without logits: onepass.linear_cross_entropy inside the head.
+"""The loss of a transformers language model without logits: onepass.linear_cross_entropy inside the head.
 
 In training mode with labels and gradients enabled, the model's forward stores the labels for the head. The head's forward
 computes the loss, because its weight is whole there even under FSDP. It returns logits with no columns, with which the model's
@@ -6,7 +6,10 @@ own code continues. At the end that code calls the loss function, which returns 
 call has shape [..., 0], and there is no cache unless the caller asks for one. All other calls run the model's own code:
 evaluation, no labels, no gradients, a head that was wrapped or hooked since, an unknown loss option.
 
-What the model does with its logits before the loss is measured once, when the loss is replaced.
+Where the code makes a `CrossEntropyLoss` itself (T5, Whisper, BERT), it finds another of this name in its globals. It reshapes
+logits by their number of columns, so until it returns they have all of them: one NaN, expanded.
+
+What the model does with its logits before the loss is measured once, when the loss is replaced (loss_trial.py).
 One difference is intended: if all labels are ignored, the mean and its gradients are 0, not NaN.
 """
 
@@ -24,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.lora import is_lora, lora_of
+from onepass.integrations.huggingface.loss_trial import CROSS_ENTROPY, OPTIONS, LossCode, LossKind, find_loss_code
 from onepass.integrations.huggingface.patches import AppliedRow, Patches, wrapped_by
-from onepass.integrations.huggingface.probe import FP64, own_forward, parameters_of, thread
-from onepass.integrations.huggingface.snapshot import FSDP, UNREAD, Reads, RecordingConfig, Snapshot, hooked
+from onepass.integrations.huggingface.probe import own_forward, parameters_of, thread
+from onepass.integrations.huggingface.rotation import globals_with, with_globals
+from onepass.integrations.huggingface.snapshot import FSDP, UNREAD, Reads, Snapshot, hooked, is_watched
 from onepass.integrations.trl import runs_onepass
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -39,20 +44,6 @@ _TRLS = "TRL's trainers run TRL's fused head, which onepass.integrations.trl.ins
 _OURS_IN_TRL = "TRL's trainers run its fused head, by linear_cross_entropy too"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "cache"}
 _CHUNK = 4096  # tokens
-_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # ForCausalLMLoss's
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """How the model turns its head's products into logits: scale * products, or softcap * tanh(products / softcap)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __str__(self) -> str:
-        if self.softcap is not None:
-            return f", softcap {self.softcap:g}"
-        return f", logit_scale {self.scale:g}" if self.scale != 1 else ""
 
 
 @dataclass(eq=False)
@@ -61,9 +52,10 @@ class _HeadCallState:
 
     labels: Tensor
     options: dict[str, Any]
-    next_labels: Tensor  # of each hidden state: the next token's
+    next_labels: Tensor  # of each hidden state: where the loss is causal, the next token's
     rows: KeptRows | None  # which of them have a loss, asked for before the model runs; None stands for all
     loss: Tensor | None = None  # set by the head
+    logits: Tensor | None = None  # what the head has returned
 
 
 @dataclass(eq=False)
@@ -71,13 +63,28 @@ class _HeadState:
     """State shared by model and head. It holds no reference to the model, which a copy of the head alone would copy too."""
 
     head: Any  # an nn.Linear, or PEFT's LoRA around one, which has its attributes
-    logits: _Logits
+    code: LossCode
     place: int  # index of labels among forward's arguments
     caches: bool  # whether forward takes use_cache
     known: frozenset[str]  # keywords that don't affect the loss, or that this module handles
     original: Callable[..., Any]  # the loss function
     snapshot: Snapshot  # of the model
     calls: dict[int, _HeadCallState] = field(default_factory=dict)  # by thread
+    forward: Callable[..., Any] | None = None  # the model's, with another CrossEntropyLoss in its globals
+
+    def __post_init__(self) -> None:
+        if self.code.kind is LossKind.INLINE:
+            assert self.snapshot.code is not None
+            stock = globals_with(CROSS_ENTROPY, self.snapshot.code)[CROSS_ENTROPY]
+            loss = functools.partial(_cross_entropy_loss, self, stock)
+            self.forward = with_globals(self.snapshot.code, {CROSS_ENTROPY: loss})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"calls": {}, "forward": None}  # with_globals' function can't be pickled, and has this state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     @property
     def call(self) -> _HeadCallState | None:
@@ -123,11 +130,11 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     if head is not None and _runs_onepass_in_trl(causal) is not None:
         match = LossMatch(head, causal)
         return [AppliedRow(name, kind, "loss", why=match.left(), match=match)]
-    why = _unlike(causal, head)
-    if why is not None:
-        return [AppliedRow(name, kind, "loss", why=why)]
+    loss = _kind_of(causal, head)
+    if isinstance(loss, str):
+        return [AppliedRow(name, kind, "loss", why=loss)]
     reads = Reads(causal)
-    found = _measured(causal, head, reads)
+    found = find_loss_code(causal, head, loss, reads)
     if isinstance(found, str):
         return [AppliedRow(name, kind, "loss", why=found)]
     snapshot = reads.snapshot()
@@ -138,8 +145,8 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     return [AppliedRow(name, kind, "loss", by=by, match=LossMatch(head, causal, snapshot))]
 
 
-def _unlike(model: Any, head: Any) -> str | None:
-    """Return why this model has no linear head with the causal loss, or None. Check what is visible without running it."""
+def _kind_of(model: Any, head: Any) -> LossKind | str:
+    """Return the kind of the model's loss, or why it has no linear head with one that is known, without running it."""
     if head is None:
         return "it has no head"
     if is_lora(head):
@@ -155,22 +162,25 @@ def _unlike(model: Any, head: Any) -> str | None:
         return "its head has hooks, which may want the logits"
     if "labels" not in parameters_of(model):
         return "its forward takes no labels"
+    if globals_with(CROSS_ENTROPY, type(model).forward):
+        return LossKind.INLINE
     from transformers import PreTrainedModel
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
     if getattr(type(model), "loss_function", None) is not PreTrainedModel.loss_function:
         return "its class has a loss_function of its own"
-    if model.loss_function is not ForCausalLMLoss:
-        return "its loss is another than transformers' ForCausalLMLoss"
-    return None
+    kinds = {ForCausalLMLoss: LossKind.CAUSAL, ForMaskedLMLoss: LossKind.MASKED}
+    return kinds.get(model.loss_function, "its loss is another than transformers' ForCausalLMLoss and ForMaskedLMLoss")
 
 
-def _set(model: Any, head: Any, logits: _Logits, snapshot: Snapshot, patches: Patches) -> None:
+def _set(model: Any, head: Any, code: LossCode, snapshot: Snapshot, patches: Patches) -> None:
     from transformers.utils.generic import TransformersKwargs
 
     names = list(parameters_of(model))
-    known = frozenset((*names, *_OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
-    shared = _HeadState(head, logits, names.index("labels"), "use_cache" in names, known, model.loss_function, snapshot)
+    known = frozenset((*names, *OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
+    if code.kind is not LossKind.CAUSAL:
+        known -= {"shift_labels"}
+    shared = _HeadState(head, code, names.index("labels"), "use_cache" in names, known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
     forward = MethodType(_forward_like(type(model).forward), model)  # accelerate looks for a method
@@ -195,20 +205,25 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
             # Else models copy all keys and values into a cache that nothing reads, and look for no packed documents.
             kwargs["use_cache"] = False
-        shared.call = _call_of(labels, {name: kwargs[name] for name in _OPTIONS if name in kwargs})
+        shared.call = call = _call_of(labels, {name: kwargs[name] for name in OPTIONS if name in kwargs}, shared.code.kind)
         try:
-            return type(self).forward(self, *args, **kwargs)
+            outputs = (shared.forward or type(self).forward)(self, *args, **kwargs)
         finally:
             shared.call = None
+        return outputs if shared.forward is None else _without_columns(outputs, call)
 
     del forward.__wrapped__  # accelerate follows it to remove its own wrappers, and would remove this one
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
 
 
-def _call_of(labels: Tensor, options: dict[str, Any]) -> _HeadCallState:
+def _call_of(labels: Tensor, options: dict[str, Any], kind: LossKind) -> _HeadCallState:
     ignore, shifted = options.get("ignore_index", -100), options.get("shift_labels")
-    if shifted is None:  # a token's label is the next token: shift labels, not hidden
+    if kind is LossKind.INLINE:  # its code ignores them
+        options, ignore = {}, -100
+    if kind is not LossKind.CAUSAL:
+        shifted = labels
+    elif shifted is None:  # a token's label is the next token: shift labels, not hidden
         shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:].contiguous()
     return _HeadCallState(labels, options, shifted, kept_rows(shifted, ignore))
 
@@ -218,10 +233,11 @@ def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> boo
     return (
         model.training
         and torch.is_grad_enabled()
-        and getattr(model.loss_function, "func", None) is _loss_function
+        and (shared.code.kind is LossKind.INLINE or getattr(model.loss_function, "func", None) is _loss_function)
         and model.get_output_embeddings() is shared.head
         and shared.known.issuperset(given)
         and shared.snapshot.unchanged(model)
+        and not any(is_watched(module) or type(module).forward is not forward for module, forward in shared.code.around)
     )
 
 
@@ -229,12 +245,17 @@ def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
     """options: what PEFT's hooks give its layers, such as adapters by row."""
     shared: _HeadState = self._onepass
     call, lora = shared.call, lora_of(self) if is_lora(self) else None
-    if call is None or options or isinstance(lora, str) or not _can_make(self, lora, input, call):
+    # FSDP's hooks on the head's output gather its weight for backward, which NaN in place of logits doesn't come by.
+    allowed = () if shared.code.kind is LossKind.INLINE else (FSDP,)
+    if call is None or options or isinstance(lora, str) or hooked(self, allowed) or not _can_make(self, lora, input, call):
         made: Tensor = type(self).forward(self, input, **options)
         return made
     if call.loss is not None:
         raise RuntimeError(f"the head was called again, and the loss is already made: {_LEAVE}")
-    call.loss = _loss(self, lora, input, call, shared.logits)
+    call.loss = _loss(self, lora, input, call, shared.code)
+    if shared.code.kind is LossKind.INLINE:
+        call.logits = input.new_full((), float("nan")).expand(*input.shape[:-1], self.out_features)
+        return call.logits
     # The result depends on the loss: hooks on the head's output then run before the loss's backward. FSDP's gathers the weight.
     return input.detach()[..., :0] + call.loss
 
@@ -243,17 +264,17 @@ def _can_make(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
     if lora is not None and not under_autocast(hidden):
         plain = plain and {lora.a.dtype, lora.b.dtype} <= {hidden.dtype, torch.float32}
-    return plain and call.next_labels.numel() == hidden.shape[:-1].numel() and not hooked(head, (FSDP,))
+    return plain and call.next_labels.numel() == hidden.shape[:-1].numel()
 
 
-def _loss(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState, logits: _Logits) -> Tensor:
-    """Return what ForCausalLMLoss would return for the head's logits."""
+def _loss(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState, code: LossCode) -> Tensor:
+    """Return what the loss function would return for the head's logits."""
     items = call.options.get("num_items_in_batch")
     ignore = call.options.get("ignore_index", -100)
     labels = call.next_labels.to(hidden.device).reshape(hidden.shape[:-1])
     loss: Tensor = linear_cross_entropy(
         hidden, head.weight, labels, reduction="mean" if items is None else "sum", ignore_index=ignore, bias=head.bias,
-        lora=lora, softcap=logits.softcap, logit_scale=logits.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
+        lora=lora, softcap=code.softcap, logit_scale=code.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
     )  # fmt: skip
     if items is None:
         return loss
@@ -285,7 +306,7 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
     call = shared.call
     if call is None or call.loss is None:
         return shared.original(logits, labels, vocab_size, **options)
-    if labels is not call.labels or any(options.get(name) is not call.options.get(name) for name in _OPTIONS):
+    if labels is not call.labels or any(options.get(name) is not call.options.get(name) for name in OPTIONS):
         raise RuntimeError(
             f"{type(self).__name__}.forward gave its loss function other labels or options than it was called with, and the loss "
             f"is already made: {_LEAVE}"
@@ -295,112 +316,27 @@ def _loss_function(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, *
     return call.loss + logits.sum()  # an empty sum: backward passes the hooks on the head's output
 
 
-# ---- the model's code between head and loss ----
+def _cross_entropy_loss(shared: _HeadState, stock: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Tensor]:
+    """Return what the model's code takes for a CrossEntropyLoss: a function that returns the head's loss."""
+    call = shared.call
+    if call is None or call.loss is None:
+        return stock(*args, **options)  # type: ignore[no-any-return]
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.numel() != labels.numel() * shared.head.out_features or labels.numel() != call.labels.numel():
+            raise RuntimeError(f"the model's code takes the loss of other labels than it was called with: {_LEAVE}")
+        assert call.loss is not None
+        return call.loss
+
+    return loss
 
 
-class _LossTrial:
-    """A run of the model's forward that computes only what forward itself does with logits and loss."""
-
-    def __init__(self, head: Any, logits: Tensor, reads: Reads) -> None:
-        self.head, self.logits, self.reads = head, logits, reads
-        self.hidden = torch.zeros(*logits.shape[:-1], head.in_features, dtype=head.weight.dtype, device="cpu")
-        self.labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device="cpu")
-        self.options: dict[str, Any] = {name: object() for name in _OPTIONS}
-        self.asked = 0  # number of calls of the head
-        self.came: list[tuple[Any, Any, int, dict[str, Any]]] = []  # calls of the loss function
-        self.loss = torch.tensor(0.5, dtype=FP64, device="cpu")
-
-    def called(self, module: nn.Module) -> Any:
-        if module is not self.head:
-            return _Hidden(self.hidden)
-        self.asked += 1
-        return self.logits
-
-    def loss_function(self, logits: Any, labels: Any, vocab_size: int, **options: Any) -> Tensor:
-        self.came.append((logits, labels, vocab_size, options))
-        return self.loss.clone()
-
-    def run(self, model: nn.Module) -> str | None:
-        """Run the model's forward. Return why the head can't compute this model's loss, or None."""
-        names = parameters_of(model)
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
-        options = dict(self.options) if open_ended else {}
-        if "input_ids" in names:
-            options["input_ids"] = self.labels
-        if open_ended or "output_router_logits" in names:
-            options["output_router_logits"] = False  # there are no routers
-        try:
-            outputs = type(model).forward(_ProbeModule(model, self), labels=self.labels, **options)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        except Exception as error:
-            return f"its forward can't be followed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-        if len(self.came) != 1:
-            return "its forward doesn't leave the loss to its loss_function"
-        if self.asked != 1:
-            return "its forward doesn't call its head itself, and once"
-        logits, labels, vocab_size, came = self.came[0]
-        if labels is not self.labels or (open_ended and any(came.get(name) is not self.options[name] for name in _OPTIONS)):
-            return "its forward doesn't give its labels and all options for the loss to its loss_function as they are"
-        if vocab_size != self.head.out_features:
-            return f"its loss is not over the {self.head.out_features} columns of its head"
-        if not isinstance(logits, Tensor) or logits.shape != self.logits.shape or logits.requires_grad:
-            return "its forward does more with the logits than to scale or to cap them"
-        if not isinstance(loss, Tensor) or not torch.equal(loss, self.loss):
-            return "its loss is not its loss_function's alone"
-        return None
-
-
-class _ProbeModule:
-    """A stand-in for the model or a module in it. It has the same attributes, but a call computes nothing."""
-
-    def __init__(self, module: nn.Module, trial: _LossTrial) -> None:
-        self._module, self._trial = module, trial
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._trial.called(self._module)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loss_function":
-            return self._trial.loss_function
-        found, reads = getattr(self._module, name), self._trial.reads
-        if isinstance(found, nn.Module):
-            return _ProbeModule(found, self._trial)
-        if self._module is not reads.module:
-            return found
-        reads.names.add(name)
-        return RecordingConfig(found, reads) if name == "config" else found
-
-
-class _Hidden:
-    """The output of the model below the head: hidden states, and None for every other attribute."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> Any:
-        return (self.last_hidden_state,)[index]
-
-
-def _measured(model: nn.Module, head: Any, reads: Reads) -> _Logits | str:
-    """Return what the model does with its logits, or why it needs them."""
-    given = torch.linspace(-8, 8, 2 * head.out_features, dtype=FP64, device="cpu").view(1, 2, -1)
-    given[0, 0, 0], given[0, 1, -1] = 1.0, 1e6  # these show the scale and the cap
-    trials = _LossTrial(head, given, reads), _LossTrial(head, given[..., :0], reads)  # the second without columns, as in training
-    with torch.enable_grad():  # a learnt scale then requires grad
-        why = next((why for trial in trials if (why := trial.run(model)) is not None), None)
-    return _made_of(given, trials[0].came[0][0].double()) if why is None else why
-
-
-def _made_of(given: Tensor, came: Tensor) -> _Logits | str:
-    scale, cap = came[0, 0, 0].item(), came[0, 1, -1].item()
-    for one, values in (
-        (_Logits(), given),
-        (_Logits(scale=scale), given * scale),
-        (_Logits(softcap=cap), torch.tanh(given / cap) * cap),
-    ):
-        if torch.allclose(came, values, rtol=1e-5, atol=0):
-            return one
-    return "its forward does more with the logits than to scale or to cap them"
+def _without_columns(outputs: Any, call: _HeadCallState) -> Any:
+    """Return the model's outputs, with no columns where they have what the head returned in place of logits."""
+    if call.logits is None:
+        return outputs
+    if isinstance(outputs, tuple):
+        return tuple(value[..., :0] if value is call.logits else value for value in outputs)
+    if outputs.logits is call.logits:
+        outputs.logits = call.logits[..., :0]
+    return outputs

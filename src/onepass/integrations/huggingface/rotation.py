@@ -65,17 +65,17 @@ def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
 
 def globals_with(name: str, forward: Any) -> dict[str, Any]:
     """Return the globals of a plain function that uses the one of this name. Return nothing for other callables."""
-    if _renames_arguments(forward):
+    if _only_calls(forward):
         return globals_with(name, forward.__wrapped__)
     if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or name not in forward.__code__.co_names:
         return {}
     return forward.__globals__
 
 
-def _renames_arguments(forward: Any) -> bool:
-    """Whether this is transformers' wrapper that gives old names of arguments their new ones, and does nothing else."""
+def _only_calls(forward: Any) -> bool:
+    """Whether this is a wrapper of transformers' that gives arguments their new names, or returns the result as a tuple."""
     wraps = type(forward) is FunctionType and type(getattr(forward, "__wrapped__", None)) is FunctionType
-    return wraps and forward.__globals__.get("__name__") == "transformers.utils.deprecation"
+    return wraps and forward.__globals__.get("__name__") in ("transformers.utils.deprecation", "transformers.utils.generic")
 
 
 def _is(function: Callable[..., Any], how: Rotation) -> bool:
@@ -95,7 +95,7 @@ def with_globals(forward: Callable[..., Any], others: dict[str, Any]) -> Callabl
     The globals have no __name__, because compilers would look up globals in the module of that name.
     """
     assert isinstance(forward, FunctionType)
-    if _renames_arguments(forward):
+    if _only_calls(forward):
         return _wrapped_again(forward, with_globals(forward.__wrapped__, others))  # type: ignore[attr-defined]
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     made = FunctionType(forward.__code__, names | others, forward.__name__, forward.__defaults__, forward.__closure__)
