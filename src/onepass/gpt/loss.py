@@ -35,7 +35,7 @@ def loss_of_logits(
     if config.cross_entropy_loss_fusion:
         logits = sequences(head.logits(h, weight, gather=False), config)
         smoothing, z_loss = config.label_smoothing, config.z_loss
-        loss = cross_entropy(logits, labels, head.tp_group, rows, label_smoothing=smoothing, z_loss=z_loss)
+        loss: Tensor = cross_entropy(logits, labels, head.tp_group, rows, label_smoothing=smoothing, z_loss=z_loss)
     else:
         loss = _plain(sequences(head.logits(h, weight), config), labels, rows, config)
     if loss_mask is None or reduction == "none":
